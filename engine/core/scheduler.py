@@ -187,13 +187,13 @@ class Scheduler:
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
-        has_drafts = bool(self._drafts)
-        if has_drafts:
-            budget = self._add_drafts(scheduled, budget)
         budget = self._admit_arrived(scheduled, budget)
         # Memory is short after a preemption: who just lost its blocks must not come straight back.
         if self.num_preemptions == num_preemptions:
             budget = self._admit_waiting(scheduled, budget)
+        has_drafts = bool(self._drafts)
+        if has_drafts:
+            budget = self._add_drafts(scheduled, budget)
         num_tokens = self._max_num_batched_tokens - budget
         return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts)
 
@@ -362,9 +362,9 @@ class Scheduler:
         return num_tokens
 
     def _add_drafts(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Compute drafts behind what running requests compute, where nobody is the worse for it.
+        """Compute drafts behind what requests compute, where nobody is the worse for it.
 
-        All that run have got what they need by now.
+        All that can run have got what they need by now.
         """
         for index, item in enumerate(scheduled):
             drafts = self._drafts.pop(item.request.request_id, ())
@@ -389,8 +389,10 @@ class Scheduler:
         drafts = drafts[: max(room, 0)]
         if drafts and request.grammar is not None:
             drafts = drafts[: request.grammar.num_possible(drafts)]
-        fits = self.kv_cache_manager.allocate(request, request.num_tokens + len(drafts)) is not None
-        return len(drafts) if fits else 0
+        if not drafts:
+            return 0
+        granted = self.kv_cache_manager.allocate(request, request.num_tokens + len(drafts))
+        return 0 if granted is None else len(drafts)
 
     # ------------------------------------------------------------------ inside
 

@@ -89,10 +89,11 @@ class _Columns:
     Attributes:
         sampling: `[num_sampling]`, of which requests a token is sampled; rising.
         sampled_at: `[num_sampling]`, at which position.
-        num_drafts: `[num_sampling]`, drafts that are computed from there on; None: no draft at all.
+        num_behind: `[num_sampling]`, drafts that are computed from there on; None: there are none.
+        draft_token_ids: see `SamplingInput`.
     """
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, max_num_requests: int) -> None:
         # One flat list: numpy takes twice as long to look into as many tuples.
         columns = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE).T.copy()
         self.rows, self.starts, self.query_lens, self.num_known = columns
@@ -101,11 +102,14 @@ class _Columns:
         self.ends = self.starts + self.query_lens
         self.sampling: Ints = (self.ends >= self.num_known).nonzero()[0]
         self.sampled_at: Ints = self.num_known[self.sampling]
-        self.num_drafts: Ints | None = None
+        self.num_behind: Ints | None = None
+        self.draft_token_ids: tuple[int, ...] = ()
         if len(self.token_ids) > len(self.rows):
             num_drafts = self.ends[self.sampling] - self.sampled_at
             if num_drafts.any():
                 self._sample_behind(num_drafts)
+                if len(self.token_ids) == len(self.sampling) <= max_num_requests:
+                    self._spread()
 
     def _sample_behind(self, num_drafts: Ints) -> None:
         """Have a token sampled behind each draft as well.
@@ -118,18 +122,22 @@ class _Columns:
         after_first = np.arange(ends[-1]) - (ends - num_samples).repeat(num_samples)
         self.sampling = self.sampling.repeat(num_samples)
         self.sampled_at = self.sampled_at.repeat(num_samples) + after_first
-        self.num_drafts = num_drafts.repeat(num_samples) - after_first
+        self.num_behind = num_behind = num_drafts.repeat(num_samples) - after_first
+        places = self.query_lens.cumsum()[self.sampling] - num_behind
+        drafts = np.append(self.token_ids, UNKNOWN_TOKEN)[places]
+        self.draft_token_ids = tuple(np.where(num_behind, drafts, UNKNOWN_TOKEN).tolist())
 
-    def draft_token_ids(self) -> tuple[int, ...]:
-        """See `SamplingInput`."""
-        if self.num_drafts is None:
-            return ()
-        places = self.query_lens.cumsum()[self.sampling] - self.num_drafts
-        found: list[int] = np.append(self.token_ids, UNKNOWN_TOKEN)[places].tolist()
-        return tuple(
-            draft if num_drafts else UNKNOWN_TOKEN
-            for draft, num_drafts in zip(found, self.num_drafts.tolist(), strict=True)
-        )
+    def _spread(self) -> None:
+        """Make a decode step of it: each draft a request of its own, with the same blocks.
+
+        Every layer writes the KV of all tokens before any of them looks at it. So what replays
+        decode steps, or computes them faster than prompts, does so with drafts.
+        """
+        self.rows = self.rows.repeat(self.query_lens)
+        self.starts, self.ends = self.sampled_at - 1, self.sampled_at
+        self.sampling = np.arange(len(self.rows))
+        self.query_lens = np.ones_like(self.sampling)
+        self.num_behind = np.zeros_like(self.sampling)
 
     @property
     def is_decode(self) -> bool:
@@ -240,13 +248,13 @@ class InputBatch:
             parameters,
             # Of a row that samples once, words are computed ahead.
             self._random_words.take(rows, parameters["seed"], places)
-            if columns.num_drafts is None
+            if columns.num_behind is None
             else counter_words(parameters["seed"], places),
             {
                 index: self._snapshot(as_list[index], int(columns.sampled_at[index]))
                 for index in parameters["changes_logits"].nonzero()[0].tolist()
             },
-            columns.draft_token_ids(),
+            columns.draft_token_ids,
         )
 
     def _snapshot(self, row: int, num_tokens: int) -> RequestSnapshot:
@@ -278,8 +286,8 @@ class InputBatch:
         sampling = columns.sampling
         last_token_rows = buffers.last_token_rows.array[: len(sampling)]
         last_token_rows[:] = query_start_loc[sampling + 1] - 1
-        if columns.num_drafts is not None:
-            last_token_rows -= columns.num_drafts
+        if columns.num_behind is not None:
+            last_token_rows -= columns.num_behind
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._parameters["num_prompt_logprobs"][rows] >= 0
         model_input = ModelInput(
@@ -357,7 +365,7 @@ class InputBatch:
         for added in plan.new_blocks:
             for block_table in self._block_tables:
                 block_table.extend(added.row, added.block_ids)
-        columns = _Columns(plan)
+        columns = _Columns(plan, len(self._request_ids))
         if self._sliding_tables or self._known:
             self._note_computed(plan)
         return columns

@@ -265,8 +265,10 @@ class Node:
             self._begin(leg)
         begun_at = leg.account.begun_at
         if delta.decode is not None and begun_at is not None:
-            is_cut = delta.output.finish_reason is FinishReason.LENGTH
-            self.load.note_decoded(delta.decode, self.clock() - begun_at, is_cut=is_cut)
+            output = delta.output
+            is_cut = output.finish_reason is FinishReason.LENGTH
+            num_tokens = output.output_index + len(output.token_ids)
+            self.load.note_decoded(num_tokens, self.clock() - begun_at, is_cut=is_cut)
 
     def _begin(self, leg: _Leg) -> None:
         """Note an attempt's first token on a decode node."""

@@ -5,7 +5,6 @@ The real workers compute and sample. Refuses to know: what is asserted.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,11 @@ from typing import Any
 import msgspec
 
 from engine.core.outputs import ModelRunnerOutput
-from engine.core.step_plan import StepHooks, StepPlan
+from engine.core.step_plan import SHARE, StepHooks, StepPlan
 from engine.executors.base import Executor, PendingStep
+
+# Whole outputs by request id, or a part of each; none of a request that is not there.
+Outputs = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +24,25 @@ class ProposingStep:
     """A submitted step whose outcome gets drafts."""
 
     step: PendingStep
-    propose: Callable[[ModelRunnerOutput], ModelRunnerOutput]
+    propose: Callable[[ModelRunnerOutput], None]
 
     def wait(self) -> ModelRunnerOutput:
-        return self.propose(self.step.wait())
+        output = self.step.wait()
+        self.propose(output)
+        return output
 
 
 class DraftingExecutor:
     """Puts drafts behind what another executor samples: outputs known beforehand, partly wrong.
 
+    Each request gets another number of drafts in each step, from none to the most. Where a draft is
+    wrong, those behind it are what would be right if it were.
+
     Args:
         executor: computes the steps.
-        outputs: of whole requests, by request id.
+        outputs: known beforehand.
         num_drafts: most of one request in one step.
-        wrong_every: one of so many positions gets a wrong draft.
+        wrong_every: one of so many positions gets a wrong draft; 0: none does.
 
     Attributes:
         num_accepted: drafts that were sampled.
@@ -43,11 +50,7 @@ class DraftingExecutor:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        outputs: Mapping[str, Sequence[int]],
-        num_drafts: int,
-        wrong_every: int = 7,
+        self, executor: Executor, outputs: Outputs, num_drafts: int, wrong_every: int = 7
     ) -> None:
         self.config, self.model_config = executor.config, executor.model_config
         self.dtype, self.max_model_len = executor.dtype, executor.max_model_len
@@ -55,31 +58,35 @@ class DraftingExecutor:
         self.num_accepted = self.num_computed = 0
         self._executor = executor
         self._outputs, self._num_drafts, self._wrong_every = outputs, num_drafts, wrong_every
-        self._num_sampled: defaultdict[str, int] = defaultdict(int)
+        self._rows: dict[int, tuple[str, int]] = {}  # by row: whose it is, tokens of its prompt
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
-        for start, num_tokens, num_known in zip(
-            plan.shares[1::4], plan.shares[2::4], plan.shares[3::4], strict=True
-        ):
+        for new in plan.new_rows:
+            self._rows[new.row] = new.request_id, new.num_prompt_tokens
+        sampled_at: dict[str, int] = {}
+        for place in range(0, len(plan.shares), SHARE):
+            row, start, num_tokens, num_known = plan.shares[place : place + SHARE]
+            request_id, num_prompt_tokens = self._rows[row]
+            sampled_at[request_id] = num_known - num_prompt_tokens
             self.num_computed += max(start + num_tokens - num_known, 0)
+
+        def propose(output: ModelRunnerOutput) -> None:
+            for request_id, token_ids in output.sampled_token_ids.items():
+                self.num_accepted += len(token_ids) - 1
+                drafts = self._drafts(request_id, sampled_at[request_id] + len(token_ids))
+                if drafts:
+                    output.draft_token_ids[request_id] = drafts
+
         # As it would travel to a worker in another process.
         travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
-        return ProposingStep(self._executor.submit(travelled, hooks), self._propose)
+        return ProposingStep(self._executor.submit(travelled, hooks), propose)
 
-    def _propose(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        for request_id, token_ids in output.sampled_token_ids.items():
-            self.num_accepted += len(token_ids) - 1
-            self._num_sampled[request_id] += len(token_ids)
-            drafts = self._drafts(request_id)
-            if drafts:
-                output.draft_token_ids[request_id] = drafts
-        return output
-
-    def _drafts(self, request_id: str) -> tuple[int, ...]:
-        first = self._num_sampled[request_id]
-        known = self._outputs[request_id][first : first + self._num_drafts]
+    def _drafts(self, request_id: str, first: int) -> tuple[int, ...]:
+        """What may come from the output position ``first`` on."""
+        num_drafts = (first * 7 + len(request_id)) % (self._num_drafts + 1)
+        known = self._outputs(request_id)[first : first + num_drafts]
         return tuple(
-            token_id ^ (position % self._wrong_every == 0)
+            token_id ^ bool(self._wrong_every and position % self._wrong_every == 0)
             for position, token_id in enumerate(known, first)
         )
 
@@ -93,3 +100,8 @@ class DraftingExecutor:
 
     def on_failure(self, call: Callable[[Exception], None]) -> None:
         self._executor.on_failure(call)
+
+
+def outputs_of(outputs: Mapping[str, Sequence[int]]) -> Outputs:
+    """Outputs that a mapping holds."""
+    return lambda request_id: outputs.get(request_id, ())

@@ -43,6 +43,7 @@ from node_runtime.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
+from tests.fakes.drafting_executor import ProposingStep
 from tests.fakes.handoff_cluster import end_of
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.virtual_loop import VirtualLoop
@@ -155,6 +156,8 @@ class NodeProcess:
             assert self.node.requests() == [], "it works for a router that is gone"
         if engine._in_flight is not None:  # how fast this machine computes must not matter
             pending = engine._in_flight[1]
+            if isinstance(pending, ProposingStep):
+                pending = pending.step
             assert isinstance(pending, LaunchAhead)
             wait([pending.launch])
         self._kv_events.after_step(busy=busy)

@@ -7,15 +7,10 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHash, shorten
+from baton.block_hash import shorten
 from baton.engine_config import EngineConfig
 from baton.link.words import (
     BEAT_INTERVAL_S,
@@ -25,14 +20,12 @@ from baton.link.words import (
     split_request_id,
 )
 from decode_node.node import DecodeNode
-from decode_node.options import DecodeOptions
 from engine.engine import Engine
 from kvconnector.base import TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
-from prefill_node.options import PushMode
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.calls.retry_budget import RetryBudget, RetryOptions
@@ -43,6 +36,7 @@ from router.policies import POLICIES
 from tests.fakes.cache_contents import check_cache
 from tests.fakes.checked_client import Client
 from tests.fakes.dead_engines import let_die
+from tests.fakes.drafting_executor import DraftingExecutor
 from tests.fakes.handoff_cluster import (
     BLOCK_SIZE,
     CheckedEngine,
@@ -54,6 +48,7 @@ from tests.fakes.handoff_cluster import (
 from tests.fakes.node_process import NodeProcess
 from tests.fakes.scripted_network import ScriptedMessage, ScriptedNetwork
 from tests.fakes.sometimes_alone import SometimesAlone
+from tests.fakes.system_setup import Setup
 from tests.fakes.virtual_clock import VirtualClock
 from tests.fakes.virtual_loop import VirtualLoop
 
@@ -64,40 +59,6 @@ IDLE_ROUND_S = 0.2  # in `settle`, when nothing happens
 QUIET_S = 2.5  # longer than any beat, lease, back-off or repeated message
 SETTLE_S = 90.0  # no call may need longer once nothing goes wrong any more
 TERMINAL = (TransferEventKind.COMMITTED, TransferEventKind.FAILED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What the nodes of a system are like.
-
-    Attributes:
-        num_blocks: of each node and KV cache group; few, so that memory is short.
-        num_groups: of the model.
-        expected_kv: the KV of a prompt, by an engine that shares nothing with these.
-        router_is_busy: so that it wakes readers no more often than it must.
-        sometimes_alone: decode nodes compute some prompts themselves.
-        rounds_per_step: of KV I/O threads in `flow`; the more, the sooner KV arrives.
-        chunk_s: how long a prefill node computes a chunk of a prompt that has more of them.
-        index_is_small: the router has no room for all that nodes tell of their prefix caches.
-        contents: that are known, of blocks by their names.
-    """
-
-    folder: Path
-    expected_kv: Callable[[list[int]], torch.Tensor]
-    num_blocks: int
-    num_groups: int
-    async_scheduling: bool
-    push_mode: PushMode
-    kv_digests: bool
-    options: DecodeOptions
-    preemption: str
-    policy: str
-    router_is_busy: bool
-    sometimes_alone: bool
-    rounds_per_step: int
-    chunk_s: float
-    index_is_small: bool
-    contents: Mapping[BlockHash, torch.Tensor]
 
 
 class System:
@@ -118,6 +79,7 @@ class System:
         self.loop = VirtualLoop(self.clock)
         self.network = ScriptedNetwork()
         self._num_routers = 0
+        self._outputs: dict[str, tuple[int, ...]] = {}  # right ones, by the calls' request ids
         self._start_router()
         self.processes: dict[str, NodeProcess] = {}
         self.by_id: dict[str, NodeProcess] = {}
@@ -207,6 +169,10 @@ class System:
             engine = CheckedEngine(setup.folder, config, setup.expected_kv, IDENTITY)
             decode = make_decode_node(engine_id, engine, *where, setup.options, kv_digests=digests)
             node, peer_info = decode, decode.receiver.describe()
+        if setup.num_drafts:
+            engine.executor = DraftingExecutor(
+                engine.executor, self._output_of, setup.num_drafts, wrong_every=3
+            )
         registration = NodeRegistration(
             node_name=name,
             engine_id=engine_id,
@@ -257,11 +223,16 @@ class System:
             timeout_s=timeout_s,
             cache_salt=cache_salt,
         )
+        self._outputs[request_id] = expected[0]
         client = Client(call, expected)
         client.may_read.set()
         client.task = self.loop.create_task(client.read(self.dispatcher))
         self.clients.append(client)
         return client
+
+    def _output_of(self, request_id: str) -> tuple[int, ...]:
+        """What a call's client is to get, by its name on a node."""
+        return self._outputs[split_request_id(request_id)[0]]
 
     def leave(self, client: Client) -> None:
         """The client goes away."""

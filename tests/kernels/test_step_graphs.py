@@ -22,6 +22,7 @@ from engine.worker.cuda_graphs import StepGraphs
 from engine.worker.graph_capture import DeviceCapture
 from engine.worker.graph_inputs import StagedStep
 from engine.worker.model_runner import make_model_runner
+from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
 
 pytestmark = pytest.mark.large
 
@@ -82,9 +83,9 @@ def draw_requests(seed: int, num: int) -> tuple[list[list[int]], list[SamplingPa
     return prompts, params
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("asynchronous", "num_drafts"), [(False, 0), (True, 0), (True, 2)])
 def test_replayed_steps_give_the_tokens_of_eager_ones(
-    device: torch.device, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, asynchronous: bool, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, params = draw_requests(3, 7)
     sizes: list[tuple[int, int]] = []
@@ -98,9 +99,18 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     eager = make_llm(device, graphs=False, asynchronous=False).generate(prompts, params)
     assert not sizes
     llm = make_llm(device, graphs=True, asynchronous=asynchronous)
+    if num_drafts:
+        outputs = {one.request_id: one.token_ids for one in eager}
+        llm.engine.executor = executor = DraftingExecutor(
+            llm.engine.executor, outputs_of(outputs), num_drafts
+        )
     replayed = llm.generate(prompts, params)
     assert [c.token_ids for c in replayed] == [c.token_ids for c in eager]
     assert [c.finish_reason for c in replayed] == [c.finish_reason for c in eager]
     assert len(sizes) > 5
     assert any(num_requests < size for num_requests, size in sizes)
     assert llm.engine.num_free_blocks == SMALL["num_blocks"]
+    if num_drafts:
+        assert 0 < executor.num_accepted < executor.num_computed
+        # No more requests than that could be in a step by themselves.
+        assert sum(num for num, _ in sizes) > llm.engine.num_steps

@@ -27,7 +27,8 @@ from prefill_node.options import PushMode
 from router.policies import POLICIES
 from tests.fakes.cache_contents import contents_of
 from tests.fakes.checked_client import Client
-from tests.fakes.whole_system import IDENTITY, Setup, System, num_pairs
+from tests.fakes.system_setup import Setup
+from tests.fakes.whole_system import IDENTITY, System, num_pairs
 from tests.property.test_handoff import folder, prompt_of, reference, reference_kv
 
 MAX_PROMPT_TOKENS = 18
@@ -84,6 +85,7 @@ class SystemMachine(RuleBasedStateMachine):
         rounds_per_step=st.sampled_from([1, 4]),
         chunk_s=st.sampled_from([0.0, 0.12]),
         index_is_small=st.booleans(),
+        num_drafts=st.sampled_from([0, 3]),
         restarts_at_end=st.booleans(),
     )
     def make(

@@ -40,6 +40,7 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.peers import BEAT_INTERVAL_S
 from kvconnector.protocol.seals import HEADER_BYTES
 from prefill_node.options import PushMode
+from tests.fakes.drafting_executor import DraftingExecutor
 from tests.fakes.handoff_cluster import BLOCK_SIZE, DECODE_OPTIONS, Cluster, is_beat, kv_of
 from tests.fakes.scripted_network import ScriptedMessage
 from tests.numerics.tiny_models import make_hugging_face_model, save
@@ -100,9 +101,14 @@ def make_cluster(
     kv_digests: bool = False,
     options: DecodeOptions = DECODE_OPTIONS,
     preemption: str = "recompute",
+    num_drafts: int = 0,
 ) -> Cluster:
-    """Two nodes; a mixed model has three KV cache groups."""
-    return Cluster(
+    """Two nodes; a mixed model has three KV cache groups.
+
+    Args:
+        num_drafts: most drafts of a request in a step of the decode node; every third is wrong.
+    """
+    cluster = Cluster(
         folder(mixed=mixed),
         lambda prompt: reference_kv(tuple(prompt), mixed=mixed),
         num_blocks,
@@ -113,6 +119,15 @@ def make_cluster(
         options=options,
         preemption=preemption,
     )
+
+    def output_of(request_id: str) -> tuple[int, ...]:
+        attempt = next(a for (name, _), a in cluster.attempts.items() if name == request_id)
+        return reference_tokens(tuple(attempt.prompt), attempt.params, mixed=mixed)
+
+    if num_drafts:
+        executor = cluster.d_engine.executor
+        cluster.d_engine.executor = DraftingExecutor(executor, output_of, num_drafts, wrong_every=3)
+    return cluster
 
 
 def num_references(engine: Engine) -> int:
@@ -162,6 +177,7 @@ class HandoffMachine(RuleBasedStateMachine):
         max_receiving_requests=st.sampled_from([1, 64]),
         local_prefill_threshold=st.sampled_from([0, 6]),
         preemption=st.sampled_from(PREEMPTION),
+        num_drafts=st.sampled_from([0, 3]),
         is_attacked=st.booleans(),
     )
     def make(
@@ -174,6 +190,7 @@ class HandoffMachine(RuleBasedStateMachine):
         max_receiving_requests: int,
         local_prefill_threshold: int,
         preemption: str,
+        num_drafts: int,
         is_attacked: bool,
     ) -> None:
         self.is_attacked, self.random = is_attacked, random.Random(0)
@@ -190,6 +207,7 @@ class HandoffMachine(RuleBasedStateMachine):
                 local_prefill_threshold=local_prefill_threshold,
             ),
             preemption=preemption,
+            num_drafts=num_drafts,
         )
         dead = self.cluster.dead
         self.patch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in dead)

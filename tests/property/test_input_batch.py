@@ -35,6 +35,21 @@ params = st.builds(
 )
 
 
+def queries(scheduled: tuple[ScheduledRequest, ...]) -> list[tuple[ScheduledRequest, int, int]]:
+    """What attends together: which tokens of whom. In a decode step each draft is on its own."""
+    num_tokens = sum(item.num_scheduled_tokens for item in scheduled)
+    is_decode = all(
+        i.samples and i.num_scheduled_tokens == 1 + len(i.draft_token_ids) for i in scheduled
+    )
+    found = []
+    for item in scheduled:
+        start = item.request.num_computed_tokens
+        end = start + item.num_scheduled_tokens
+        step = 1 if is_decode and num_tokens <= MAX_NUM_REQUESTS else end - start
+        found += [(item, position, position + step) for position in range(start, end, step)]
+    return found
+
+
 def simple_fill(
     scheduled: tuple[ScheduledRequest, ...], group: int, num_groups: int
 ) -> dict[str, list[int]]:
@@ -51,9 +66,8 @@ def simple_fill(
         )
     }
     tensors["query_start_loc"].append(0)
-    for item in scheduled:
-        request, start = item.request, item.request.num_computed_tokens
-        end = start + item.num_scheduled_tokens
+    for item, start, end in queries(scheduled):
+        request = item.request
         for position in range(start, end):
             block_id = request.block_ids[position // BLOCK_SIZE * num_groups + group]
             tensors["input_ids"].append([*request.token_ids, *item.draft_token_ids][position])
@@ -61,9 +75,12 @@ def simple_fill(
             tensors["slot_mapping"].append(block_id * BLOCK_SIZE + position % BLOCK_SIZE)
         tensors["query_start_loc"].append(len(tensors["input_ids"]))
         tensors["seq_lens"].append(end)
-        if item.samples:
-            last, num_drafts = len(tensors["input_ids"]) - 1, len(item.draft_token_ids)
-            tensors["last_token_rows"] += range(last - num_drafts, last + 1)
+        first = len(tensors["input_ids"]) - (end - start)
+        tensors["last_token_rows"] += [
+            first + position - start
+            for position in range(start, end)
+            if position >= request.num_tokens - 1  # the last known token, and drafts
+        ]
     return tensors
 
 
@@ -107,13 +124,14 @@ def assert_group_filled(
     }
     expected = simple_fill(scheduled, group, num_groups)
     assert {name: tensor.tolist() for name, tensor in found.items()} == expected
-    assert attention.num_requests == len(scheduled)
+    parts = queries(scheduled)
+    assert attention.num_requests == len(parts)
     assert attention.num_tokens == len(expected["input_ids"])
     assert attention.seq_lens_host == tuple(expected["seq_lens"])
-    assert attention.query_lens == tuple(item.num_scheduled_tokens for item in scheduled)
+    assert attention.query_lens == tuple(end - start for _, start, end in parts)
     assert attention.max_query_len == max(attention.query_lens)
     assert attention.max_seq_len == max(attention.seq_lens_host)
-    for row, item in enumerate(scheduled):
+    for row, (item, _, _) in enumerate(parts):
         num_blocks = -(-attention.seq_lens_host[row] // BLOCK_SIZE)
         own = item.request.block_ids[group::num_groups]
         assert attention.block_table[row].tolist()[:num_blocks] == own[:num_blocks]

@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from kvconnector.protocol.messages import (
     Cancel,
@@ -26,7 +27,10 @@ from kvconnector.protocol.messages import (
     Start,
     Watermark,
 )
+from prefill_node.options import PushMode
+from router.policies import POLICIES
 from tests.fakes.checked_client import Client
+from tests.fakes.drafting_executor import DraftingExecutor
 from tests.fakes.handoff_cluster import is_beat
 from tests.fakes.whole_system import NAMES, ROUND_S
 from tests.property.num_examples import num_examples
@@ -425,6 +429,47 @@ class WholeSystemMachine(SystemMachine):
         for name, process in list(self.system.processes.items()):
             if process.dead:
                 self.system.start(name)
+
+
+def test_drafts_are_taken_and_those_of_a_node_that_dies_are_made_good() -> None:
+    """What the machine does at random, once for certain: tokens were delivered, others follow."""
+    machine = WholeSystemMachine()
+    machine.make(
+        num_blocks=20,
+        mixed=False,
+        async_scheduling=True,
+        push_mode=PushMode.LAYERS,
+        kv_digests=False,
+        max_receiving_requests=64,
+        local_prefill_threshold=0,
+        preemption="recompute",
+        policy=POLICIES.names()[0],
+        router_is_busy=False,
+        sometimes_alone=False,
+        rounds_per_step=4,
+        chunk_s=0.0,
+        index_is_small=False,
+        num_drafts=3,
+        restarts_at_end=True,
+    )
+    system = machine.system
+    params = SamplingParams(max_tokens=MAX_TOKENS, seed=1, temperature=3.0, ignore_eos=True)
+    client = machine._call("a", prompt_of(1, 9), params)
+    for _ in range(200):
+        if len(client.token_ids) > 3:
+            break
+        system.flow()
+    decoding = [name for name, state in system.states_of(client).items() if name.startswith("d")]
+    [name] = decoding
+    assert not client.is_done
+    system.kill(name, quietly=False)
+    machine.teardown()
+    assert client.finish_reason is FinishReason.LENGTH
+    assert client.num_attempts == 2
+    executors = [process.node.engine.executor for process in system.by_id.values()]
+    drafting = [one for one in executors if isinstance(one, DraftingExecutor)]
+    num_computed = sum(one.num_computed for one in drafting)
+    assert 0 < sum(one.num_accepted for one in drafting) < num_computed
 
 
 TestWholeSystem = WholeSystemMachine.TestCase

@@ -16,7 +16,7 @@ from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Grant, Watermark
 from kvconnector.protocol.pair_keys import KeyPair
 from kvconnector.protocol.seals import peek
-from tests.fakes.drafting_executor import DraftingExecutor
+from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.scripted_network import ScriptedTransport
 from tests.fakes.waiting import wait_until
@@ -427,10 +427,10 @@ def test_drafts_on_a_decode_node_change_no_token(temperature: float, asynchronou
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True)
     prompts = {name: prompt_of(index, 6 + index) for index, name in enumerate("abc")}
     expected = {name: reference_tokens(tuple(prompt), params) for name, prompt in prompts.items()}
-    # Token 1 comes with the commit: the decode node samples what is behind it.
-    behind = {name: token_ids[1:] for name, token_ids in expected.items()}
     engine = cluster.d_engine
-    engine.executor = executor = DraftingExecutor(engine.executor, behind, num_drafts=3)
+    engine.executor = executor = DraftingExecutor(
+        engine.executor, outputs_of(expected), num_drafts=3
+    )
     for name, prompt in prompts.items():
         cluster.place(name, 1, prompt, params)
     cluster.settle()

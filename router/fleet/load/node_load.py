@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.api.outputs import DecodeReceipt, PrefillReceipt
+from baton.api.outputs import PrefillReceipt
 from baton.link.words import NodeBeat, NodeRegistration, NodeRole
 from router.fleet.load.line_fit import LineFit
 from router.fleet.load.promises import Promise, Promises
@@ -285,17 +285,16 @@ class NodeLoad:
             self.step.measure(units + self._foreign_running_units, step_s)
         self._stepped_at = now if self._num_decoding else None
 
-    def note_decoded(
-        self, receipt: DecodeReceipt, residence_s: float, *, is_cut: bool = False
-    ) -> None:
+    def note_decoded(self, num_tokens: int, residence_s: float, *, is_cut: bool = False) -> None:
         """A request ended after so long on this decode node.
 
         Args:
+            num_tokens: of its output; a step may have sampled several of them.
             is_cut: it had all the tokens that it was allowed: longer ones may be as long as ever.
                 (When few of these get in, they must not be forgotten.)
         """
         shared = self.shared
-        num_tokens = min(receipt.num_forwards + 1, self.max_model_len)
+        num_tokens = min(num_tokens, self.max_model_len)
         shared.output_tokens += _FADING * (num_tokens - shared.output_tokens)
         faded = shared.long_output_tokens + _LONG_FADING * (num_tokens - shared.long_output_tokens)
         shared.long_output_tokens = max(num_tokens, shared.long_output_tokens if is_cut else faded)

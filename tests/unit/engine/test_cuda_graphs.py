@@ -170,24 +170,52 @@ def test_every_group_has_its_blocks() -> None:
     assert second.slot_mapping.tolist() == [23 * 2 + 1, 43 * 2]
 
 
-def test_a_step_with_drafts_is_computed_eagerly_and_the_one_behind_it_replayed() -> None:
-    batch, planner = make_batch(make_inputs()), StepPlanner(6)
+def test_a_decode_step_with_drafts_is_replayed_with_each_token_as_a_request() -> None:
+    inputs = make_inputs()
+    batch, planner = make_batch(inputs), StepPlanner(6)
     a, b = decoding("a", 5, 1), decoding("b", 4, 10)
     a.block_ids.append(8)
-    prepared = batch.fill_or_stage(
-        planner.plan([ScheduledRequest(a, 3, (7, 9)), ScheduledRequest(b, 1)])
-    )
-    assert isinstance(prepared, PreparedStep)
-    assert prepared.model.input_ids.tolist() == [14, 7, 9, 13]
-    assert prepared.model.last_token_rows.tolist() == [0, 1, 2, 3]
-    assert prepared.sampling.request_ids == ("a", "a", "a", "b")
-    assert prepared.sampling.draft_token_ids == (7, 9, -1, -1)
-    assert prepared.sampling.accept([7, 8, 5, 6]) == {"a": (7, 8), "b": (6,)}
+    drafting = [ScheduledRequest(a, 3, (7, 9)), ScheduledRequest(b, 1)]
+    staged = batch.fill_or_stage(planner.plan(drafting))
+    assert isinstance(staged, StagedStep)
+    inputs.upload(staged)
+    assert (staged.num_requests, staged.size) == (4, 4)
+    assert input_ids(inputs, 4) == [14, 7, 9, 13]
+    assert inputs.section("positions", 4).tolist() == [4, 5, 6, 3]
+    [attention] = inputs.metadata(4)
+    assert attention.seq_lens.tolist() == [5, 6, 7, 4]
+    assert attention.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+    tables = attention.block_table.tolist()
+    assert tables[0] == tables[1] == tables[2] != tables[3]
+    slots = [
+        block * 2 + place % 2 for block, place in zip([*tables[0][2:4], 0], (4, 6), strict=False)
+    ]
+    assert attention.slot_mapping.tolist()[:3] == [slots[0], slots[0] + 1, slots[1]]
+    assert staged.sampling.request_ids == ("a", "a", "a", "b")
+    assert staged.sampling.draft_token_ids == (7, 9, -1, -1)
+    assert staged.sampling.accept([7, 8, 5, 6]) == {"a": (7, 8), "b": (6,)}
     a.token_ids += [7, 8]
     a.num_computed_tokens = 6
     behind = batch.fill_or_stage(planner.plan([ScheduledRequest(a, 1)]))
     assert isinstance(behind, StagedStep)
     assert behind.sampling.accept([5]) == {"a": (5,)}
+
+
+def test_drafts_beside_a_prompt_or_beyond_the_rows_are_computed_eagerly() -> None:
+    planner = StepPlanner(6)
+    batch = make_batch(make_inputs())
+    a, b = decoding("a", 5, 1), make_request("b", 3)
+    a.block_ids += [8, 9, 5]
+    b.block_ids += [20, 21]
+    beside = planner.plan([ScheduledRequest(a, 3, (7, 9)), ScheduledRequest(b, 3)])
+    prepared = batch.fill_or_stage(beside)
+    assert isinstance(prepared, PreparedStep)
+    assert prepared.model.last_token_rows.tolist() == [0, 1, 2, 5]
+    assert prepared.model.attention[0].query_lens == (3, 3)
+    beyond = batch.fill_or_stage(planner.plan([ScheduledRequest(a, 7, (7, 9, 7, 7, 7, 7))]))
+    assert isinstance(beyond, PreparedStep)
+    assert beyond.model.last_token_rows.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert beyond.model.attention[0].query_lens == (7,)
 
 
 def test_a_token_that_the_step_in_flight_samples_is_read_on_the_device() -> None:

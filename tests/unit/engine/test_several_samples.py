@@ -11,13 +11,15 @@ import pytest
 from baton.api.outputs import Completion, FinishReason, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
+from baton_kernels.dispatch import native_ops
+from baton_kernels.native.tape import Tape
 from engine import LLM
 from engine.core.block_pool import BlocksStored
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from engine.sampling.grammar_compiler import GrammarCompiler
-from tests.fakes.drafting_executor import DraftingExecutor
+from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
 from tests.fakes.engine_parts import (
     EOS,
     ContentRunner,
@@ -277,57 +279,62 @@ def test_nothing_is_scheduled_behind_drafts_before_they_are_known() -> None:
 
 # ---------------------------------------------------------------- with a model
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,
     "block_size": 8,
-    "num_blocks": 40,
+    "num_blocks": 20,
     "max_num_requests": 6,
     "max_num_batched_tokens": 64,
     "long_prefill_token_threshold": 32,
 }
+KINDS: list[dict[str, Any]] = [  # all that a token may depend on
+    {},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "logprobs": 2},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 1},
+    {"temperature": 1.0, "structured_output": StructuredOutput(regex="[a-z ]{5,20}[.]")},
+    {"temperature": 1.0, "structured_output": StructuredOutput(regex="[a-z]+")},
+    {"min_tokens": 8, "prompt_logprobs": 1},
+    {"stop": ("e",), "temperature": 1.0, "logprobs": 0},
+]
 
 
 def draw_requests(num: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """All that a token may depend on."""
     draw = random.Random(1)
-    prompts = [draw.choices(range(10, 4000), k=draw.randint(1, 90)) for _ in range(num)]
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.7, "top_p": 0.9},
-        {"temperature": 0.7, "logprobs": 2},
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 1},
-        {"temperature": 1.0, "structured_output": StructuredOutput(regex="[a-z ]{10,60}[.]")},
-        {"min_tokens": 20, "prompt_logprobs": 1},
-        {"stop": ("e",), "temperature": 1.0},
-    ]
+    prompts = [draw.choices(range(10, 4000), k=draw.randint(1, 60)) for _ in range(num)]
     params = []
     for index in range(num):
-        kind = {"temperature": 0.0, **kinds[index % len(kinds)]}
-        ends = () if "structured_output" in kind else tuple(draw.sample(range(4096), 60))
+        kind = {"temperature": 0.0, **KINDS[index % len(KINDS)]}
+        ends = () if "structured_output" in kind else tuple(draw.sample(range(4096), 120))
         params.append(
-            SamplingParams(max_tokens=draw.randint(20, 60), seed=index, stop_token_ids=ends, **kind)
+            SamplingParams(max_tokens=draw.randint(10, 25), seed=index, stop_token_ids=ends, **kind)
         )
     return prompts, params
 
 
+REQUESTS = draw_requests(2 * len(KINDS))
+
+
 @pytest.fixture(scope="module")
-def undrafted() -> tuple[list[Completion], int]:
-    """Outputs without drafts, and how many steps they took."""
-    plain = LLM(str(DEMO), async_scheduling=False, **SMALL)
-    return plain.generate(*draw_requests(14)), plain.engine.num_steps
+def plain() -> tuple[list[Completion], int]:
+    """What comes without drafts, and the number of steps that it took."""
+    llm = LLM(str(DEMO), **SMALL)
+    return llm.generate(*REQUESTS), llm.engine.num_steps
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_drafts_change_no_token_of_a_model(
-    asynchronous: bool, undrafted: tuple[list[Completion], int]
+    asynchronous: bool, plain: tuple[list[Completion], int]
 ) -> None:
-    expected, num_steps = undrafted
+    expected, num_steps = plain
     llm = LLM(str(DEMO), async_scheduling=asynchronous, **SMALL)
     llm.engine.executor = executor = DraftingExecutor(
-        llm.engine.executor, {one.request_id: one.token_ids for one in expected}, num_drafts=4
+        llm.engine.executor,
+        outputs_of({one.request_id: one.token_ids for one in expected}),
+        num_drafts=5,
     )
-    found = llm.generate(*draw_requests(14))
+    found = llm.generate(*REQUESTS)
     for mine, other in zip(found, expected, strict=True):
         assert (mine.token_ids, mine.finish_reason) == (other.token_ids, other.finish_reason)
         assert mine.text == other.text
@@ -340,6 +347,33 @@ def test_drafts_change_no_token_of_a_model(
     assert {one.finish_reason for one in found} == {FinishReason.STOP, FinishReason.LENGTH}
     assert 0 < executor.num_accepted < executor.num_computed
     assert llm.engine._scheduler.num_preemptions > 0
-    assert llm.engine.num_steps < 0.7 * num_steps
+    assert llm.engine.num_steps < 0.8 * num_steps
     assert llm.engine.num_free_blocks == SMALL["num_blocks"]
     assert not llm.engine.has_work
+
+
+@pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
+def test_a_tape_computes_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_runs = 0
+    run_tape = Tape.run
+
+    def count_runs(tape: Tape) -> None:
+        nonlocal num_runs
+        num_runs += 1
+        run_tape(tape)
+
+    monkeypatch.setattr(Tape, "run", count_runs)
+    llm = LLM(str(DEMO), **SMALL)
+    params = SamplingParams(max_tokens=41, temperature=0.0, ignore_eos=True)
+    [expected] = llm.generate([[5, 6, 7]], params)
+    assert num_runs > 30
+    num_runs, num_steps = 0, llm.engine.num_steps
+    llm.engine.reset_prefix_cache()
+    llm.engine.executor = executor = DraftingExecutor(
+        llm.engine.executor, lambda request_id: expected.token_ids, num_drafts=1, wrong_every=0
+    )
+    [found] = llm.generate([[5, 6, 7]], params)
+    assert found.token_ids == expected.token_ids
+    assert executor.num_accepted == executor.num_computed > 15
+    num_steps = llm.engine.num_steps - num_steps
+    assert num_runs > num_steps - 6  # all but the prompt's, and the first ones of each width

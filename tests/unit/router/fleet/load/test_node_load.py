@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from baton.link.words import NodeBeat, NodeRole
+from baton.api.outputs import FinishReason, RequestOutput
+from baton.link.words import NodeBeat, NodeRole, RequestDelta
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from tests.fakes.fleets import FleetBook
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool, token, token_1
@@ -171,7 +172,7 @@ def test_a_node_of_low_weight_looks_busier_and_slower(book: FleetBook) -> None:
 
 def test_receipts_teach_the_usual_output_and_how_long_it_takes(book: FleetBook) -> None:
     before = book.shared.output_tokens
-    book["d0"].note_decoded(DECODE_RECEIPT, 0.5)  # 3 tokens
+    book["d0"].note_decoded(3, 0.5)
     assert book.shared.output_tokens < before
     assert book.shared.residence_s < 4.0
 
@@ -200,11 +201,31 @@ def test_a_pool_feeds_all_of_this_from_what_nodes_say() -> None:
     assert decode.node.load.prefill_queue_s > 0
 
 
+def test_an_output_is_as_long_as_its_tokens_whatever_steps_they_took() -> None:
+    pool = make_pool(max_model_len=1000)
+    _, decode = join_pair(pool, max_model_len=1000)
+
+    class Reader:
+        def take(self, item: object) -> None:
+            pass
+
+        def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+            pass
+
+    shared = decode.node.load.shared
+    before = shared.long_output_tokens
+    decode.node.open_leg("a", 1, 40, Reader(), num_arriving=30)
+    several = tuple(range(int(before)))
+    last = RequestOutput("a", 1, several, FinishReason.LENGTH)
+    decode.say(RequestDelta(last, 1, decode=DECODE_RECEIPT))  # of two forwards
+    assert shared.long_output_tokens == 1 + len(several) > before
+
+
 def test_answers_that_were_cut_do_not_make_long_ones_forgotten(book: FleetBook) -> None:
     load, before = book["d0"], book.shared.long_output_tokens
-    load.note_decoded(DECODE_RECEIPT, 0.5, is_cut=True)  # 3 tokens
+    load.note_decoded(3, 0.5, is_cut=True)
     assert book.shared.long_output_tokens == before
-    load.note_decoded(DECODE_RECEIPT, 0.5)
+    load.note_decoded(3, 0.5)
     assert book.shared.long_output_tokens < before
 
 

@@ -1,0 +1,49 @@
+"""What the nodes, the router and the network of a whole system are like. Knows not what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.block_hash import BlockHash
+from decode_node.options import DecodeOptions
+from prefill_node.options import PushMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What the nodes of a system are like.
+
+    Attributes:
+        num_blocks: of each node and KV cache group; few, so that memory is short.
+        num_groups: of the model.
+        expected_kv: the KV of a prompt, by an engine that shares nothing with these.
+        router_is_busy: so that it wakes readers no more often than it must.
+        sometimes_alone: decode nodes compute some prompts themselves.
+        rounds_per_step: of KV I/O threads in `flow`; the more, the sooner KV arrives.
+        chunk_s: how long a prefill node computes a chunk of a prompt that has more of them.
+        index_is_small: the router has no room for all that nodes tell of their prefix caches.
+        num_drafts: most drafts of a request in a step; every third one is wrong.
+        contents: that are known, of blocks by their names.
+    """
+
+    folder: Path
+    expected_kv: Callable[[list[int]], torch.Tensor]
+    num_blocks: int
+    num_groups: int
+    async_scheduling: bool
+    push_mode: PushMode
+    kv_digests: bool
+    options: DecodeOptions
+    preemption: str
+    policy: str
+    router_is_busy: bool
+    sometimes_alone: bool
+    rounds_per_step: int
+    chunk_s: float
+    index_is_small: bool
+    num_drafts: int
+    contents: Mapping[BlockHash, torch.Tensor]
