@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from engine import LLM
@@ -23,6 +24,7 @@ from engine.worker.graph_capture import DeviceCapture
 from engine.worker.graph_inputs import StagedStep
 from engine.worker.model_runner import make_model_runner
 from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
+from tests.kernels.conftest import DEVICE
 
 pytestmark = pytest.mark.large
 
@@ -83,9 +85,21 @@ def draw_requests(seed: int, num: int) -> tuple[list[list[int]], list[SamplingPa
     return prompts, params
 
 
+@pytest.fixture(scope="module")
+def eager() -> list[Completion]:
+    """What steps give of which none is replayed."""
+    llm = make_llm(DEVICE, graphs=False, asynchronous=False)
+    assert worker_of(llm.engine.executor).runner._graphs is None
+    return llm.generate(*draw_requests(3, 7))
+
+
 @pytest.mark.parametrize(("asynchronous", "num_drafts"), [(False, 0), (True, 0), (True, 2)])
 def test_replayed_steps_give_the_tokens_of_eager_ones(
-    device: torch.device, asynchronous: bool, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    eager: list[Completion],
+    asynchronous: bool,
+    num_drafts: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts, params = draw_requests(3, 7)
     sizes: list[tuple[int, int]] = []
@@ -99,8 +113,6 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
         return replay(self, staged)
 
     monkeypatch.setattr(StepGraphs, "replay", count)
-    eager = make_llm(device, graphs=False, asynchronous=False).generate(prompts, params)
-    assert not sizes
     llm = make_llm(device, graphs=True, asynchronous=asynchronous)
     if num_drafts:
         outputs = {one.request_id: one.token_ids for one in eager}
