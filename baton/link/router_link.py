@@ -1,17 +1,14 @@
-"""RouterLink: a node's end of the one stream between it and a router.
+"""RouterLink: the stream between a node and a router, from the node's end.
 
-Joins, carries events up and commands down, and joins again when the stream breaks. Every request
-of a broken link is aborted: the router that wanted it is gone or will place it anew. Requests have
-the router's names on the stream, and `node_request_id` behind it.
+Joins, carries events up and commands down, and joins again when the stream breaks; what is said and
+what it means, `NodeEnd` decides.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,27 +18,17 @@ import grpc.aio
 
 from baton.access.tls import NO_TLS, TlsOptions, read_tls
 from baton.access.tls_refusal import why_refused
-from baton.api.errors import ConfigError, InvalidRequestError, NodeUnavailableError
-from baton.link import wire
+from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.link.admin_answers import AdminAnswers, Answer
-from baton.link.message_cuts import cut_message
+from baton.link.node_end import NodeEnd
 from baton.link.words import (
     BEAT_INTERVAL_S,
     AbortAll,
     AdminCall,
     AdminReply,
-    CancelCommand,
-    DecodeCommand,
     NodeEvent,
     NodeRegistration,
-    PrefillCommand,
-    Refusal,
-    RequestError,
-    RouterBeat,
     RouterCommand,
-    failed_delta,
-    node_request_id,
-    split_request_id,
 )
 from baton.serving.rpc import bearer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -51,8 +38,6 @@ logger = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 0.5
 _ASK_WHY_INTERVAL_S = 5.0
 REGISTER_TIMEOUT_S = 2.0
-# A router that misses more beats is stopped or behind a dead network.
-MAX_MISSED_BEATS = 6
 _PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
 # Who it is, or what it may, is wrong: trying again changes nothing.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -74,10 +59,7 @@ class RouterLink:
         server_name: that the router's certificate must have; empty: the address's host.
 
     Attributes:
-        router_id: of the router's process, once it was joined.
-        joined: whether there is a link now.
-        obstacle: why the router does not take this node now, if it said so when last asked.
-        problem: why there is none, where TLS is the reason.
+        problem: why there is no link, where TLS is the reason.
     """
 
     def __init__(
@@ -94,12 +76,10 @@ class RouterLink:
         server_name: str = "",
     ) -> None:
         self.router = router
-        self.router_id = ""
-        self.joined = False
-        self.obstacle = self.problem = ""
+        self.problem = ""
+        self._end = NodeEnd(registration)
+        self._node_name = registration.node_name
         self._telling: asyncio.Task[None] | None = None
-        # A key for each router: none of them can show the others' to be this node.
-        self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self._submit = submit
         self._on_joined = on_joined
@@ -107,8 +87,20 @@ class RouterLink:
         self._metadata = bearer(node_token)
         self._tls = tls
         self._server_name = server_name
-        self._num_missed_beats = 0
         self._admin = AdminAnswers(answer, self._send_part)
+
+    @property
+    def router_id(self) -> str:
+        """See `NodeEnd`; as are the next two."""
+        return self._end.router_id
+
+    @property
+    def joined(self) -> bool:
+        return self._end.joined
+
+    @property
+    def obstacle(self) -> str:
+        return self._end.obstacle
 
     def emit(self, event: NodeEvent) -> None:
         """Queue an event; dropped while there is no link. On the loop's thread."""
@@ -127,9 +119,10 @@ class RouterLink:
         try:
             while True:
                 await self._connect()
-                if self.joined:
-                    self.joined, ever_joined = False, True
-                    self._submit(AbortAll("the link to the router broke", self.router_id))
+                lost = self._end.leave()
+                if lost is not None:
+                    ever_joined = True
+                    self._submit(lost)
                     await self._on_joined(False)
                 if self._telling is None:
                     self._telling = asyncio.create_task(self._tell_why())
@@ -184,25 +177,20 @@ class RouterLink:
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # refused: `read` says why
-                    await call.write(wire.registration_to_proto(self._registration))
+                    await call.write(self._end.register())
                 first = await call.read()
         except TimeoutError:  # it takes connections and does not answer
             return
         if not isinstance(first, node_pb2.RouterMessage):
             return
-        if first.registered.problem:
-            self.obstacle = first.registered.problem
-            if first.registered.may_retry:
-                return
-            raise ConfigError(f"the router refused this node: {self.obstacle}")
-        self.obstacle = ""
-        self.router_id = first.registered.router_id
+        self._end.take_first(first)
+        if not self.joined:
+            return
         while not self._events.empty():  # of a time before this link
             self._events.get_nowait()
-        self.joined = True
         self._stop_telling()
         await self._on_joined(True)
-        logger.info("joined router %s as %s", self.router, self._registration.node_name)
+        logger.info("joined router %s as %s", self.router, self._node_name)
         jobs = (self._write(call), self._read(call), self._watch())
         tasks = [asyncio.create_task(job) for job in jobs]
         try:
@@ -229,53 +217,28 @@ class RouterLink:
 
     async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while isinstance(message := await call.read(), node_pb2.RouterMessage):
-            self._num_missed_beats = 0
-            self._take(message)
+            match self._end.take(message):
+                case None:
+                    pass
+                case AdminCall() as asked:
+                    self._admin.take(asked)
+                case tuple() as deltas:
+                    self._events.put_nowait(deltas)
+                case command:
+                    self._submit(command)
 
     async def _watch(self) -> None:
-        """Return when the router missed too many beats, counted in our own ticks, not in time."""
-        self._num_missed_beats = 0
-        while self._num_missed_beats <= MAX_MISSED_BEATS:
+        """Return when the router missed too many beats."""
+        is_silent = False
+        while not is_silent:
             await asyncio.sleep(BEAT_INTERVAL_S)
-            self._num_missed_beats += 1
+            is_silent = self._end.miss_beat()
         logger.warning("the router is silent")
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
-            event = await self._events.get()
-            try:
-                message = wire.node_event_to_proto(event)
-            except ValueError as error:  # a value that a peer sent and the wire cannot hold
-                logger.error("dropped an event that cannot be sent: %s", error)
-                continue
-            for delta in message.deltas.deltas:
-                delta.request_id, _ = split_request_id(delta.request_id)
-            try:
-                for part in cut_message(message):
-                    await call.write(part)
-            except asyncio.InvalidStateError:  # the router ended the call: it took us for dead
-                return
-
-    def _take(self, message: node_pb2.RouterMessage) -> None:
-        try:
-            command = wire.command_from_proto(message)
-        except InvalidRequestError as error:  # from the network: data, not a bug
-            logger.warning("refused a command: %s", error)
-            self._refuse(message, str(error))
-            return
-        if isinstance(command, AdminCall):
-            self._admin.take(command)
-            return
-        if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
-            name = node_request_id(command.request_id, self.router_id)
-            command = dataclasses.replace(command, request_id=name)
-        if command is not None and not isinstance(command, RouterBeat | Refusal):
-            self._submit(command)
-
-    def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> None:
-        """Tell the router that a request's command makes no sense, so that nobody waits for it."""
-        kind = message.WhichOneof("message")
-        command = message.prefill if kind == "prefill" else message.decode
-        name = node_request_id(command.request_id, self.router_id)
-        error = RequestError("INVALID_ARGUMENT", problem)
-        self._events.put_nowait((failed_delta(name, command.epoch, error),))
+            for message in self._end.say(await self._events.get()):
+                try:
+                    await call.write(message)
+                except asyncio.InvalidStateError:  # the router ended the call: we were dead to it
+                    return

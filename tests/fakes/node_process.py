@@ -2,24 +2,24 @@
 
     engine thread: `step`    KV I/O thread: `round`    asyncio: `talk`
 
-The link does what `baton/link/router_link.py` and `router/api/grpc/link_service.py` do over a
-stream: it keeps the order, it may break or swallow everything, and either end may notice first.
-What goes over it is encoded as on the wire, so that nothing is shared.
+The link is both real ends (`baton/link/node_end.py`, `router_end.py`) without a stream between
+them: it keeps the order, it may break or swallow everything, and either end may notice first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from baton.link import wire
 from baton.link.drain import Drain
-from baton.link.router_link import MAX_MISSED_BEATS, RETRY_INTERVAL_S
+from baton.link.node_end import NodeEnd
+from baton.link.router_end import read_event, registered, write_command
+from baton.link.router_link import RETRY_INTERVAL_S
 from baton.link.words import (
     BEAT_INTERVAL_S,
-    AbortAll,
+    AdminCall,
     CancelCommand,
     DecodeCommand,
     DrainCommand,
@@ -28,13 +28,9 @@ from baton.link.words import (
     NodeEvent,
     NodeRegistration,
     PrefillCommand,
-    Refusal,
-    RouterBeat,
     RouterCommand,
     SendKVSnapshot,
     ServingState,
-    node_request_id,
-    split_request_id,
 )
 from baton.v1 import node_pb2
 from decode_node.node import DecodeNode
@@ -59,7 +55,9 @@ class Link:
 
     def send(self, command: RouterCommand) -> None:
         if self.joined is not None:
-            self.down.append(wire.command_to_proto(command))
+            message = write_command(command, self.joined.name)
+            assert isinstance(message, node_pb2.RouterMessage)
+            self.down.append(message)
 
     def hang_up(self) -> None:
         self.joined = None
@@ -88,13 +86,12 @@ class NodeProcess:
         self._clock = clock
         self._loop = loop  # of the router
         self._pool = pool
-        self._router_id = ""
         self._drain = Drain()
         self._router_knows = False  # that it drains
         self._drained_link: Link | None = None  # on which it said that it is drained
         self._links: list[Link] = []  # whose end the router has not seen yet, and the present one
         self._dial_at = self._beat_at = 0.0
-        self._num_missed_beats = 0
+        self._end: NodeEnd
         self._kv_events: KVEventFeed
         self._chunk_s = self._computes_until = 0.0
 
@@ -110,8 +107,11 @@ class NodeProcess:
         Args:
             chunk_s: how long a step takes that another one follows.
         """
-        key = registration.engine_id.encode()
-        self.registration = dataclasses.replace(registration, process_key=key)
+        self._end = NodeEnd(registration)
+        # As the router reads it.
+        said = wire.registration_from_proto(self._end.register().register)
+        assert said is not None
+        self.registration = said
         self.node, self._chunk_s = node, chunk_s
         self._kv_events = KVEventFeed(node.engine, self.emit, self._clock)
 
@@ -127,9 +127,7 @@ class NodeProcess:
         """Take what the node says; nobody hears it while there is no link."""
         if self.link is None:
             return
-        message = wire.node_event_to_proto(event)
-        for delta in message.deltas.deltas:
-            delta.request_id, _ = split_request_id(delta.request_id)
+        messages = self._end.say(event)
         num_copies = 1
         if isinstance(event, KVCacheEvents):
             num_copies, self.num_copies = self.num_copies, 1
@@ -138,7 +136,7 @@ class NodeProcess:
                 self._lacks_snapshot = is_lost
             # Else the router sees at the next message that it missed one.
             self.is_misheard = is_lost or self._lacks_snapshot
-        self.link.up += [message] * num_copies
+        self.link.up += messages * num_copies
 
     # ------------------------------------------------------------------ the threads
 
@@ -195,8 +193,7 @@ class NodeProcess:
             if self._drain.state is ServingState.DRAINED:
                 self._drained_link = self.link
                 assert self.node.requests() == [], "it is not drained"
-            self._num_missed_beats += 1
-            if self._num_missed_beats > MAX_MISSED_BEATS:
+            if self._end.miss_beat():
                 self.break_link()
 
     def _dial(self) -> None:
@@ -204,8 +201,7 @@ class NodeProcess:
         if self._pool.gate.obstacle(self.registration, self._pool.nodes):
             return  # an earlier start is not known to be dead yet
         link = self.link = Link()
-        self._num_missed_beats = 0
-        self._router_id = self._pool.router_id
+        self._end.take_first(registered("", self._pool.router_id))
         self._router_knows = False
         link.joined = Node(self.registration, link.send, hang_up=link.hang_up)
         self._pool.add(link.joined)
@@ -230,7 +226,9 @@ class NodeProcess:
         link.up.append(None)
         self.link = None
         self._dial_at = self._clock() + RETRY_INTERVAL_S
-        self.node.submit(AbortAll("the link to the router broke", self._router_id))
+        lost = self._end.leave()
+        assert lost is not None
+        self.node.submit(lost)
 
     def lose_router(self, pool: NodePool, *, quietly: bool) -> None:
         """The router's process is no more, with all that it had not read; ``pool`` is the next.
@@ -282,8 +280,8 @@ class NodeProcess:
         if message is None:
             self._close(link)
         elif link.joined is not None:
-            event = wire.node_event_from_proto(message)
-            assert event is not None
+            event, problem = read_event(message)
+            assert event is not None, problem
             self._pool.take(link.joined, event)
         return True
 
@@ -292,20 +290,18 @@ class NodeProcess:
         if self.link is None or not self.link.down:
             return False
         message = self.link.down.popleft()
-        self._num_missed_beats = 0
         if message is None:
             self.break_link()
             return True
-        command = wire.command_from_proto(message)
-        assert command is not None
-        assert not isinstance(command, Refusal), "a living node is sent away"
-        self._take(command)
+        assert message.WhichOneof("message") != "registered", "a living node is sent away"
+        asked = self._end.take(message)
+        assert not isinstance(asked, AdminCall | tuple)
+        if asked is not None:
+            self._take(asked)
         return True
 
     def _take(self, command: RouterCommand) -> None:  # as `baton/link/router_links.py` does
         match command:
-            case RouterBeat():
-                pass
             case SendKVSnapshot():
                 self._kv_events.request_snapshot()
             case DrainCommand(resume=True):
@@ -317,7 +313,6 @@ class NodeProcess:
             case PrefillCommand() | DecodeCommand() | CancelCommand():
                 is_new = not isinstance(command, CancelCommand)
                 assert not (is_new and self.link is self._drained_link), "it is drained"
-                name = node_request_id(command.request_id, self._router_id)
-                self.node.submit(dataclasses.replace(command, request_id=name))
+                self.node.submit(command)
             case _:
                 self.node.submit(command)

@@ -12,17 +12,9 @@ from baton.access.audit_log import AuditKind
 from baton.access.certificates import certificate_identity
 from baton.api.errors import InvalidRequestError
 from baton.link import wire
-from baton.link.message_cuts import parts_problem
-from baton.link.words import (
-    DecodeCommand,
-    NodeRegistration,
-    PrefillCommand,
-    RequestError,
-    RouterCommand,
-    failed_delta,
-)
+from baton.link.router_end import read_event, registered, write_command
+from baton.link.words import NodeRegistration, RouterCommand
 from baton.serving.call_gate import Context
-from baton.serving.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire.reading import Unread
 from router.api.grpc.long_messages import LongMessages, read_registration
@@ -62,17 +54,17 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             else None
         )
         if registration is None:
-            yield _registered("the first message must be a registration with a known role")
+            yield registered("the first message must be a registration with a known role")
             return
         refusal = self._refusal(context, registration) or self._pool.refusal(registration)
         if refusal:
             self._note(AuditKind.REFUSED, context, registration, refusal)
-            yield _registered(refusal)
+            yield registered(refusal)
             return
         obstacle = self._pool.gate.obstacle(registration, self._pool.nodes, context.address)
         if obstacle:
             self._note(AuditKind.REFUSED, context, registration, obstacle)
-            yield _registered(obstacle, may_retry=True)
+            yield registered(obstacle, may_retry=True)
             return
         outgoing: asyncio.Queue[RouterCommand | None] = asyncio.Queue()
 
@@ -98,11 +90,13 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         self._note(AuditKind.JOINED, context, registration)
         reader = asyncio.create_task(self._read(node, request_iterator, outgoing))
         try:
-            yield _registered("", self._pool.router_id)
+            yield registered("", self._pool.router_id)
             while (command := await outgoing.get()) is not None:
-                message = _to_proto(node, command)
-                if message is not None:
+                message = write_command(command, node.name)
+                if isinstance(message, node_pb2.RouterMessage):
                     yield message
+                elif message is not None:
+                    node.deliver(message)
         finally:
             self._pool.remove(node)
             self._note(AuditKind.LEFT, context, registration)
@@ -155,8 +149,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
     def _take(self, node: Node, message: node_pb2.NodeMessage) -> str:
         """Take what a message says; returns why it is not to be read, if it is not."""
-        problem = parts_problem(message)
-        event = None if problem else wire.node_event_from_proto(message)
+        event, problem = read_event(message)
         if event is not None:
             self._pool.take(node, event)
         return problem
@@ -170,21 +163,6 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         return problem
 
 
-def _to_proto(node: Node, command: RouterCommand) -> node_pb2.RouterMessage | None:
-    """None for what the wire cannot hold: that ends its request, and not the link of all."""
-    try:
-        message = wire.command_to_proto(command)
-        if message.ByteSize() <= MAX_MESSAGE_BYTES:
-            return message
-        logger.error("dropped a command to %s: %d bytes", node.name, message.ByteSize())
-    except ValueError as error:
-        logger.error("dropped a command to %s that cannot be sent: %s", node.name, error)
-    if isinstance(command, PrefillCommand | DecodeCommand):
-        problem = RequestError("INVALID_ARGUMENT", "request: cannot be sent to a node")
-        node.deliver(failed_delta(command.request_id, command.epoch, problem))
-    return None
-
-
 async def _first(messages: _Messages) -> node_pb2.NodeMessage | None:
     """None when nothing comes, or not in time."""
     try:
@@ -193,10 +171,3 @@ async def _first(messages: _Messages) -> node_pb2.NodeMessage | None:
     except TimeoutError:
         return None
     return read_registration(message) if isinstance(message, Unread) else message
-
-
-def _registered(
-    problem: str, router_id: str = "", *, may_retry: bool = False
-) -> node_pb2.RouterMessage:
-    registered = node_pb2.Registered(problem=problem, router_id=router_id, may_retry=may_retry)
-    return node_pb2.RouterMessage(registered=registered)

@@ -1,0 +1,59 @@
+"""The router's end of a link, as far as it is about messages. No stream, no task, no clock.
+
+What the router makes of what they say is `NodePool`'s, `Node`'s and `JoinGate`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from baton.link import wire
+from baton.link.message_cuts import parts_problem
+from baton.link.words import (
+    DecodeCommand,
+    NodeEvent,
+    PrefillCommand,
+    RequestDelta,
+    RequestError,
+    RouterCommand,
+    failed_delta,
+)
+from baton.serving.rpc import MAX_MESSAGE_BYTES
+from baton.v1 import node_pb2
+
+logger = logging.getLogger(__name__)
+
+
+def registered(
+    problem: str, router_id: str = "", *, may_retry: bool = False
+) -> node_pb2.RouterMessage:
+    """The answer to a registration; with a problem a refusal."""
+    answer = node_pb2.Registered(problem=problem, router_id=router_id, may_retry=may_retry)
+    return node_pb2.RouterMessage(registered=answer)
+
+
+def read_event(message: node_pb2.NodeMessage) -> tuple[NodeEvent | None, str]:
+    """What a node says, if that is known here; or why its link is to end."""
+    problem = parts_problem(message)
+    return None if problem else wire.node_event_from_proto(message), problem
+
+
+def write_command(
+    command: RouterCommand, node_name: str
+) -> node_pb2.RouterMessage | RequestDelta | None:
+    """The message for a command to a node.
+
+    What the wire cannot hold ends its request, and not the link of all: it gives that request's
+    delta instead, if it has one.
+    """
+    try:
+        message = wire.command_to_proto(command)
+        if message.ByteSize() <= MAX_MESSAGE_BYTES:
+            return message
+        logger.error("dropped a command to %s: %d bytes", node_name, message.ByteSize())
+    except ValueError as error:
+        logger.error("dropped a command to %s that cannot be sent: %s", node_name, error)
+    if not isinstance(command, PrefillCommand | DecodeCommand):
+        return None
+    problem = RequestError("INVALID_ARGUMENT", "request: cannot be sent to a node")
+    return failed_delta(command.request_id, command.epoch, problem)

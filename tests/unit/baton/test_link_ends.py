@@ -1,0 +1,118 @@
+"""Both ends of a link, without a stream between them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from baton.api.errors import ConfigError
+from baton.api.outputs import FinishReason, RequestOutput
+from baton.api.sampling_params import SamplingParams
+from baton.link import wire
+from baton.link.node_end import MAX_MISSED_BEATS, NodeEnd
+from baton.link.router_end import read_event, registered, write_command
+from baton.link.words import (
+    AbortAll,
+    CancelCommand,
+    DecodeCommand,
+    NodeRole,
+    RequestDelta,
+    RouterBeat,
+    StepDeltas,
+)
+from baton.v1 import node_pb2
+from tests.fakes.nodes import make_registration
+
+COMMAND = DecodeCommand(
+    request_id="a",
+    epoch=7,
+    prompt_token_ids=[1, 2],
+    sampling_params=SamplingParams(max_tokens=3),
+    prefill_engine_id="p",
+    timeout_s=1.0,
+)
+
+
+def joined() -> NodeEnd:
+    end = NodeEnd(make_registration("d", NodeRole.DECODE))
+    end.take_first(registered("", "r1"))
+    return end
+
+
+def sent(command: object) -> node_pb2.RouterMessage:
+    message = write_command(command, "d")  # type: ignore[arg-type]  # some are of no known kind
+    assert isinstance(message, node_pb2.RouterMessage)
+    return message
+
+
+def test_a_node_joins_under_a_key_that_each_router_has_for_itself() -> None:
+    end = joined()
+    assert (end.joined, end.router_id, end.obstacle) == (True, "r1", "")
+    other = NodeEnd(make_registration("d", NodeRole.DECODE))
+    keys = {one.register().register.process_key for one in (end, end, other)}
+    assert len(keys) == 2
+    assert all(len(key) == 16 for key in keys)
+
+
+def test_who_may_come_back_has_an_obstacle_and_who_may_not_an_error() -> None:
+    end = NodeEnd(make_registration("d", NodeRole.DECODE))
+    end.take_first(registered("d lives", may_retry=True))
+    assert (end.joined, end.obstacle) == (False, "d lives")
+    assert end.leave() is None
+    end.take_first(registered("", "r1"))
+    assert (end.joined, end.obstacle) == (True, "")
+    with pytest.raises(ConfigError, match=r"^the router refused this node: another model$"):
+        end.take_first(registered("another model"))
+
+
+def test_requests_have_the_routers_names_between_the_ends_and_both_names_behind_one() -> None:
+    end = joined()
+    command = end.take(sent(COMMAND))
+    assert isinstance(command, DecodeCommand)
+    assert command.request_id == "a~r1"
+    assert end.take(sent(CancelCommand("a", 7))) == CancelCommand("a~r1", 7)
+    delta = RequestDelta(RequestOutput("a~r1", 0, (5, 6), FinishReason.STOP), 7)
+    (message,) = end.say((delta,))
+    event, problem = read_event(message)
+    assert problem == ""
+    assert isinstance(event, StepDeltas)
+    assert [(d.output.request_id, d.output.token_ids) for d in event.deltas] == [("a", (5, 6))]
+
+
+def test_a_command_that_makes_no_sense_is_answered_with_its_requests_error() -> None:
+    end = joined()
+    message = wire.command_to_proto(COMMAND)
+    message.decode.sampling_params.temperature = -1
+    (answer,) = end.take(message)  # type: ignore[misc]  # deltas
+    assert isinstance(answer, RequestDelta)
+    assert (answer.output.request_id, answer.epoch) == ("a~r1", 7)
+    assert answer.error is not None
+    assert answer.error.code == "INVALID_ARGUMENT"
+
+
+def test_what_cannot_be_sent_ends_its_request_and_nothing_else() -> None:
+    told = write_command(dataclasses.replace(COMMAND, prompt_token_ids=[-1]), "d")
+    assert isinstance(told, RequestDelta)
+    assert (told.output.request_id, told.epoch) == ("a", 7)
+    assert write_command(CancelCommand("a", 2**40), "d") is None
+    assert joined().say((RequestDelta(RequestOutput("a~r1", 0, (-1,)), 7),)) == []
+
+
+def test_a_router_is_silent_after_so_many_beats_and_any_word_counts() -> None:
+    end = joined()
+    for _ in range(MAX_MISSED_BEATS):
+        assert not end.miss_beat()
+    assert end.take(sent(RouterBeat())) is None
+    assert [end.miss_beat() for _ in range(MAX_MISSED_BEATS + 1)] == [False] * MAX_MISSED_BEATS + [
+        True
+    ]
+
+
+def test_a_broken_link_ends_what_its_router_had_placed_once() -> None:
+    end = joined()
+    assert end.leave() == AbortAll("the link to the router broke", "r1")
+    assert end.leave() is None
+    assert not end.joined
+    end.take_first(registered("", "r2"))  # a router of another process start
+    assert end.leave() == AbortAll("the link to the router broke", "r2")
