@@ -13,14 +13,13 @@ from pathlib import Path
 
 from baton.api.errors import ModelLoadError
 from models.fields import Fields
+from models.quantization import QuantizationConfig, parse_quantization
 from models.registry import MODELS
 from models.rope_config import RopeConfig, parse_rope
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Fields that change what a model computes and that no code here reads.
-_UNSUPPORTED = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class ModelConfig:
     layer_types: tuple[str, ...] | None
     dtype: str  # the checkpoint's: "float32", "bfloat16" or "float16"
     eos_token_ids: frozenset[int]
+    quantization: QuantizationConfig | None  # of the weights; None: they are stored plainly
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, max_model_len: int | None = None) -> ModelConfig:
@@ -124,6 +124,7 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         eos_token_ids=frozenset(
             fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
         ),
+        quantization=parse_quantization(fields),
     )
 
 
@@ -140,31 +141,9 @@ def _architecture(fields: Fields) -> str:
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Raise ModelLoadError for what no code here reads, but would change the result."""
-    for name in _UNSUPPORTED:
-        if fields.has(name) and not _is_of_kv_cache_only(fields.child(name)):
-            raise fields.wrong(name, "not supported, but for scales of an fp8 KV cache")
     activation = fields.text("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise fields.wrong("hidden_act", f"{activation!r} is not supported; supported: silu")
-
-
-def _is_of_kv_cache_only(quantization: Fields) -> bool:
-    """Say whether only keys and values are quantized: float8, one scale per layer each.
-
-    As compressed-tensors writes it; the scales, which the loader finds among the weights, are
-    used where the KV cache is one of float8, and do not matter elsewhere.
-    """
-    if not quantization.has("kv_cache_scheme"):
-        return False
-    if quantization.has("config_groups"):
-        groups = quantization.child("config_groups")
-        parts = ("weights", "input_activations", "output_activations")
-        if any(groups.child(name).has(part) for name in groups.names() for part in parts):
-            return False
-    scheme = quantization.child("kv_cache_scheme")
-    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    alike = all(scheme.get(name) == value for name, value in wanted.items())
-    return alike and not scheme.get("dynamic")
 
 
 def _head_dim(fields: Fields, num_heads: int) -> int:

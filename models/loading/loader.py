@@ -2,12 +2,13 @@
 
 The module is built on the meta device (shapes only) and every parameter is replaced by its tensor
 as it is read; afterwards each parameter has been seen exactly once, or loading fails.
-safetensors are read here, GGUF in `gguf_weights.py`.
+safetensors are read here and, if quantized, in `quantized_weights.py`; GGUF in `gguf_weights.py`.
 Refuses to know: architectures, pickled checkpoints (they run code).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,10 @@ from models.fields import Fields
 from models.layers.attention import Attention
 from models.layers.linear import JoinedLinear
 from models.loading.gguf_weights import read_gguf
+from models.loading.quantized_weights import read_quantized
 from models.registry import MODELS
+
+logger = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -55,7 +59,15 @@ def load_model(
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
     with torch.device("meta"), _NoInitialWeights():
         model = MODELS.load(config.architecture)(config)
-    _load_weights(model, path, dtype or getattr(torch, config.dtype), torch.device(device))
+    dtype = dtype or getattr(torch, config.dtype)
+    if config.quantization is not None:
+        logger.info(
+            "weights are stored as %s, and kept and computed with in %s; activations are not "
+            "quantized",
+            config.quantization.method,
+            str(dtype).removeprefix("torch."),
+        )
+    _load_weights(model, path, dtype, torch.device(device))
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
@@ -157,7 +169,11 @@ def _load_weights(
 def _read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[Path, str, Tensor]]:
     """Read every tensor of a checkpoint, by its name there in Hugging Face layout."""
     gguf = folder / WEIGHTS
-    return read_gguf(gguf, config) if gguf.exists() else _read_tensors(_weight_files(folder))
+    if gguf.exists():
+        return read_gguf(gguf, config)
+    if config.quantization is None:
+        return _read_tensors(_weight_files(folder))
+    return read_quantized(_weight_files(folder), config.quantization)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ import pytest
 
 from baton.api.errors import ModelLoadError
 from models.config import ModelConfig
+from models.quantization import QuantizationConfig
 
 MINIMAL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,6 +115,40 @@ def with_group(group: dict[str, Any]) -> dict[str, Any]:
     return KV_ONLY | {"config_groups": {"group_0": {"targets": [], **group}}}
 
 
+def compressed(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """The configuration of a checkpoint that compressed-tensors has made."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    made = {"quant_method": "compressed-tensors", "config_groups": groups, **others}
+    return {"quantization_config": made}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        (
+            compressed({"num_bits": 8, "type": "float", "block_structure": [128, 64]}),
+            QuantizationConfig("compressed-tensors", block_shape=(128, 64)),
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            QuantizationConfig("fp8", block_shape=(128, 128)),
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            QuantizationConfig("gptq", 4, zero_point_offset=1),
+        ),
+        (
+            {"compression_config": {"quant_method": "awq", "bits": 4}},
+            QuantizationConfig("awq", 4),
+        ),
+    ],
+)
+def test_how_weights_are_stored_is_read(
+    quantization: dict[str, Any], expected: QuantizationConfig
+) -> None:
+    assert config_of(**quantization).quantization == expected
+
+
 @pytest.mark.parametrize("quantization", [KV_ONLY, with_group({"weights": None})])
 def test_a_quantized_kv_cache_is_all_that_may_be_quantized(quantization: dict[str, Any]) -> None:
     assert config_of(quantization_config=quantization) == config_of()
@@ -135,9 +170,33 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"architectures": "LlamaForCausalLM"}, "architectures: expected a list of strings"),
     ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config: not supported"),
-    ({"quantization_config": KV_ONLY | {"kv_cache_scheme": {"num_bits": 4}}}, "not supported"),
-    ({"quantization_config": with_group({"weights": {"num_bits": 8}})}, "not supported"),
+    (
+        {"quantization_config": {"quant_method": "hqq"}},
+        r"quantization_config\.quant_method: 'hqq' is not supported; supported: compressed-t",
+    ),
+    ({"quantization_config": {"bits": 4}}, "quant_method: '' is not supported"),
+    (
+        {"quantization_config": KV_ONLY | {"kv_cache_scheme": {"num_bits": 4}}},
+        "quantization_config.kv_cache_scheme: not supported",
+    ),
+    (compressed({"num_bits": 16}), r"group_0\.weights\.num_bits: 16 is not supported for type i"),
+    (compressed({"num_bits": 6, "type": "float"}), "num_bits: 6 is not supported for type float"),
+    (compressed({"num_bits": 8, "type": "complex"}), "weights.type: 'complex' is not supported"),
+    (compressed({"num_bits": 8}, sparsity_config={"format": "2of4"}), "sparsity_config: not"),
+    (compressed({"num_bits": 8}, transform_config={"config_groups": {}}), "transform_config: not"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "bits: 3 is not supported"),
+    (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}},
+        "checkpoint_format: 'marlin' is not supported",
+    ),
+    (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}},
+        "version: 'gemv' is not supported; supported: gemm",
+    ),
+    (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+        "weight_block_size: expected 2 numbers",
+    ),
     ({"dtype": "int8"}, "dtype: 'int8' is not supported"),
     ({"eos_token_id": "</s>"}, "eos_token_id: expected token ids"),
     ({"layer_types": ["full_attention"]}, "layer_types: 1 entries for 3 layers"),

@@ -1,0 +1,283 @@
+"""Weights that a checkpoint keeps quantized, as floating-point numbers, one layer at a time.
+
+    layer.weight_packed  ┐
+    layer.weight_scale   ├─ the storage that needs just these parts ── layer.weight [out, in]
+    layer.weight_shape   ┘
+
+Which way a layer is stored its own tensors say: what a checkpoint leaves alone stays as it is.
+Numbers are made as the formats' own tools make them, in the scales' type, so that they are the same
+to the bit. Refuses to know: modules, and in which type they compute.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.api.errors import ModelLoadError
+from models.quantization import QuantizationConfig
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# e2m1 (OCP MX, 1.0): the eight magnitudes, then the same below zero.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = 127
+# In which order AWQ's GEMM layout has eight neighbours in a word.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+Parts = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One way to store a layer's weight.
+
+    Attributes:
+        parts: what it needs, by suffix of the tensor's name.
+        may_have: what it may have besides.
+        restore: makes ``weight`` of them, ``[out, in]``; raises ValueError for what does not fit.
+    """
+
+    parts: frozenset[str]
+    may_have: frozenset[str]
+    restore: Callable[[Parts, QuantizationConfig], Tensor]
+
+
+def read_quantized(
+    paths: Sequence[Path], quantization: QuantizationConfig
+) -> Iterator[tuple[Path, str, Tensor]]:
+    """Yield file, name and tensor of every weight; what is quantized as floating-point numbers.
+
+    Raises:
+        ModelLoadError: a layer is stored in a way that is not known, or its parts do not fit.
+    """
+    storages = STORAGES[quantization.method]
+    suffixes = frozenset().union(*(one.parts | one.may_have for one in storages))
+    with ExitStack() as files:
+        where: dict[str, tuple[Path, safe_open]] = {}
+        for path in paths:
+            try:
+                file = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
+            where.update(dict.fromkeys(file.keys(), (path, file)))
+        layers: defaultdict[str, list[str]] = defaultdict(list)
+        for name in where:
+            layer, _, suffix = name.rpartition(".")
+            layers[layer if suffix in suffixes else name].append(name)
+        for layer, names in layers.items():
+            parts = {name: where[name][1].get_tensor(name) for name in names}  # type: ignore[no-untyped-call]
+            path = where[names[0]][0]
+            if layer in parts:  # no part of anything
+                yield path, layer, parts[layer]
+            else:
+                by_suffix = {name[len(layer) + 1 :]: part for name, part in parts.items()}
+                yield path, f"{layer}.weight", _restored(path, layer, by_suffix, quantization)
+
+
+def _restored(path: Path, layer: str, parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    if set(parts) <= {"weight"} and parts["weight"].dtype not in _FLOAT8:
+        return parts["weight"]
+    for storage in STORAGES[quantization.method]:
+        if storage.parts <= set(parts) <= storage.parts | storage.may_have:
+            try:
+                return storage.restore(parts, quantization)
+            except (ValueError, RuntimeError) as error:
+                raise ModelLoadError(f"{path}: {layer}: {error}") from error
+    raise ModelLoadError(
+        f"{path}: {layer}: {quantization.method} weights of {', '.join(sorted(parts))} "
+        "are not supported"
+    )
+
+
+# ---------------------------------------------------------------- how numbers lie in words
+
+
+def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
+    """Numbers of so many bits each, dense, low bits first.
+
+    Args:
+        words: ``[rows, words]`` int32.
+
+    Returns:
+        ``[rows, num_columns]`` int32, none below 0.
+    """
+    if words.dtype != torch.int32 or words.shape[1] != -(-num_columns * num_bits // 32):
+        raise ValueError(
+            f"{num_columns} numbers of {num_bits} bits do not fit {words.shape[1]} words "
+            f"of {words.dtype}"
+        )
+    mask = (1 << num_bits) - 1
+    if 32 % num_bits == 0:
+        shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
+        found = (words[:, :, None] >> shifts) & mask
+        return found.flatten(1)[:, :num_columns]
+    starts = torch.arange(num_columns) * num_bits
+    first, offset = starts // 32, starts % 32
+    wide = words.to(torch.int64) & 0xFFFFFFFF
+    padded = torch.nn.functional.pad(wide, (0, 1))  # the last number may end with the last word
+    both = padded[:, first] | padded[:, first + 1] << 32
+    return ((both >> offset) & mask).to(torch.int32)
+
+
+def _num_bits(num_words: int, num_columns: int) -> int:
+    """How many bits a number has, if so many of them fill so many words."""
+    for num_bits in range(1, 9):
+        if -(-num_columns * num_bits // 32) == num_words:
+            return num_bits
+    raise ValueError(f"{num_columns} numbers do not fill {num_words} words")
+
+
+def _fp4(packed: Tensor) -> Tensor:
+    """Two numbers of e2m1 in each byte, the low half first: ``[out, in]`` in bfloat16."""
+    magnitudes = torch.tensor(_FP4, dtype=torch.bfloat16)
+    table = torch.cat([magnitudes, -magnitudes])
+    halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+    return table[halves.int()]
+
+
+def _scaled(
+    numbers: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    columns: Tensor | None = None,
+    block_shape: tuple[int, int] | None = None,
+) -> Tensor:
+    """``(numbers - zero_point) * scale`` in the scale's type.
+
+    Args:
+        numbers: ``[out, in]``.
+        scale: one; or one per row, per row and group of columns, or per block.
+        zero_point: likewise; None: 0.
+        columns: of which group each column is; None: groups of neighbours.
+        block_shape: of blocks; None: there are none.
+    """
+    shape = (numbers.shape[0], numbers.shape[1])
+
+    def spread(one: Tensor) -> Tensor:
+        if one.numel() == 1:
+            return one.reshape(1, 1)
+        if one.dim() == 1:
+            one = one[:, None]
+        if one.shape[0] != shape[0]:
+            return _spread_blocks(one, shape, block_shape)
+        if columns is not None:
+            return one[:, columns.long()]
+        if shape[1] % one.shape[1]:
+            raise ValueError(f"{one.shape[1]} groups do not divide {shape[1]} columns")
+        return one.repeat_interleave(shape[1] // one.shape[1], dim=1)
+
+    values = numbers.to(scale.dtype)
+    if zero_point is not None:
+        values = values - spread(zero_point).to(scale.dtype)
+    return values * spread(scale)
+
+
+def _spread_blocks(
+    one: Tensor, shape: tuple[int, int], block_shape: tuple[int, int] | None
+) -> Tensor:
+    if block_shape is None or tuple(one.shape) != tuple(
+        -(-size // block) for size, block in zip(shape, block_shape, strict=True)
+    ):
+        raise ValueError(f"scales of shape {list(one.shape)} do not fit {list(shape)}")
+    for dim, block in enumerate(block_shape):
+        one = one.repeat_interleave(block, dim=dim)
+    return one[: shape[0], : shape[1]]
+
+
+# ---------------------------------------------------------------- each format
+
+
+def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """A number each: int8, or float8."""
+    weight = parts["weight"]
+    if weight.dtype not in (torch.int8, *_FLOAT8):
+        raise ValueError(f"weight: dtype {weight.dtype} is not supported beside scales")
+    scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
+    zero_point = parts.get("weight_zero_point")
+    return _scaled(weight, scale, zero_point, parts.get("weight_g_idx"), quantization.block_shape)
+
+
+def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """Dense integers above ``-2 ** (bits - 1)``, in rows."""
+    num_rows, num_columns = (int(size) for size in parts["weight_shape"])
+    packed, scale = parts["weight_packed"], parts["weight_scale"]
+    num_bits = _num_bits(packed.shape[1], num_columns)
+    offset = 1 << (num_bits - 1)
+    numbers = _unpack(packed, num_bits, num_columns) - offset
+    zero_point = parts.get("weight_zero_point")
+    if zero_point is not None and zero_point.dtype == torch.int32:  # packed, in columns
+        zero_point = _unpack(zero_point.T.contiguous(), num_bits, num_rows).T - offset
+    return _scaled(numbers, scale, zero_point, parts.get("weight_g_idx"), quantization.block_shape)
+
+
+def _nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """e2m1 in groups of 16 with scales of e4m3, and one scale for all."""
+    numbers = _fp4(parts["weight_packed"])
+    scale = parts["weight_scale"].to(numbers.dtype) / parts["weight_global_scale"]
+    return _scaled(numbers, scale).to(numbers.dtype)
+
+
+def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """e2m1 in groups of 32 with powers of two (OCP MX, 1.0)."""
+    scale = parts["weight_scale"]
+    if scale.dtype != torch.uint8:
+        raise ValueError(f"weight_scale: dtype {scale.dtype} is not supported for mxfp4")
+    exponents = scale.to(torch.int32) - _E8M0_BIAS
+    return _scaled(_fp4(parts["weight_packed"]), 2.0 ** exponents.to(torch.bfloat16))
+
+
+def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """Integers packed along the input, zero points along the output; transposed."""
+    qweight, scales, num_bits = parts["qweight"], parts["scales"], quantization.num_bits
+    num_columns = qweight.shape[0] * 32 // num_bits
+    numbers = _unpack(qweight.T.contiguous(), num_bits, num_columns)
+    zero_points = _unpack(parts["qzeros"], num_bits, scales.shape[1])
+    zero_points = zero_points + quantization.zero_point_offset
+    return _scaled(numbers, scales.T, zero_points.T, parts.get("g_idx"))
+
+
+def _awq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """Integers packed along the output, eight neighbours in an order of their own; transposed."""
+    scales = parts["scales"]
+
+    def in_order(words: Tensor) -> Tensor:
+        numbers = _unpack(words, quantization.num_bits, scales.shape[1])
+        return numbers.view(len(words), -1, 8)[:, :, _AWQ_PLACES].flatten(1)
+
+    numbers, zero_points = in_order(parts["qweight"]), in_order(parts["qzeros"])
+    return _scaled(numbers.T, scales.T, zero_points.T)
+
+
+_ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
+_FIRST_SCALE = frozenset({"weight", "weight_scale"})
+
+# To add a format: one line, and the function that it names.
+STORAGES: dict[str, tuple[Storage, ...]] = {
+    "compressed-tensors": (
+        Storage(_FIRST_SCALE, _ACTIVATIONS | {"weight_zero_point", "weight_g_idx"}, _plain),
+        Storage(
+            frozenset({"weight_packed", "weight_scale", "weight_shape"}),
+            _ACTIVATIONS | {"weight_zero_point", "weight_g_idx"},
+            _packed_integers,
+        ),
+        Storage(
+            frozenset({"weight_packed", "weight_scale", "weight_global_scale"}),
+            _ACTIVATIONS,
+            _nvfp4,
+        ),
+        Storage(frozenset({"weight_packed", "weight_scale"}), _ACTIVATIONS, _mxfp4),
+    ),
+    "fp8": (
+        Storage(frozenset({"weight", "weight_scale_inv"}), _ACTIVATIONS, _plain),
+        Storage(_FIRST_SCALE, _ACTIVATIONS, _plain),
+    ),
+    "gptq": (Storage(frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), _gptq),),
+    "awq": (Storage(frozenset({"qweight", "qzeros", "scales"}), frozenset(), _awq),),
+}

@@ -1,0 +1,160 @@
+"""QuantizationConfig: how a checkpoint says that it keeps its weights, and whether we can read it.
+
+Refuses to know: tensors. What a layer's tensors are is seen when they are read
+(`models/loading/quantized_weights.py`): layers that a checkpoint leaves alone need no list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from models.fields import Fields
+
+_GPTQ_BITS, _AWQ_BITS = (2, 4, 8), (4,)
+_SPARSE_FORMATS = ("dense",)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """What of a configuration is needed to read weights.
+
+    Attributes:
+        method: of `quant_method`.
+        num_bits: of a weight, where the tensors do not tell.
+        block_shape: rows and columns that share a scale, where scales are per block.
+        zero_point_offset: what is to be added to zero points as they are stored.
+    """
+
+    method: str
+    num_bits: int = 0
+    block_shape: tuple[int, int] | None = None
+    zero_point_offset: int = 0
+
+
+def parse_quantization(fields: Fields) -> QuantizationConfig | None:
+    """Read ``quantization_config``; None: weights are stored plainly.
+
+    Raises:
+        ModelLoadError: the scheme is not one that is read; names the field.
+    """
+    for name in ("quantization_config", "compression_config"):
+        if not fields.has(name):
+            continue
+        quantization = fields.child(name)
+        if _is_of_kv_cache_only(quantization):
+            return None
+        method = quantization.text("quant_method", "")
+        if method not in _PARSERS:
+            known = ", ".join(_PARSERS)
+            raise quantization.wrong(
+                "quant_method", f"{method!r} is not supported; supported: {known}"
+            )
+        return _PARSERS[method](quantization)
+    return None
+
+
+def _is_of_kv_cache_only(quantization: Fields) -> bool:
+    """Say whether only keys and values are quantized: float8, one scale per layer each.
+
+    As compressed-tensors writes it; the scales, which the loader finds among the weights, are
+    used where the KV cache is one of float8, and do not matter elsewhere.
+    """
+    if not quantization.has("kv_cache_scheme") or _groups(quantization):
+        return False
+    _check_kv_cache(quantization)
+    return True
+
+
+def _check_kv_cache(quantization: Fields) -> None:
+    if not quantization.has("kv_cache_scheme"):
+        return
+    scheme = quantization.child("kv_cache_scheme")
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    alike = all(scheme.get(name) == value for name, value in wanted.items())
+    if not alike or scheme.get("dynamic"):
+        raise quantization.wrong(
+            "kv_cache_scheme", "not supported, but for scales of an fp8 KV cache, one per layer"
+        )
+
+
+def _groups(quantization: Fields) -> list[Fields]:
+    """The weights' arguments of each group that has some, or that has other quantized parts."""
+    if not quantization.has("config_groups"):
+        return []
+    groups = quantization.child("config_groups")
+    parts = ("weights", "input_activations", "output_activations")
+    found = (groups.child(name) for name in groups.names())
+    return [group for group in found if any(group.has(part) for part in parts)]
+
+
+def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
+    """Weights of 4 or 8 bits, as compressed-tensors keeps them; activations are not quantized."""
+    _check_kv_cache(quantization)
+    for name in ("sparsity_config", "transform_config"):
+        if quantization.has(name):
+            child = quantization.child(name)
+            if child.names() and child.get("format") not in _SPARSE_FORMATS:
+                raise quantization.wrong(name, "not supported")
+    blocks = set[tuple[int, int]]()
+    for group in _groups(quantization):
+        weights = group.child("weights")
+        kind = weights.text("type", "int")
+        if kind not in ("int", "float"):
+            raise weights.wrong("type", f"{kind!r} is not supported; supported: int, float")
+        num_bits = weights.integer("num_bits")
+        if num_bits not in ((4, 8) if kind == "float" else range(1, 9)):
+            raise weights.wrong("num_bits", f"{num_bits} is not supported for type {kind}")
+        if group.has("output_activations"):
+            raise group.wrong("output_activations", "not supported")
+        if weights.has("block_structure"):
+            rows, columns = weights.numbers("block_structure", 2)
+            blocks.add((int(rows), int(columns)))
+    if len(blocks) > 1:
+        raise quantization.wrong("config_groups", "blocks of more than one shape")
+    return QuantizationConfig("compressed-tensors", block_shape=next(iter(blocks), None))
+
+
+def _fp8(quantization: Fields) -> QuantizationConfig:
+    """Weights of e4m3 with a scale per block (DeepSeek-AI, arXiv:2412.19437), or one each."""
+    if not quantization.has("weight_block_size"):
+        return QuantizationConfig("fp8")
+    rows, columns = quantization.numbers("weight_block_size", 2)
+    if min(rows, columns) < 1 or rows % 1 or columns % 1:
+        raise quantization.wrong("weight_block_size", f"{rows:g} x {columns:g} is no block")
+    return QuantizationConfig("fp8", block_shape=(int(rows), int(columns)))
+
+
+def _bits(quantization: Fields, supported: tuple[int, ...]) -> int:
+    num_bits = quantization.integer("bits")
+    if num_bits not in supported:
+        known = ", ".join(map(str, supported))
+        raise quantization.wrong("bits", f"{num_bits} is not supported; supported: {known}")
+    return num_bits
+
+
+def _gptq(quantization: Fields) -> QuantizationConfig:
+    """Integers by columns with zero points (Frantar et al., arXiv:2210.17323)."""
+    layout = quantization.text("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise quantization.wrong(
+            "checkpoint_format", f"{layout!r} is not supported; supported: gptq, gptq_v2"
+        )
+    offset = 1 if layout == "gptq" else 0  # the first version keeps zero points less one
+    return QuantizationConfig("gptq", _bits(quantization, _GPTQ_BITS), zero_point_offset=offset)
+
+
+def _awq(quantization: Fields) -> QuantizationConfig:
+    """Integers of 4 bits in groups (Lin et al., arXiv:2306.00978)."""
+    layout = quantization.text("version", "gemm")
+    if layout.lower() != "gemm":
+        raise quantization.wrong("version", f"{layout!r} is not supported; supported: gemm")
+    return QuantizationConfig("awq", _bits(quantization, _AWQ_BITS))
+
+
+_PARSERS: dict[str, Callable[[Fields], QuantizationConfig]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+}
