@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.packed import PackedWeight
+from baton_kernels.packed import PackedWeight, rounded_inputs
 
 # What a quantized KV cache stores (Micikevicius et al., arXiv:2209.05433). A float8 number is also
 # one of every wider type, so that reading it rounds nothing.
@@ -191,9 +191,11 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
         weight: of ``out_features`` outputs.
 
     Returns:
-        ``[..., out_features]`` in the dtype of ``x``; computed in float32.
+        ``[..., out_features]`` in the dtype of ``x``; computed in float32, of inputs that are
+        rounded to 8 bits where the weight is codes.
     """
-    return functional.linear(x.float(), weight.unpacked(), weight.bias).to(x.dtype)
+    inputs = rounded_inputs(x) if weight.format.code_bits else x.float()
+    return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
 
 
 def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:

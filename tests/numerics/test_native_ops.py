@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import baton_kernels as ops
-from baton_kernels import dispatch, reference
+from baton_kernels import WeightFormat, dispatch, reference
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.native.ops import NativeOps
 from tests.numerics.paged import make_cache, make_metadata, make_tables
@@ -105,7 +105,7 @@ def test_norm_rotary_store(
 
 
 @TYPES
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("storage", WeightFormat, ids=str)
 @pytest.mark.parametrize(
     ("num_rows", "out_features", "in_features"),
     # One row, a block, a block and a bit, several blocks, several chunks; slices of the depth.
@@ -116,7 +116,7 @@ def test_packed_linear(
     num_rows: int,
     out_features: int,
     in_features: int,
-    storage: torch.dtype,
+    storage: WeightFormat,
     dtype: torch.dtype,
 ) -> None:
     weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
@@ -128,11 +128,11 @@ def test_packed_linear(
 
 
 @TYPES
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("storage", WeightFormat, ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 40, 500])
 @pytest.mark.parametrize("half", [37, 96])  # of the outputs; whole panels or not
 def test_packed_gated_linear(
-    native: NativeOps, half: int, num_rows: int, storage: torch.dtype, dtype: torch.dtype
+    native: NativeOps, half: int, num_rows: int, storage: WeightFormat, dtype: torch.dtype
 ) -> None:
     weight, bias = torch.randn(2 * half, 203), torch.randn(2 * half)
     packed = ops.PackedWeight.pack(weight, bias, storage, native.panel_width)
@@ -146,16 +146,25 @@ def test_gates_at_the_limits_of_the_exponential(native: NativeOps) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
-def test_a_row_does_not_depend_on_its_batch(native: NativeOps) -> None:
-    packed = ops.PackedWeight.pack(torch.randn(96, 700), None, torch.float32, native.panel_width)
+@pytest.mark.parametrize("storage", WeightFormat, ids=str)
+def test_a_row_does_not_depend_on_its_batch(native: NativeOps, storage: WeightFormat) -> None:
+    packed = ops.PackedWeight.pack(torch.randn(96, 700), None, storage, native.panel_width)
     x = torch.randn(600, 700)
     together = native.packed_linear(x, packed)
     for rows in (slice(0, 1), slice(5, 13), slice(100, 230)):
         assert torch.equal(native.packed_linear(x[rows], packed), together[rows])
 
 
-@pytest.mark.parametrize(("storage", "limit"), [(torch.bfloat16, 3e-3), (torch.int8, 1.1e-2)])
-def test_error_of_a_smaller_storage(native: NativeOps, storage: torch.dtype, limit: float) -> None:
+@pytest.mark.parametrize(
+    ("storage", "limit"),
+    [
+        (WeightFormat.BF16, 3e-3),
+        (WeightFormat.INT8_WEIGHT_ONLY, 1.1e-2),
+        (WeightFormat.INT8, 1.5e-2),
+        (WeightFormat.INT4, 1e-1),
+    ],
+)
+def test_error_of_a_smaller_storage(native: NativeOps, storage: WeightFormat, limit: float) -> None:
     """Relative to the product's size, for weights as a normal distribution gives them."""
     weight, x = torch.randn(512, 768), torch.randn(64, 768)
     packed = ops.PackedWeight.pack(weight, None, storage, native.panel_width)
@@ -166,12 +175,12 @@ def test_error_of_a_smaller_storage(native: NativeOps, storage: torch.dtype, lim
 
 def test_packing_and_unpacking() -> None:
     weight = torch.randn(37, 11)
-    exact = ops.PackedWeight.pack(weight, None, torch.float32, 16)
+    exact = ops.PackedWeight.pack(weight, None, WeightFormat.FP32, 16)
     assert torch.equal(exact.unpacked(), weight)
-    small = ops.PackedWeight.pack(weight, None, torch.int8, 16)
+    small = ops.PackedWeight.pack(weight, None, WeightFormat.INT8, 16)
     half_a_step = weight.abs().amax(1, keepdim=True) / 127 / 2
     assert bool(((small.unpacked() - weight).abs() <= half_a_step * 1.001).all())
-    zeros = ops.PackedWeight.pack(torch.zeros(3, 4), None, torch.int8, 16)
+    zeros = ops.PackedWeight.pack(torch.zeros(3, 4), None, WeightFormat.INT8, 16)
     assert torch.equal(zeros.unpacked(), torch.zeros(3, 4))
 
 
@@ -220,7 +229,7 @@ def test_what_the_library_does_not_take_is_computed_by_the_reference(
 
 
 def test_half_precision_activations(native: NativeOps) -> None:
-    packed = ops.PackedWeight.pack(torch.randn(20, 8), None, torch.int8, native.panel_width)
+    packed = ops.PackedWeight.pack(torch.randn(20, 8), None, WeightFormat.INT8, native.panel_width)
     x = torch.randn(3, 8).half()
     expected = reference.packed_linear(x, packed)
     torch.testing.assert_close(native.packed_linear(x, packed), expected)

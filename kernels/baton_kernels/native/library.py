@@ -33,6 +33,8 @@ class LinearCall(Structure):
         *_fields(c_int64, "x_type w_type out_type num_threads gated"),
         *_fields(c_int64, "num_rows num_columns depth x_stride"),
         *_fields(c_void_p, "x w scales bias out"),
+        *_fields(c_int64, "group scales_type"),
+        *_fields(c_void_p, "group_scales"),
     )
 
 

@@ -24,11 +24,18 @@ from baton_kernels.native.library import (
     load_library,
 )
 from baton_kernels.native.tape import Recorder, Tape, record
-from baton_kernels.packed import PackedWeight
+from baton_kernels.packed import INPUT_BLOCK, INT4_GROUP, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
 
 # As in vectors.h.
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3}
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
+_FORMATS = {
+    WeightFormat.FP32: 0,
+    WeightFormat.BF16: 1,
+    WeightFormat.INT8_WEIGHT_ONLY: 2,
+    WeightFormat.INT8: 5,
+    WeightFormat.INT4: 6,
+}
 
 
 class NativeOps:
@@ -147,19 +154,23 @@ class NativeOps:
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         num_rows, in_features = rows.shape
-        assert in_features == weight.panels.shape[1]
+        assert in_features == weight.in_features
         out = rows.new_empty(num_rows, num_columns)
         if num_rows:
             code, scales, bias = _CODES[x.dtype], weight.scales, weight.bias
+            groups = weight.group_scales
             call = LinearCall(
-                *(code, _CODES[weight.panels.dtype], code, torch.get_num_threads(), gated),
+                *(code, _FORMATS[weight.format], code, torch.get_num_threads(), gated),
                 *(num_rows, num_columns, in_features, rows.stride(0)),
                 *(rows.data_ptr(), weight.panels.data_ptr()),
                 None if scales is None else scales.data_ptr(),
                 None if bias is None else bias.data_ptr(),
                 out.data_ptr(),
+                *(INPUT_BLOCK, 0, None)
+                if groups is None
+                else (INT4_GROUP, _CODES[groups.dtype], groups.data_ptr()),
             )
-            tensors = (rows, weight.panels, scales, bias, out)
+            tensors = (rows, weight.panels, scales, groups, bias, out)
             self._run(self._library.baton_linear, call, *tensors)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
