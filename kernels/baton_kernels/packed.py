@@ -141,18 +141,19 @@ def rounded_inputs(x: Tensor) -> Tensor:
     """
     size = x.shape[-1]
     filled = torch.nn.functional.pad(x.float(), (0, -size % INPUT_BLOCK))
-    blocks = filled.unflatten(-1, (-1, INPUT_BLOCK))
+    blocks = filled.view(*x.shape[:-1], filled.shape[-1] // INPUT_BLOCK, INPUT_BLOCK)
     limits = blocks.abs().amax(dim=-1, keepdim=True)
     factors = torch.where(limits > 1e-30, INT8_LIMIT / limits, 0.0)
     # In float64 a product of two floats is exact, as in a fused multiply-add.
     numbers = (blocks.double() * factors.double()).round().float()
-    return (numbers * (limits * (1 / INT8_LIMIT))).flatten(-2)[..., :size]
+    rounded = numbers * (limits * (1 / INT8_LIMIT))
+    return rounded.view(filled.shape)[..., :size]
 
 
 def _panels(rows: Tensor, width: int) -> Tensor:
     """``[out_features, n]`` -> ``[panels, n, width]``, filled up with zeros."""
     filled = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % width))
-    return filled.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+    return filled.view(-1, width, rows.shape[1]).transpose(1, 2).contiguous()
 
 
 def _codes_of_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +163,7 @@ def _codes_of_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     size = weight.shape[1]
     filled = torch.nn.functional.pad(weight.float(), (0, -size % INT4_GROUP))
-    groups = filled.unflatten(1, (-1, INT4_GROUP))
+    groups = filled.view(len(weight), -1, INT4_GROUP)
     largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     scales = (largest / -8).bfloat16()
     exact = scales.float()
@@ -177,7 +178,8 @@ def _panels_of_codes(numbers: Tensor, bits: int, width: int) -> Tensor:
     codes = (numbers.to(torch.int16) + shift).to(torch.uint8)
     padding = (0, -in_features % _STEP, 0, -out_features % width)
     codes = torch.nn.functional.pad(codes, padding, value=shift)
-    quads = codes.unflatten(0, (-1, width)).unflatten(2, (-1, _QUAD)).transpose(1, 2)
+    panels = codes.view(-1, width, codes.shape[1] // _QUAD, _QUAD)
+    quads = panels.transpose(1, 2)
     if bits == 4:
         quads = quads[:, 0::2] | quads[:, 1::2] << 4
     return quads.contiguous()
