@@ -75,7 +75,9 @@ class PackedWeight:
     # [ceil(out_features / width), in_features, width] numbers, or codes as above.
     panels: Tensor
     scales: Tensor | None  # [out_features] float32; None: all are 1
-    group_scales: Tensor | None  # [panels, groups of the inputs, width] bfloat16, of 4-bit codes
+    # [panels, groups of the inputs, width] float32, bfloat16 or float16; of codes only.
+    group_scales: Tensor | None
+    group_size: int  # inputs of a group; ``INPUT_BLOCK`` where there are no groups
     bias: Tensor | None  # [out_features] float32
     out_features: int
     in_features: int
@@ -96,9 +98,10 @@ class PackedWeight:
         """
         out_features, in_features = weight.shape
         scales = group_scales = None
+        group_size = INPUT_BLOCK
         if format == WeightFormat.INT4:
             rows, group_scales = _codes_of_groups(weight)
-            group_scales = _panels(group_scales, width)
+            group_scales, group_size = _panels(group_scales, width), INT4_GROUP
         elif format.element in (torch.int8, torch.uint8):
             limits = weight.abs().amax(dim=1).float().clamp(min=1e-30)  # [out_features]
             scales = limits / INT8_LIMIT
@@ -113,7 +116,9 @@ class PackedWeight:
         prepare(panels)
         panels.copy_(packed)
         bias = None if bias is None else bias.float()
-        return cls(format, panels, scales, group_scales, bias, out_features, in_features)
+        return cls(
+            *(format, panels, scales, group_scales, group_size, bias, out_features, in_features)
+        )
 
     def unpacked(self) -> Tensor:
         """Unpack to ``[out_features, in_features]`` float32."""
@@ -130,7 +135,7 @@ class PackedWeight:
         rows = rows[: self.out_features]
         if self.group_scales is not None:
             groups = self.group_scales.transpose(1, 2).flatten(0, 1)[: self.out_features].float()
-            rows = rows * groups.repeat_interleave(INT4_GROUP, dim=1)[:, : self.in_features]
+            rows = rows * groups.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
         return rows if self.scales is None else rows * self.scales.unsqueeze(1)
 
 
