@@ -80,7 +80,9 @@ class PackedWeight:
     # [ceil(out_features / width), in_features, width] numbers, or codes as above.
     panels: Tensor
     scales: Tensor | None  # [out_features] float32; None: all are 1
-    group_scales: Tensor | None  # [panels, groups of the inputs, width] bfloat16, of 4-bit codes
+    # [panels, groups of the inputs, width] float32, bfloat16 or float16; of codes only.
+    group_scales: Tensor | None
+    group_size: int  # inputs of a group; ``INPUT_BLOCK`` where there are no groups
     bias: Tensor | None  # [out_features] float32
     out_features: int
     in_features: int
@@ -106,7 +108,7 @@ class PackedWeight:
         """
         num_panels = -(-out_features // width)
         scales = group_scales = None
-        filling = 0
+        filling, group_size = 0, INPUT_BLOCK
         if format.code_bits:
             steps = -(-in_features // _STEP) * format.code_bits // _QUAD
             panels = torch.empty(num_panels, steps, width, _QUAD, dtype=format.element)
@@ -116,12 +118,15 @@ class PackedWeight:
         if format in (WeightFormat.INT8_WEIGHT_ONLY, WeightFormat.INT8):
             scales = torch.empty(out_features)
         if format == WeightFormat.INT4:
-            groups = -(-in_features // INT4_GROUP)
+            group_size = INT4_GROUP
+            groups = -(-in_features // group_size)
             group_scales = torch.empty(num_panels, groups, width, dtype=torch.bfloat16)
             group_scales[-1:] = 0
         prepare(panels)
         panels[-1:] = filling
-        return cls(format, panels, scales, group_scales, None, out_features, in_features)
+        return cls(
+            *(format, panels, scales, group_scales, group_size, None, out_features, in_features)
+        )
 
     @classmethod
     def pack(
@@ -173,7 +178,7 @@ class PackedWeight:
         rows = rows[: self.out_features]
         if self.group_scales is not None:
             groups = self.group_scales.transpose(1, 2).flatten(0, 1)[: self.out_features].float()
-            rows = rows * groups.repeat_interleave(INT4_GROUP, dim=1)[:, : self.in_features]
+            rows = rows * groups.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
         return rows if self.scales is None else rows * self.scales.unsqueeze(1)
 
 
@@ -189,7 +194,8 @@ def rounded_inputs(x: Tensor) -> Tensor:
     factors = torch.where(limits > 1e-30, INT8_LIMIT / limits, 0.0)
     # In float64 a product of two floats is exact, as in a fused multiply-add.
     numbers = (blocks.double() * factors.double()).round().float()
-    return (numbers * (limits * (1 / INT8_LIMIT))).flatten(-2)[..., :size]
+    rounded = numbers * (limits * (1 / INT8_LIMIT))
+    return rounded.view(filled.shape)[..., :size]
 
 
 def _put_rows(panels: Tensor, ids: Tensor, rows: Tensor) -> None:

@@ -56,9 +56,10 @@ class PackedLinear(nn.Module):
         # The same memory under the names by which memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
         self.bias = None if weight.bias is None else nn.Parameter(weight.bias, requires_grad=False)
-        self.scales: nn.Parameter | None = None
-        if weight.scales is not None:
-            self.scales = nn.Parameter(weight.scales, requires_grad=False)
+        scales = (weight.scales, weight.group_scales)
+        self.scales = nn.ParameterList(
+            nn.Parameter(tensor, requires_grad=False) for tensor in scales if tensor is not None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute what the layer that was packed computes."""

@@ -5,6 +5,7 @@ Refuses to know: which model would call them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -139,6 +140,34 @@ def test_packed_gated_linear(
     packed = ops.PackedWeight.pack(weight, bias, storage, native.panel_width)
     x = (torch.randn(num_rows, 203) / 203**0.5).to(dtype)
     close(native.packed_gated_linear(x, packed), reference.packed_gated_linear(x, packed))
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("format_", [WeightFormat.INT8, WeightFormat.INT4], ids=str)
+def test_codes_in_groups(
+    native: NativeOps, format_: WeightFormat, group_size: int, scales: torch.dtype
+) -> None:
+    """As checkpoints have them: groups of other sizes, 8 bits in groups."""
+    width, out_features, in_features = native.panel_width, 75, 300
+    packed = ops.PackedWeight.pack(torch.randn(out_features, in_features), None, format_, width)
+    groups = torch.rand(-(-out_features // width), -(-in_features // group_size), width)
+    weight = dataclasses.replace(
+        packed, scales=None, group_scales=groups.to(scales), group_size=group_size
+    )
+    for num_rows in (1, 13):
+        x = torch.randn(num_rows, in_features) / in_features
+        close(native.packed_linear(x, weight), reference.packed_linear(x, weight))
+
+
+def test_an_input_that_is_no_number_stays_none(native: NativeOps) -> None:
+    weight = ops.PackedWeight.pack(torch.ones(40, 300), None, WeightFormat.INT8, native.panel_width)
+    x = torch.ones(4, 300)
+    x[0, 7], x[1, 299], x[2] = torch.nan, torch.inf, 0
+    found = native.packed_linear(x, weight)
+    assert not found[:2].isfinite().any()
+    assert torch.equal(found[2], torch.zeros(40))
+    close(found[3], torch.full((40,), 300.0))
 
 
 def test_gates_at_the_limits_of_the_exponential(native: NativeOps) -> None:

@@ -26,7 +26,7 @@ from baton_kernels.native.library import (
     load_library,
 )
 from baton_kernels.native.tape import Recorder, Tape, record
-from baton_kernels.packed import INPUT_BLOCK, INT4_GROUP, PackedWeight, WeightFormat
+from baton_kernels.packed import PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
 
 # As in vectors.h.
@@ -202,9 +202,8 @@ class NativeOps:
                 None if scales is None else scales.data_ptr(),
                 None if bias is None else bias.data_ptr(),
                 out.data_ptr(),
-                *(INPUT_BLOCK, 0, None)
-                if groups is None
-                else (INT4_GROUP, _CODES[groups.dtype], groups.data_ptr()),
+                weight.group_size,
+                *(0, None) if groups is None else (_CODES[groups.dtype], groups.data_ptr()),
             )
             tensors = (rows, weight.panels, scales, groups, bias, out)
             self._run(self._library.baton_linear, call, *tensors)
