@@ -6,7 +6,7 @@ Refuses to know: what computes with it, and layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -35,6 +35,11 @@ class WeightFormat(Enum):
     def code_bits(self) -> int | None:
         """Bits of a code; None where weights are numbers."""
         return {WeightFormat.INT8: 8, WeightFormat.INT4: 4}.get(self)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether weights are kept as numbers, which rows can be read out of."""
+        return self in (WeightFormat.FP32, WeightFormat.BF16)
 
     @property
     def element(self) -> torch.dtype:
@@ -82,6 +87,47 @@ class PackedWeight:
     out_features: int
     in_features: int
 
+    @property
+    def width(self) -> int:
+        """Outputs of a panel."""
+        return self.panels.shape[2]
+
+    @classmethod
+    def empty(
+        cls,
+        out_features: int,
+        in_features: int,
+        format: WeightFormat,
+        width: int,
+        prepare: Callable[[Tensor], None] = lambda panels: None,
+    ) -> PackedWeight:
+        """Allocate one whose rows are to be written; what fills up its last panel is there.
+
+        Args:
+            prepare: given the panels' memory before it is written.
+        """
+        num_panels = -(-out_features // width)
+        scales = group_scales = None
+        filling, group_size = 0, INPUT_BLOCK
+        if format.code_bits:
+            steps = -(-in_features // _STEP) * format.code_bits // _QUAD
+            panels = torch.empty(num_panels, steps, width, _QUAD, dtype=format.element)
+            filling = 128 if format.code_bits == 8 else 8 | 8 << 4
+        else:
+            panels = torch.empty(num_panels, in_features, width, dtype=format.element)
+        if format in (WeightFormat.INT8_WEIGHT_ONLY, WeightFormat.INT8):
+            scales = torch.empty(out_features)
+        if format == WeightFormat.INT4:
+            group_size = INT4_GROUP
+            groups = -(-in_features // group_size)
+            group_scales = torch.empty(num_panels, groups, width, dtype=torch.bfloat16)
+            group_scales[-1:] = 0
+        prepare(panels)
+        panels[-1:] = filling
+        return cls(
+            *(format, panels, scales, group_scales, group_size, None, out_features, in_features)
+        )
+
     @classmethod
     def pack(
         cls,
@@ -91,34 +137,31 @@ class PackedWeight:
         width: int,
         prepare: Callable[[Tensor], None] = lambda panels: None,
     ) -> PackedWeight:
-        """Pack ``weight``, ``[out_features, in_features]``; neither tensor is kept.
-
-        Args:
-            prepare: given the panels' memory before it is written.
-        """
+        """Pack ``weight``, ``[out_features, in_features]``, see ``empty``; neither is kept."""
         out_features, in_features = weight.shape
-        scales = group_scales = None
-        group_size = INPUT_BLOCK
-        if format == WeightFormat.INT4:
-            rows, group_scales = _codes_of_groups(weight)
-            group_scales, group_size = _panels(group_scales, width), INT4_GROUP
-        elif format.element in (torch.int8, torch.uint8):
-            limits = weight.abs().amax(dim=1).float().clamp(min=1e-30)  # [out_features]
-            scales = limits / INT8_LIMIT
-            rows = (weight.float() / scales.unsqueeze(1)).round()
-        else:
-            rows = weight
-        if format.code_bits:
-            packed = _panels_of_codes(rows, format.code_bits, width)
-        else:
-            packed = _panels(rows.to(format.element), width)
-        panels = torch.empty_like(packed)
-        prepare(panels)
-        panels.copy_(packed)
-        bias = None if bias is None else bias.float()
-        return cls(
-            *(format, panels, scales, group_scales, group_size, bias, out_features, in_features)
-        )
+        packed = cls.empty(out_features, in_features, format, width, prepare)
+        packed.write_rows(0, weight)
+        return replace(packed, bias=None if bias is None else bias.float())
+
+    def write_rows(self, first_row: int, rows: Tensor) -> None:
+        """Write the rows from ``first_row`` on, ``[n, in_features]`` of any floating dtype."""
+        numbers = rows = rows.detach()
+        ids = torch.arange(first_row, first_row + len(rows))
+        if self.group_scales is not None:
+            numbers, groups = _codes_of_groups(rows)
+            _put_rows(self.group_scales, ids, groups)
+        elif self.scales is not None:
+            limits = rows.abs().amax(dim=1).float().clamp(min=1e-30)  # [n]
+            self.scales[ids] = limits / INT8_LIMIT
+            numbers = (rows.float() / self.scales[ids].unsqueeze(1)).round()
+        if self.format.code_bits:
+            numbers = _bytes_of_codes(numbers, self.format.code_bits)
+        _put_rows(self.panels, ids, numbers.to(self.panels.dtype))
+
+    def read_rows(self, ids: Tensor) -> Tensor:
+        """Read rows of numbers, ``[..., in_features]``, where these are kept as they are."""
+        assert self.format.is_exact
+        return self.panels.transpose(1, 2)[ids // self.width, ids % self.width]
 
     def unpacked(self) -> Tensor:
         """Unpack to ``[out_features, in_features]`` float32."""
@@ -146,7 +189,7 @@ def rounded_inputs(x: Tensor) -> Tensor:
     """
     size = x.shape[-1]
     filled = torch.nn.functional.pad(x.float(), (0, -size % INPUT_BLOCK))
-    blocks = filled.view(*x.shape[:-1], filled.shape[-1] // INPUT_BLOCK, INPUT_BLOCK)
+    blocks = filled.reshape(*x.shape[:-1], filled.shape[-1] // INPUT_BLOCK, INPUT_BLOCK)
     limits = blocks.abs().amax(dim=-1, keepdim=True)
     factors = torch.where(limits > 1e-30, INT8_LIMIT / limits, 0.0)
     # In float64 a product of two floats is exact, as in a fused multiply-add.
@@ -155,10 +198,10 @@ def rounded_inputs(x: Tensor) -> Tensor:
     return rounded.view(filled.shape)[..., :size]
 
 
-def _panels(rows: Tensor, width: int) -> Tensor:
-    """``[out_features, n]`` -> ``[panels, n, width]``, filled up with zeros."""
-    filled = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % width))
-    return filled.view(-1, width, rows.shape[1]).transpose(1, 2).contiguous()
+def _put_rows(panels: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Write ``rows``, ``[n, ...]``, to ``panels``, ``[panels, ..., width, ...]``."""
+    width = panels.shape[2]
+    panels.transpose(1, 2)[ids // width, ids % width] = rows
 
 
 def _codes_of_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +211,7 @@ def _codes_of_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     size = weight.shape[1]
     filled = torch.nn.functional.pad(weight.float(), (0, -size % INT4_GROUP))
-    groups = filled.view(len(weight), -1, INT4_GROUP)
+    groups = filled.reshape(len(weight), filled.shape[1] // INT4_GROUP, INT4_GROUP)
     largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     scales = (largest / -8).bfloat16()
     exact = scales.float()
@@ -176,15 +219,10 @@ def _codes_of_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.flatten(1)[:, :size], scales.squeeze(2)
 
 
-def _panels_of_codes(numbers: Tensor, bits: int, width: int) -> Tensor:
-    """Signed ``[out_features, in_features]`` -> ``[panels, steps, width, 4]`` uint8."""
+def _bytes_of_codes(numbers: Tensor, bits: int) -> Tensor:
+    """Signed ``[n, in_features]`` -> ``[n, steps, 4]`` uint8."""
     shift = 2 ** (bits - 1)
-    out_features, in_features = numbers.shape
     codes = (numbers.to(torch.int16) + shift).to(torch.uint8)
-    padding = (0, -in_features % _STEP, 0, -out_features % width)
-    codes = torch.nn.functional.pad(codes, padding, value=shift)
-    panels = codes.view(-1, width, codes.shape[1] // _QUAD, _QUAD)
-    quads = panels.transpose(1, 2)
-    if bits == 4:
-        quads = quads[:, 0::2] | quads[:, 1::2] << 4
-    return quads.contiguous()
+    codes = torch.nn.functional.pad(codes, (0, -numbers.shape[1] % _STEP), value=shift)
+    quads = codes.view(len(codes), -1, _QUAD)
+    return quads[:, 0::2] | quads[:, 1::2] << 4 if bits == 4 else quads

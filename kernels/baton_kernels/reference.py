@@ -183,6 +183,33 @@ def norm_rotary_store(
     return query
 
 
+def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
+    """Write rows of a linear layer's weight into its panels.
+
+    Args:
+        weight: which is written to.
+        first_row: of its outputs, the first of these.
+        rows: ``[n, in_features]``, float64, float32, bfloat16 or float16.
+    """
+    weight.write_rows(first_row, rows)
+
+
+def unpack_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
+    """Read rows of a weight that is kept in float32 or bfloat16.
+
+    Args:
+        weight: which is read.
+        ids: ``[...]`` int64, outputs of it.
+
+    Returns:
+        ``[..., in_features]`` as they are kept.
+
+    Raises:
+        IndexError: an output that the weight does not have.
+    """
+    return weight.read_rows(ids)
+
+
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """Apply a linear layer whose weight is stored in panels, perhaps in fewer bits than ``x``.
 

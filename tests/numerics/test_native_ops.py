@@ -6,6 +6,7 @@ Refuses to know: which model would call them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -200,6 +201,53 @@ def test_error_of_a_smaller_storage(native: NativeOps, storage: WeightFormat, li
     exact = x @ weight.T
     error = native.packed_linear(x, packed) - exact
     assert float(error.norm() / exact.norm()) < limit
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+@pytest.mark.parametrize("storage", WeightFormat, ids=str)
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(1, 1), (5, 3), (33, 300), (64, 64), (47, 130), (100, 65)]
+)
+def test_rows_are_packed_as_the_reference_packs_them(
+    native: NativeOps,
+    out_features: int,
+    in_features: int,
+    storage: WeightFormat,
+    dtype: torch.dtype,
+) -> None:
+    """To the bit, and part by part; with zeros of both signs, ties, and very small numbers."""
+    weight = torch.randn(out_features, in_features)
+    weight[0] = -0.0
+    if out_features > 4:
+        weight[1], weight[2] = 0.0, weight[2] * 1e-6
+        weight[3] = torch.randint(-3, 4, (in_features,))
+    weight = weight.to(dtype)
+    expected = ops.PackedWeight.pack(weight, None, storage, native.panel_width)
+    found = ops.PackedWeight.empty(out_features, in_features, storage, native.panel_width)
+    cuts = sorted({0, out_features // 3, out_features // 2, out_features})
+    wide = torch.nn.functional.pad(weight, (0, 5))[:, :in_features]  # rows that do not touch
+    for first, last in reversed(list(itertools.pairwise(cuts))):
+        native.pack_rows(found, first, wide[first:last])
+    for name in ("panels", "scales", "group_scales"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.shape == theirs.shape
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("storage", [WeightFormat.FP32, WeightFormat.BF16], ids=str)
+def test_rows_are_unpacked(native: NativeOps, storage: WeightFormat) -> None:
+    weight = torch.randn(37, 11).to(storage.element)
+    packed = ops.PackedWeight.pack(weight, None, storage, native.panel_width)
+    ids = torch.tensor([[36, 0, 5], [5, 16, 15]])
+    assert torch.equal(native.unpack_rows(packed, ids), weight[ids])
+    assert torch.equal(reference.unpack_rows(packed, ids), weight[ids])
+    assert native.unpack_rows(packed, ids[:0]).shape == (0, 3, 11)
+    with pytest.raises(IndexError):
+        native.unpack_rows(packed, torch.tensor([37]))
 
 
 def test_packing_and_unpacking() -> None:

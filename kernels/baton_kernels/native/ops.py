@@ -19,8 +19,10 @@ from baton_kernels.native.library import (
     AttentionCall,
     LinearCall,
     NormCall,
+    PackCall,
     SiluCall,
     StoreCall,
+    UnpackCall,
     load_library,
 )
 from baton_kernels.native.tape import Recorder, Tape, record
@@ -133,6 +135,40 @@ class NativeOps:
         )
         tensors = (qkv, query_weight, key_weight, cos, sin, kv_cache, out, slot_mapping)
         self._run(self._library.baton_norm_rotary_store, call, *tensors)
+        return out
+
+    def pack_rows(self, weight: PackedWeight, first_row: int, rows: Tensor) -> None:
+        """See the reference."""
+        fits = rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and rows.stride(1) == 1
+        if not (fits and weight.width == self.panel_width):
+            reference.pack_rows(weight, first_row, rows)
+            return
+        assert rows.shape[1] == weight.in_features
+        assert 0 <= first_row <= first_row + len(rows) <= weight.out_features
+        scales, groups = weight.scales, weight.group_scales
+        call = PackCall(
+            *(_CODES[rows.dtype], _FORMATS[weight.format], torch.get_num_threads()),
+            *(first_row, len(rows), weight.in_features, rows.stride(0)),
+            *(rows.data_ptr(), weight.panels.data_ptr()),
+            None if scales is None else scales.data_ptr(),
+            None if groups is None else groups.data_ptr(),
+        )
+        self._run(self._library.baton_pack_rows, call, rows, weight.panels, scales, groups)
+
+    def unpack_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        """See the reference."""
+        if weight.width != self.panel_width or ids.dtype != torch.int64:
+            return reference.unpack_rows(weight, ids)
+        assert weight.format.is_exact
+        ids = ids.contiguous()
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
+            raise IndexError(f"a row that is not one of {weight.out_features}")
+        out = torch.empty(*ids.shape, weight.in_features, dtype=weight.panels.dtype)
+        call = UnpackCall(
+            *(_CODES[out.dtype], torch.get_num_threads(), ids.numel(), weight.in_features),
+            *(weight.panels.data_ptr(), ids.data_ptr(), out.data_ptr()),
+        )
+        self._run(self._library.baton_unpack_rows, call, weight.panels, ids, out)
         return out
 
     def packed_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
