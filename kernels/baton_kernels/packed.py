@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 INT8_LIMIT = 127
-# Inputs that are rounded with one scale where the weight is codes; the largest group of weights.
-INPUT_BLOCK = 128
+# Inputs that are rounded with one scale where the weight is codes.
+INPUT_BLOCK = 64
 _STEP = 8  # inputs by which codes are filled up
 _QUAD = 4  # codes of one output that lie together
 
@@ -26,9 +26,9 @@ class WeightFormat(Enum):
     BF16 = "bf16"
     # 8 bits, one scale per output; inputs stay what they are.
     INT8_WEIGHT_ONLY = "int8-weight-only"
-    # Codes of 8 bits, one scale per output; inputs are rounded to 8 bits too.
+    # Codes of 8 bits, a bfloat16 scale for every 128 inputs; inputs are rounded to 8 bits too.
     INT8 = "int8"
-    # Codes of 4 bits, one bfloat16 scale for every 32 inputs; inputs are rounded to 8 bits.
+    # Codes of 4 bits, a bfloat16 scale for every 32 inputs; inputs are rounded to 8 bits.
     INT4 = "int4"
 
     @property
@@ -57,7 +57,7 @@ _ELEMENTS = {
     WeightFormat.BF16: torch.bfloat16,
     WeightFormat.INT8_WEIGHT_ONLY: torch.int8,
 }
-INT4_GROUP = 32
+_GROUP_SIZES = {WeightFormat.INT8: 128, WeightFormat.INT4: 32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +68,8 @@ class PackedWeight:
 
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
-    The last panel is filled up with zeros. int8 is symmetric, one scale per output: the largest
-    weight of each output becomes 127.
+    The last panel is filled up with zeros. Numbers and codes of 8 bits are symmetric: the largest
+    weight of each output, or group, becomes 127. With 4 bits it becomes -8, whatever its sign.
 
     Codes lie as ``[panel, step, output, 4 bytes]``. A byte is a code plus 128 (8 bits, 4 inputs a
     step), or two codes plus 8 each: of inputs 0 to 3 of the step's 8 in the low halves, of 4 to 7
@@ -82,7 +82,7 @@ class PackedWeight:
     scales: Tensor | None  # [out_features] float32; None: all are 1
     # [panels, groups of the inputs, width] float32, bfloat16 or float16; of codes only.
     group_scales: Tensor | None
-    group_size: int  # inputs of a group; ``INPUT_BLOCK`` where there are no groups
+    group_size: int  # inputs of a group: 32, or a multiple of ``INPUT_BLOCK``
     bias: Tensor | None  # [out_features] float32
     out_features: int
     in_features: int
@@ -115,10 +115,10 @@ class PackedWeight:
             filling = 128 if format.code_bits == 8 else 8 | 8 << 4
         else:
             panels = torch.empty(num_panels, in_features, width, dtype=format.element)
-        if format in (WeightFormat.INT8_WEIGHT_ONLY, WeightFormat.INT8):
+        if format == WeightFormat.INT8_WEIGHT_ONLY:
             scales = torch.empty(out_features)
-        if format == WeightFormat.INT4:
-            group_size = INT4_GROUP
+        if format in _GROUP_SIZES:
+            group_size = _GROUP_SIZES[format]
             groups = -(-in_features // group_size)
             group_scales = torch.empty(num_panels, groups, width, dtype=torch.bfloat16)
             group_scales[-1:] = 0
@@ -148,7 +148,7 @@ class PackedWeight:
         numbers = rows = rows.detach()
         ids = torch.arange(first_row, first_row + len(rows))
         if self.group_scales is not None:
-            numbers, groups = _codes_of_groups(rows)
+            numbers, groups = _codes_of_groups(rows, self.format, self.group_size)
             _put_rows(self.group_scales, ids, groups)
         elif self.scales is not None:
             limits = rows.abs().amax(dim=1).float().clamp(min=1e-30)  # [n]
@@ -204,19 +204,23 @@ def _put_rows(panels: Tensor, ids: Tensor, rows: Tensor) -> None:
     panels.transpose(1, 2)[ids // width, ids % width] = rows
 
 
-def _codes_of_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return numbers from -8 to 7, ``[out_features, in_features]``, and the groups' scales.
-
-    The value of a group that is largest without its sign becomes -8.
-    """
+def _codes_of_groups(
+    weight: Tensor, format: WeightFormat, group_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return signed numbers, ``[out_features, in_features]``, and the groups' scales."""
     size = weight.shape[1]
-    filled = torch.nn.functional.pad(weight.float(), (0, -size % INT4_GROUP))
-    groups = filled.reshape(len(weight), filled.shape[1] // INT4_GROUP, INT4_GROUP)
-    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
-    scales = (largest / -8).bfloat16()
-    exact = scales.float()
-    numbers = torch.where(exact == 0, 0.0, groups / exact).round().clamp(-8, 7)
-    return numbers.flatten(1)[:, :size], scales.squeeze(2)
+    filled = torch.nn.functional.pad(weight.float(), (0, -size % group_size))
+    groups = filled.reshape(len(weight), filled.shape[1] // group_size, group_size)
+    if format == WeightFormat.INT8:
+        least, most = -INT8_LIMIT, INT8_LIMIT
+        scales = groups.abs().amax(dim=2, keepdim=True) / most
+    else:
+        least, most = -8, 7
+        scales = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)) / least
+    rounded = scales.bfloat16()
+    exact = rounded.float()
+    numbers = torch.where(exact == 0, 0.0, groups / exact).round().clamp(least, most)
+    return numbers.flatten(1)[:, :size], rounded.squeeze(2)
 
 
 def _bytes_of_codes(numbers: Tensor, bits: int) -> Tensor:

@@ -1,8 +1,8 @@
 /* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] in whole numbers: w is kept as codes of 8 or
  * 4 bits, x is rounded to 8 bits when it comes, and the CPU adds products of bytes.
  *
- * A weight is (code - 2^(bits - 1)) * scale, its scale one of its output's or of a group of up to
- * BLOCK inputs of it. A row of x is cut into blocks, the largest value of each becomes 127
+ * A weight is (code - 2^(bits - 1)) * scale, its scale that of its output or of a group of its
+ * inputs. A row of x is cut into blocks, the largest value of each becomes 127
  * (symmetric, per row and block: a row's numbers never depend on its company). The sum within a
  * group is exact; groups and blocks are added in order, in float.
  * Refuses to know: where x and w come from, threads.
@@ -15,7 +15,8 @@
 #include <arm_neon.h>
 #endif
 
-#define BLOCK 128 /* inputs that share a scale */
+/* Inputs that share a scale. With 128, SmolLM2's perplexity is 0.5 % higher, with 64 0.1 %. */
+#define BLOCK 64
 #define SPAN 32   /* codes of 4 bits that the sums of 16 bits hold: 2 * 8 * 15 * 127 < 2^15 */
 
 /* Without an instruction for four products of bytes, AVX2 adds pairs of 16 bits. */
@@ -41,7 +42,7 @@ typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_al
 typedef struct {
     float scale;
     int32_t sums[BLOCK / SPAN]; /* of the numbers of each span */
-    int32_t unused[3];
+    int32_t unused[5]; /* the numbers begin where a vector of 32 bytes may */
 } block_header;
 
 /* 8 bits each, or 16 where pairs are multiplied. */
@@ -209,8 +210,8 @@ INLINE void add_span(int rows, int bits, const uint8_t *w, const char *x, int64_
 INLINE vec to_float(vec_i32 x) { return __builtin_convertvector(x, vec); }
 
 /* x: the rows' blocks, one after the other; size: of the block, a multiple of 8; w: its codes;
- * group: inputs with one scale, BLOCK or less, a multiple of SPAN; scales: [group of the block]
- * [PANEL], NULL where an output has one scale, which is left to do. */
+ * group: weights with one scale, SPAN or a multiple of BLOCK; scales: [group of the block][PANEL],
+ * NULL where an output has one scale, which is left to do. */
 INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, int64_t size,
                        int64_t group, const float *scales, float *tile, fetch f) {
     const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */

@@ -6,9 +6,10 @@
  */
 #include "vectors.h"
 
-#define STRIP 64 /* inputs of a panel that are converted together: they stay in L1 */
-#define GROUP 32 /* inputs that share the scale of 4-bit codes */
-#define STEP 8   /* inputs by which codes are filled up */
+#define STRIP 128 /* inputs of a panel that are converted together: they stay in L2 */
+#define GROUP8 128 /* inputs that share the scale of 8-bit codes */
+#define GROUP4 32  /* and of 4-bit codes */
+#define STEP 8     /* inputs by which codes are filled up */
 
 typedef struct {
     int64_t in_type, w_type, num_threads;
@@ -16,8 +17,8 @@ typedef struct {
     int64_t depth, in_stride;
     const void *in; /* [num_rows][in_stride] */
     void *panels;
-    float *scales;          /* [out_features], of 8 bits, else NULL */
-    uint16_t *group_scales; /* [panels][groups][PANEL] bfloat16, of 4-bit codes, else NULL */
+    float *scales;          /* [out_features], of numbers of 8 bits, else NULL */
+    uint16_t *group_scales; /* [panels][groups][PANEL] bfloat16, of codes, else NULL */
 } pack_call;
 
 /* What is written of one panel: its rows [begin, end). */
@@ -72,31 +73,37 @@ INLINE void round_row(const float *x, float scale, int8_t *numbers) {
     for (int64_t k = 0; k < STRIP; k++) numbers[k] = (int8_t)nearest(x[k] / scale);
 }
 
-/* The value of a group that is largest without its sign becomes -8; returns the group's scale. */
-INLINE uint16_t round_group(const float *x, int8_t *numbers) {
-    float magnitude = largest_of(x, GROUP), largest = x[0];
-    for (int64_t k = GROUP - 1; k >= 0; k--) /* the first, if there are several */
-        if (x[k] == magnitude || x[k] == -magnitude) largest = x[k];
-    uint16_t scale = to_bf16(largest / -8.0f);
-    float exact = from_bf16(scale);
+/* The largest weight of a group becomes 127 without its sign (8 bits), or -8 with it (4 bits);
+ * returns the group's scale, by which, rounded as it is, the weights are divided. */
+INLINE uint16_t round_group(int type, const float *x, int8_t *numbers) {
+    int64_t size = type == CODES4 ? GROUP4 : GROUP8;
+    float magnitude = largest_of(x, size), scale = magnitude / 127.0f, least = -127, most = 127;
+    if (type == CODES4) {
+        float largest = x[0];
+        for (int64_t k = size - 1; k >= 0; k--) /* the first, if there are several */
+            if (x[k] == magnitude || x[k] == -magnitude) largest = x[k];
+        scale = largest / -8.0f, least = -8, most = 7;
+    }
+    uint16_t rounded = to_bf16(scale);
+    float exact = from_bf16(rounded);
 #pragma omp simd
-    for (int64_t k = 0; k < GROUP; k++) {
+    for (int64_t k = 0; k < size; k++) {
         float number = exact == 0 ? 0 : x[k] / exact;
-        number = number < -8 ? -8 : number > 7 ? 7 : number; /* before it is rounded: the same */
+        number = number < least ? least : number > most ? most : number; /* or after rounding */
         numbers[k] = (int8_t)nearest(number);
     }
-    return scale;
+    return rounded;
 }
 
 INLINE void round_strip(const pack_call *c, int type, panel_rows rows, int64_t k, strip *s) {
-    int64_t num_groups = ceil_div(c->depth, GROUP);
+    int64_t size = type == CODES4 ? GROUP4 : GROUP8, num_groups = ceil_div(c->depth, size);
     for (int64_t i = rows.begin; i < rows.end; i++) {
         if (type == BFLOAT16) write_row(BFLOAT16, s->x[i], s->halves[i], STRIP);
-        if (type == INT8 || type == CODES8) round_row(s->x[i], s->scales[i], s->numbers[i]);
-        if (type != CODES4) continue;
-        for (int64_t g = 0; g < STRIP && k + g < c->depth; g += GROUP) {
-            int64_t group = rows.panel * num_groups + (k + g) / GROUP;
-            c->group_scales[group * PANEL + i] = round_group(s->x[i] + g, s->numbers[i] + g);
+        if (type == INT8) round_row(s->x[i], s->scales[i], s->numbers[i]);
+        if (type != CODES8 && type != CODES4) continue;
+        for (int64_t g = 0; g < STRIP && k + g < c->depth; g += size) {
+            int64_t group = rows.panel * num_groups + (k + g) / size;
+            c->group_scales[group * PANEL + i] = round_group(type, s->x[i] + g, s->numbers[i] + g);
         }
     }
 }
@@ -130,7 +137,7 @@ INLINE void write_codes(const pack_call *c, int type, panel_rows rows, int64_t k
 
 INLINE void pack_panel(const pack_call *c, int type, panel_rows rows) {
     strip s;
-    if (type == INT8 || type == CODES8) scale_rows(c, rows, s.scales);
+    if (type == INT8) scale_rows(c, rows, s.scales);
     for (int64_t k = 0; k < c->depth; k += STRIP) {
         int64_t size = min64(STRIP, c->depth - k);
         for (int64_t i = rows.begin; i < rows.end; i++) {

@@ -143,7 +143,7 @@ def test_packed_gated_linear(
 
 
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 192])
 @pytest.mark.parametrize("format_", [WeightFormat.INT8, WeightFormat.INT4], ids=str)
 def test_codes_in_groups(
     native: NativeOps, format_: WeightFormat, group_size: int, scales: torch.dtype
