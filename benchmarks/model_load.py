@@ -34,9 +34,9 @@ def make_checkpoint() -> None:
     if (FOLDER / "model.safetensors").exists():
         return
     import torch
-    from gpu_models import SHAPES
     from safetensors.torch import save_file
 
+    from gpu_models import SHAPES
     from models.config import ModelConfig
     from models.loading.loader import checkpoint_shapes
     from models.registry import MODELS
