@@ -66,6 +66,11 @@ class EngineConfig:
         "inputs to 8 bits too, per row and 64 of them; int8-weight-only, a scale per output, does "
         "not. The same on all nodes.",
     )
+    check_memory: bool = option(
+        True,
+        help="On a CPU, refuse a model before it is loaded if its weights and the KV cache do not "
+        "fit the memory that can be had.",
+    )
     native_kernels: bool = option(
         True,
         help="On a CPU, use kernels in C (built at first use) where they can be built. Of the "

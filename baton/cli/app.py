@@ -21,6 +21,7 @@ _ENTRIES = {
         "baton.cli.config_command:app",
         "Show a program's options as it would have them, and where each comes from.",
     ),
+    "model": Entry("baton.cli.model_command:app", "Show what a model needs, before loading it."),
     "loadtest": Entry("baton.cli.programs.loadtest:app", "Measure a deployment under load."),
     "generate": Entry(
         "baton.cli.client_commands:generate", "Complete a text; prints it as it is made."

@@ -20,6 +20,7 @@ from engine.worker.device_choice import (
     make_current,
 )
 from engine.worker.graph_capture import make_captured_runner
+from engine.worker.host_memory import read_host_memory
 from engine.worker.kv_cache import (
     KVMemory,
     allocate_kv_cache,
@@ -27,6 +28,7 @@ from engine.worker.kv_cache import (
     choose_num_blocks,
     kv_cache_spec,
 )
+from engine.worker.memory_check import check_memory
 from engine.worker.memory_profile import measure_kv_cache_bytes
 from engine.worker.model_runner import AnyPreparedStep, LaunchedStep
 from engine.worker.warm_up import warm_up
@@ -55,7 +57,11 @@ class Worker:
         self.device = device = choose_device(config.device)
         self.config = config = config.for_device(device.type)
         use_cores(config)
-        self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
+        model_config = ModelConfig.from_folder(model_folder)
+        self.dtype = choose_dtype(config.dtype, device, model_config)
+        if device.type == "cpu":
+            name = str(self.dtype).removeprefix("torch.")
+            check_memory(model_config, config, name, read_host_memory())
         model = load_model(
             model_folder,
             dtype=self.dtype,

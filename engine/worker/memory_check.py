@@ -1,0 +1,48 @@
+"""Before a model is loaded: does it fit into the memory that is there?
+
+Refuses to know: how it is loaded, GPUs.
+"""
+
+from __future__ import annotations
+
+from baton.api.errors import ConfigError
+from baton.engine_config import GIB, EngineConfig
+from engine.worker.host_memory import HostMemory
+from models.config import ModelConfig
+from models.memory_needs import memory_needs
+
+
+def check_memory(
+    model: ModelConfig, config: EngineConfig, dtype: str, host_memory: HostMemory
+) -> None:
+    """Raise ConfigError, one line, if weights and KV cache do not fit the memory of this machine.
+
+    A KV cache whose size nobody gave is not counted: it gets what is left.
+
+    Args:
+        model: that is to be loaded on a CPU.
+        config: of its engine.
+        dtype: that it computes in.
+        host_memory: of this process.
+    """
+    if not config.check_memory:
+        return
+    needs = memory_needs(
+        model, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype, block_size=config.block_size
+    )
+    blocks = 0 if config.num_blocks is None else config.num_blocks * needs.kv_block_bytes
+    kv_cache = blocks if config.num_blocks is not None else config.kv_cache_bytes or 0
+    weights = needs.weights[config.weights]
+    if weights + kv_cache <= host_memory.available:
+        return
+    smallest = min(needs.weights, key=needs.weights.__getitem__)
+    smaller = f"; {smallest} take {_gib(needs.weights[smallest])}"
+    raise ConfigError(
+        f"weights: {config.weights} take {_gib(weights)} and the KV cache {_gib(kv_cache)}, but "
+        f"{_gib(host_memory.available)} of memory can be had"
+        f"{smaller if smallest != config.weights else ''}; --no-check-memory loads all the same"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

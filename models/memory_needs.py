@@ -1,0 +1,119 @@
+"""What memory a model takes, from its config.json alone: weights in each format, and the KV cache.
+
+Refuses to know: tensors (this imports no torch), what a machine has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.engine_config import WEIGHTS
+from models.config import ModelConfig
+
+GIB = 2**30
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Of the formats: bytes of a weight, and of what each group of inputs of an output has besides.
+# As `PackedWeight` keeps them; 0: one group of all inputs.
+_FORMATS = {
+    "fp32": (4.0, 0.0, 1),
+    "bf16": (2.0, 0.0, 1),
+    "int8-weight-only": (1.0, 4.0, 0),
+    "int8": (1.0, 2.0, 128),
+    "int4": (0.5, 2.0, 32),
+}
+_HEADS_FORMATS = {"int4": "int8"}  # others keep the head as they keep the layers
+_KEPT_AS_THEY_ARE = {"float32": "fp32", "bfloat16": "bf16"}  # and others are no format
+# A matrix: outputs, inputs.
+_Matrix = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Bytes that a model takes on a CPU. Biases are left out: they are less than a thousandth.
+
+    Attributes:
+        weights: by value of ``--weights``.
+        kv_token_bytes: keys and values of one token, all layers.
+        block_size: tokens of a KV block.
+    """
+
+    weights: dict[str, int]
+    kv_token_bytes: int
+    block_size: int
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block of tokens, all layers."""
+        return self.kv_token_bytes * self.block_size
+
+
+def memory_needs(
+    config: ModelConfig,
+    *,
+    dtype: str = "float32",
+    kv_cache_dtype: str = "auto",
+    block_size: int = 16,
+) -> MemoryNeeds:
+    """Compute what a model takes on a CPU with native kernels.
+
+    Args:
+        config: of the model.
+        dtype: that it is computed in; what is not packed is kept in it.
+        kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
+        block_size: tokens of a KV block.
+    """
+    value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
+    kv_token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * value_bytes
+    weights = {name: _weight_bytes(config, name, dtype) for name in WEIGHTS}
+    return MemoryNeeds(weights, kv_token_bytes, block_size)
+
+
+def memory_needs_of_folder(folder: Path) -> MemoryNeeds:
+    """Read a model folder's configuration; see ``memory_needs``. Raises ModelLoadError."""
+    return memory_needs(ModelConfig.from_folder(folder))
+
+
+def _weight_bytes(config: ModelConfig, weights: str, dtype: str) -> int:
+    format_ = _format(config, weights, dtype)
+    head: _Matrix = (config.vocab_size, config.hidden_size)
+    norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
+    layers = sum(_matrix_bytes(one, format_, dtype) for one in _layer(config)) * config.num_layers
+    head_format = _HEADS_FORMATS.get(format_, format_)
+    total = norms + layers + _matrix_bytes(head, head_format, dtype)
+    if not (config.tie_word_embeddings and _holds_embedding(config, head_format, dtype)):
+        total += head[0] * head[1] * _DTYPE_BYTES[dtype]
+    return total
+
+
+def _format(config: ModelConfig, weights: str, dtype: str) -> str:
+    """Return the format of the layers; a dtype where they stay torch's own."""
+    if weights != "auto":
+        return weights
+    if dtype == "float32" and config.dtype == "bfloat16":
+        return "bf16"
+    return _KEPT_AS_THEY_ARE.get(dtype, dtype)
+
+
+def _holds_embedding(config: ModelConfig, head_format: str, dtype: str) -> bool:
+    """Say whether a tied embedding is read out of the head."""
+    if head_format == "bf16":
+        return "bfloat16" in (config.dtype, dtype)
+    return head_format == "fp32" or head_format in _DTYPE_BYTES
+
+
+def _layer(config: ModelConfig) -> list[_Matrix]:
+    query, key = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+    return [
+        (query + 2 * key, config.hidden_size),
+        (config.hidden_size, query),
+        (2 * config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+    ]
+
+
+def _matrix_bytes(matrix: _Matrix, format_: str, dtype: str) -> int:
+    out_features, in_features = matrix
+    weight, group_bytes, group = _FORMATS.get(format_, (_DTYPE_BYTES[dtype], 0.0, 1))
+    num_groups = -(-in_features // group) if group else 1
+    return int(out_features * (in_features * weight + num_groups * group_bytes))

@@ -1,0 +1,169 @@
+"""Weights packed while they are read are those of a loaded model that is packed; in little memory.
+
+Refuses to know: what computes with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.api.errors import ModelLoadError
+from baton_kernels import WeightFormat
+from baton_kernels.dispatch import enable_native_kernels, native_ops
+from models import load_model
+from models.architectures.decoder import DecoderForCausalLM
+from models.cpu.packing import CpuPacker
+from models.layers.embedding import PackedEmbedding
+from models.layers.linear import PackedLinear
+from tests.numerics.tiny_models import make_hugging_face_model, paged_logits, save
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+MIB = 2**20
+
+
+def load(
+    folder: Path, weights: str | None, dtype: torch.dtype = torch.float32
+) -> DecoderForCausalLM:
+    packer = None if weights is None else CpuPacker.choose(dtype, weights)
+    model = load_model(folder, dtype=dtype, packer=packer)
+    assert isinstance(model, DecoderForCausalLM)
+    return model
+
+
+def packed_layers(model: DecoderForCausalLM) -> dict[str, PackedLinear]:
+    return {name: one for name, one in model.named_modules() if isinstance(one, PackedLinear)}
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: Any) -> Any:
+    """With and without a C library."""
+    if request.param == "native" and native_ops() is None:
+        pytest.skip("no native kernels here")
+    enable_native_kernels(request.param == "native")
+    yield request.param
+    enable_native_kernels(True)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weights", [one.value for one in WeightFormat])
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])  # with biases
+def test_packed_on_the_way_equals_packed_afterwards(
+    tmp_path: Path, kernels: str, architecture: str, weights: str, stored: torch.dtype
+) -> None:
+    tied = architecture == "Qwen3ForCausalLM"
+    theirs = make_hugging_face_model(architecture, tie_word_embeddings=tied).to(stored)
+    folder = save(theirs, tmp_path, max_shard_size="20KB")
+    found, expected = load(folder, weights), load(folder, None)
+    packer = CpuPacker.choose(torch.float32, weights)
+    assert packer is not None
+    packer.pack_loaded(expected)
+    ours, others = packed_layers(found), packed_layers(expected)
+    assert ours.keys() == others.keys()
+    assert len(ours) == 2 * 4 + 1
+    for name, layer in ours.items():
+        theirs_ = dict(others[name].named_parameters())
+        for part, tensor in layer.named_parameters():
+            assert torch.equal(tensor.view(torch.uint8), theirs_[part].view(torch.uint8)), name
+    if stored == torch.float32:  # that of the cache of `paged_logits`
+        assert torch.equal(paged_logits(found, TOKENS), paged_logits(expected, TOKENS))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", ["auto", *(one.value for one in WeightFormat)])
+def test_a_tied_embedding_is_exact_and_kept_once_where_the_head_is(
+    tmp_path: Path, weights: str, dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    if native_ops() is None:
+        pytest.skip("no native kernels here")
+    theirs = make_hugging_face_model("Qwen3ForCausalLM", tie_word_embeddings=True).to(stored)
+    model = load(save(theirs, tmp_path), weights, dtype)
+    embedding = model.model.embed_tokens
+    rows = theirs.model.embed_tokens.weight.detach().to(dtype)
+    assert torch.equal(embedding(torch.arange(len(rows))), rows)
+    small = torch.bfloat16 in (stored, dtype)
+    is_shared = weights in ("auto", "fp32") or (weights == "bf16" and small)
+    assert isinstance(embedding, PackedEmbedding) == is_shared
+
+
+def test_the_format_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Where that is exact: numbers in bfloat16 may be stored in float32."""
+    if native_ops() is None:
+        pytest.skip("no native kernels here")
+    folder = save(make_hugging_face_model("LlamaForCausalLM").bfloat16().float(), tmp_path)
+    assert {one.weight.dtype for one in packed_layers(load(folder, "auto")).values()} == {
+        torch.bfloat16
+    }
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"][-1, -1] = 0.1  # of a part alone
+    save_file(tensors, folder / "model.safetensors")
+    layers = packed_layers(load(folder, "auto"))
+    wide = [name for name, one in layers.items() if one.weight.dtype == torch.float32]
+    assert wide == ["model.layers.1.self_attn.qkv_proj"]
+
+
+def test_a_saved_head_is_compared_with_a_packed_embedding(tmp_path: Path) -> None:
+    if native_ops() is None:
+        pytest.skip("no native kernels here")
+    theirs = make_hugging_face_model("LlamaForCausalLM", tie_word_embeddings=True)
+    folder = save(theirs, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    load(folder, "auto")
+    tensors["lm_head.weight"][60, 31] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"lm_head\.weight: differs from model\.embed_tokens"):
+        load(folder, "auto")
+
+
+PEAK = """
+import json, sys, torch
+from baton_kernels.dispatch import native_ops
+from engine.worker.host_memory import peak_growth
+from models import load_model
+from models.cpu.packing import CpuPacker
+
+folder, weights = sys.argv[1:]
+torch.set_num_threads(2)
+torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
+packer = CpuPacker.choose(torch.float32, weights)
+load_model(sys.argv[1], dtype=torch.float32, packer=packer)  # what is imported, and threads
+found = []
+growth = peak_growth(
+    lambda: found.append(load_model(folder, dtype=torch.float32, packer=packer))
+)
+kept = sum(one.numel() * one.itemsize for one in found[0].parameters())
+print(json.dumps([growth, kept]))
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("weights", ["auto", "fp32", "int8", "int4"])
+def test_memory_grows_by_what_is_kept(tmp_path: Path, weights: str) -> None:
+    """A tied head of 96 MiB in bfloat16, and layers; 32 MiB are for pages on their way."""
+    if native_ops() is None or not Path("/proc/self/clear_refs").exists():
+        pytest.skip("no native kernels, or no Linux")
+    shape = {"vocab_size": 49152, "hidden_size": 1024, "intermediate_size": 2048}
+    theirs = make_hugging_face_model("Qwen3ForCausalLM", tie_word_embeddings=True, **shape)
+    folder = save(theirs.bfloat16(), tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(folder), weights],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    growth, kept = json.loads(done.stdout)
+    assert kept > 64 * MIB
+    assert growth < 1.05 * kept + 32 * MIB
