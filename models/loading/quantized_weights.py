@@ -11,17 +11,16 @@ to the bit. Refuses to know: modules, and in which type they compute.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
+from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -50,38 +49,32 @@ class Storage:
 
 
 def read_quantized(
-    paths: Sequence[Path], quantization: QuantizationConfig
-) -> Iterator[tuple[Path, str, Tensor]]:
-    """Yield file, name and tensor of every weight; what is quantized as floating-point numbers.
+    tensors: Mapping[str, StoredTensor], quantization: QuantizationConfig
+) -> Iterator[StoredTensor]:
+    """Yield every weight; what is quantized is read as floating-point numbers.
 
-    Raises:
-        ModelLoadError: a layer is stored in a way that is not known, or its parts do not fit.
+    Reading one raises ModelLoadError where a layer is stored in a way that is not known, or its
+    parts do not fit.
     """
     storages = STORAGES[quantization.method]
     suffixes = frozenset().union(*(one.parts | one.may_have for one in storages))
-    with ExitStack() as files:
-        where: dict[str, tuple[Path, safe_open]] = {}
-        for path in paths:
-            try:
-                file = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
-            where.update(dict.fromkeys(file.keys(), (path, file)))
-        layers: defaultdict[str, list[str]] = defaultdict(list)
-        for name in where:
-            layer, _, suffix = name.rpartition(".")
-            layers[layer if suffix in suffixes else name].append(name)
-        for layer, names in layers.items():
-            parts = {name: where[name][1].get_tensor(name) for name in names}  # type: ignore[no-untyped-call]
-            path = where[names[0]][0]
-            if layer in parts:  # no part of anything
-                yield path, layer, parts[layer]
-            else:
-                by_suffix = {name[len(layer) + 1 :]: part for name, part in parts.items()}
-                yield path, f"{layer}.weight", _restored(path, layer, by_suffix, quantization)
+    layers: defaultdict[str, list[StoredTensor]] = defaultdict(list)
+    for name, stored in tensors.items():
+        layer, _, suffix = name.rpartition(".")
+        layers[layer if suffix in suffixes else name].append(stored)
+    for layer, parts in layers.items():
+        if parts[0].name == layer:  # no part of anything
+            yield parts[0]
+        else:
+            read = functools.partial(_restored, layer, parts, quantization)
+            yield StoredTensor(parts[0].path, f"{layer}.weight", read)
 
 
-def _restored(path: Path, layer: str, parts: Parts, quantization: QuantizationConfig) -> Tensor:
+def _restored(
+    layer: str, stored: Sequence[StoredTensor], quantization: QuantizationConfig
+) -> Tensor:
+    path = stored[0].path
+    parts = {one.name[len(layer) + 1 :]: one.read() for one in stored}
     if set(parts) <= {"weight"} and parts["weight"].dtype not in _FLOAT8:
         return parts["weight"]
     for storage in STORAGES[quantization.method]:
