@@ -77,12 +77,20 @@ INLINE void round_row(const float *x, float scale, int8_t *numbers) {
  * returns the group's scale, by which, rounded as it is, the weights are divided. */
 INLINE uint16_t round_group(int type, const float *x, int8_t *numbers) {
     int64_t size = type == CODES4 ? GROUP4 : GROUP8;
-    float magnitude = largest_of(x, size), scale = magnitude / 127.0f, least = -127, most = 127;
+    float scale, least = -127, most = 127;
     if (type == CODES4) {
-        float largest = x[0];
-        for (int64_t k = size - 1; k >= 0; k--) /* the first, if there are several */
-            if (x[k] == magnitude || x[k] == -magnitude) largest = x[k];
+        float above = 0, below = 0;
+#pragma omp simd reduction(max : above, below)
+        for (int64_t k = 0; k < size; k++) {
+            above = x[k] > above ? x[k] : above;
+            below = -x[k] > below ? -x[k] : below;
+        }
+        float largest = above > below ? above : -below;
+        for (int64_t k = size - 1; above == below && k >= 0; k--) /* the first of them */
+            if (x[k] == above || x[k] == -above) largest = x[k];
         scale = largest / -8.0f, least = -8, most = 7;
+    } else {
+        scale = largest_of(x, size) / 127.0f;
     }
     uint16_t rounded = to_bf16(scale);
     float exact = from_bf16(rounded);
@@ -152,11 +160,18 @@ INLINE void pack_panel(const pack_call *c, int type, panel_rows rows) {
     }
 }
 
+/* Panels that a thread takes at once: two in one huge page would both wait for it to be cleared. */
+static int64_t panels_together(const pack_call *c, int64_t num_panels) {
+    int64_t bytes = c->depth * PANEL * size_of(c->w_type);
+    return max64(min64((2 << 20) / max64(bytes, 1), num_panels / (2 * c->num_threads)), 1);
+}
+
 /* Parts of a weight may come one after the other; what fills up the last panel is there. */
 int baton_pack_rows(const pack_call *c) {
     int64_t last_row = c->first_row + c->num_rows;
     int64_t first = c->first_row / PANEL, last = ceil_div(last_row, PANEL);
-#pragma omp parallel for num_threads(c->num_threads) if (c->num_threads > 1)
+    int64_t together = panels_together(c, last - first);
+#pragma omp parallel for schedule(dynamic, together) num_threads(c->num_threads) if (c->num_threads > 1)
     for (int64_t panel = first; panel < last; panel++) {
         int64_t origin = panel * PANEL;
         panel_rows rows = {panel, max64(0, c->first_row - origin), min64(PANEL, last_row - origin)};

@@ -138,6 +138,11 @@ def _checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, _Place]]:
                 yield f"{path}.{attribute}", _Place(module, attribute, slice(None))
 
 
+def checkpoint_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return what a checkpoint of a model must have: the shape of every tensor, by its name."""
+    return {name: place.shape for name, place in _checkpoint_parameters(model)}
+
+
 def _kv_scales(model: nn.Module) -> dict[str, tuple[Attention, str]]:
     """Return every scale that a checkpoint may have, by its names there."""
     return {
