@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from baton_kernels.dispatch import ops_for
-from baton_kernels.packed import PackedWeight, WeightFormat
+from baton_kernels.packed import GroupedIntegers, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
 
 
@@ -82,6 +82,7 @@ def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 __all__ = [
     "FP8",
+    "GroupedIntegers",
     "PackedWeight",
     "WeightFormat",
     "add_rms_norm",

@@ -15,6 +15,7 @@ from torch import Tensor
 INT8_LIMIT = 127
 # Inputs that are rounded with one scale where the weight is codes.
 INPUT_BLOCK = 64
+_SPAN = 32  # the smallest group
 _STEP = 8  # inputs by which codes are filled up
 _QUAD = 4  # codes of one output that lie together
 
@@ -61,6 +62,48 @@ _GROUP_SIZES = {WeightFormat.INT8: 128, WeightFormat.INT4: 32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class GroupedIntegers:
+    """Rows of a weight as a checkpoint keeps them: ``numbers * scales``, group by group.
+
+    Attributes:
+        bits: of a number: 4 or 8.
+        numbers: ``[n, in_features]`` int8, from ``-2 ** (bits - 1)`` to ``2 ** (bits - 1) - 1``.
+        scales: ``[n, groups]`` float32, bfloat16 or float16.
+        group_size: neighbouring inputs with one scale: 32, a multiple of ``INPUT_BLOCK``, or all.
+    """
+
+    bits: int
+    numbers: Tensor
+    scales: Tensor
+    group_size: int
+
+    @classmethod
+    def of(
+        cls, bits: int, numbers: Tensor, scales: Tensor, group_size: int
+    ) -> GroupedIntegers | None:
+        """Return None for what kernels do not take: other sizes of groups or numbers."""
+        in_features, fits = numbers.shape[1], bits in (4, 8)
+        if scales.shape[1] == 1:  # whatever its size is said to be
+            group_size = -(-in_features // INPUT_BLOCK) * INPUT_BLOCK
+        fits = fits and (group_size == _SPAN or group_size % INPUT_BLOCK == 0)
+        fits = fits and scales.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if not fits or scales.shape != (len(numbers), -(-in_features // group_size)):
+            return None
+        return cls(bits, numbers.to(torch.int8), scales, group_size)
+
+    @property
+    def layout(self) -> tuple[WeightFormat, int, torch.dtype]:
+        """What parts of one weight must have in common: format, group size, type of scales."""
+        format_ = WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
+        return format_, self.group_size, self.scales.dtype
+
+    def dequantized(self) -> Tensor:
+        """Return ``[n, in_features]`` float32."""
+        scales = self.scales.float().repeat_interleave(self.group_size, dim=1)
+        return self.numbers.float() * scales[:, : self.numbers.shape[1]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """``[out_features, in_features]``, cut into panels of neighbouring outputs.
 
@@ -92,6 +135,12 @@ class PackedWeight:
         """Outputs of a panel."""
         return self.panels.shape[2]
 
+    @property
+    def has_own_groups(self) -> bool:
+        """Whether groups, if there are any, are those that floating-point rows are cut into."""
+        groups, usual = self.group_scales, _GROUP_SIZES.get(self.format)
+        return groups is None or (groups.dtype, self.group_size) == (torch.bfloat16, usual)
+
     @classmethod
     def empty(
         cls,
@@ -100,15 +149,21 @@ class PackedWeight:
         format: WeightFormat,
         width: int,
         prepare: Callable[[Tensor], None] = lambda panels: None,
+        *,
+        group_size: int | None = None,
+        scale_dtype: torch.dtype = torch.bfloat16,
     ) -> PackedWeight:
         """Allocate one whose rows are to be written; what fills up its last panel is there.
 
         Args:
             prepare: given the panels' memory before it is written.
+            group_size: of codes; None: as `pack_rows` makes them.
+            scale_dtype: of the groups' scales.
         """
         num_panels = -(-out_features // width)
         scales = group_scales = None
-        filling, group_size = 0, INPUT_BLOCK
+        filling = 0
+        group_size = group_size or _GROUP_SIZES.get(format, INPUT_BLOCK)
         if format.code_bits:
             steps = -(-in_features // _STEP) * format.code_bits // _QUAD
             panels = torch.empty(num_panels, steps, width, _QUAD, dtype=format.element)
@@ -118,9 +173,8 @@ class PackedWeight:
         if format == WeightFormat.INT8_WEIGHT_ONLY:
             scales = torch.empty(out_features)
         if format in _GROUP_SIZES:
-            group_size = _GROUP_SIZES[format]
             groups = -(-in_features // group_size)
-            group_scales = torch.empty(num_panels, groups, width, dtype=torch.bfloat16)
+            group_scales = torch.empty(num_panels, groups, width, dtype=scale_dtype)
             group_scales[-1:] = 0
         prepare(panels)
         panels[-1:] = filling
@@ -157,6 +211,13 @@ class PackedWeight:
         if self.format.code_bits:
             numbers = _bytes_of_codes(numbers, self.format.code_bits)
         _put_rows(self.panels, ids, numbers.to(self.panels.dtype))
+
+    def write_integers(self, first_row: int, rows: GroupedIntegers) -> None:
+        """Write rows that are integers already; their layout is this weight's."""
+        assert self.group_scales is not None
+        ids = torch.arange(first_row, first_row + len(rows.numbers))
+        _put_rows(self.group_scales, ids, rows.scales)
+        _put_rows(self.panels, ids, _bytes_of_codes(rows.numbers, rows.bits))
 
     def read_rows(self, ids: Tensor) -> Tensor:
         """Read rows of numbers, ``[..., in_features]``, where these are kept as they are."""

@@ -3,12 +3,11 @@
  * A step is cut into pieces that threads take one by one. A decode reads its keys and values once,
  * straight out of the cache, for all query heads that share them; long contexts are cut into spans
  * of fixed length and joined afterwards ("flash decoding"). A prompt's pieces are blocks of queries
- * that walk over tiles of keys, packed for the same micro kernel as linear layers.
- * Softmax is online: Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135.
+ * that walk over tiles of keys, packed for the same micro kernel as linear layers. Both sum in the
+ * order that attention.h lays down. Dao et al., arXiv:2205.14135.
  * Refuses to know: layers, schedulers.
  */
 #include <float.h>
-#include <math.h>
 #include "attention.h"
 
 enum { SCRATCH_PIECES = 1, SCRATCH_PARTIALS = 2, SCRATCH_TILES = 3 };
@@ -31,12 +30,12 @@ static int64_t make_pieces(const attention_call *c, piece *pieces) {
         int64_t length = c->seq_lens[r];
         if (count == 1) {
             int64_t begin = first_key(c, length - 1);
-            int64_t spans = ceil_div(length - begin, SPAN);
+            int64_t first = begin / SPAN, spans = ceil_div(length, SPAN) - first;
             for (int64_t head = 0; head < c->num_kv_heads; head++)
                 for (int64_t s = 0; s < spans; s++, n++)
                     if (pieces)
-                        pieces[n] = (piece){r, head, row, 1, begin + s * SPAN,
-                                            min64(length, begin + (s + 1) * SPAN), spans,
+                        pieces[n] = (piece){r, head, row, 1, max64(begin, (first + s) * SPAN),
+                                            min64(length, (first + s + 1) * SPAN), spans,
                                             spans > 1 ? partials++ : -1};
         } else {
             /* From the end: the longest pieces come first, the short ones fill the gaps. */
@@ -55,21 +54,18 @@ static int64_t make_pieces(const attention_call *c, piece *pieces) {
 /* Spans of one head of one request, one after another in `pieces`, into the output. */
 static void join(const attention_call *c, const piece *p, const float *partials) {
     int64_t group = c->num_heads / c->num_kv_heads, size = partial_size(c);
-    float sum[c->head_dim];
+    float sums[padded_sum(c)];
     for (int64_t h = 0; h < group; h++) {
-        float top = -INFINITY, total = 0;
-        for (int64_t s = 0; s < p->num_spans; s++)
-            top = fmaxf(top, partials[(p->partial + s) * group * size + h * size]);
-        memset(sum, 0, sizeof sum);
+        softmax_state state = EMPTY_STATE;
+        memset(sums, 0, sizeof sums);
         for (int64_t s = 0; s < p->num_spans; s++) {
             const float *part = partials + ((p->partial + s) * group + h) * size;
-            float factor = expf(part[0] - top);
-            total += part[1] * factor;
-            for (int64_t d = 0; d < c->head_dim; d++) sum[d] += part[2 + d] * factor;
+            baton_join(&state, sums, (softmax_state){part[0], part[1]}, part + 2,
+                       padded_sum(c) / LANES, LANES);
         }
-        for (int64_t d = 0; d < c->head_dim; d++) sum[d] /= total;
+        for (int64_t d = 0; d < c->head_dim; d++) sums[d] /= state.total;
         int64_t to = (p->row * c->num_heads + p->kv_head * group + h) * c->head_dim;
-        write_row(c->type, sum, (char *)c->out + to * size_of(c->type), c->head_dim);
+        write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->head_dim);
     }
 }
 

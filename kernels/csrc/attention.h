@@ -1,15 +1,24 @@
-/* One call of paged attention, and what its pieces are.
+/* One call of paged attention, what its pieces are, and the order in which a row is summed.
+ *
+ * The order is counted from the text's first token, so that a row gives the same bits alone and in
+ * company, as a decode and as a part of a prompt, whatever was in the cache before:
+ *   score   sum over head_dim, one element after another
+ *   TILE    its largest score joins what earlier tiles of the span gave; sums run key by key
+ *   SPAN    starts anew; spans are joined one after another, by one function
+ * A row's keys before its window and after itself weigh 0, and adding 0 changes no bit.
  *
  * Refuses to know: how a piece is computed.
  */
 #ifndef BATON_ATTENTION_H
 #define BATON_ATTENTION_H
 
+#include <math.h>
+
 #include "vectors.h"
 
-#define SPAN 512        /* keys of a decode that one thread takes at a time */
-#define PROMPT_ROWS 384 /* query rows (tokens x heads) that share packed keys */
 #define TILE 192        /* keys whose scores are kept at a time; a multiple of every PANEL */
+#define SPAN (3 * TILE) /* keys of a decode that one thread takes at a time */
+#define PROMPT_ROWS 384 /* query rows (tokens x heads) that share packed keys */
 #define SERIAL_WORK 65536
 
 typedef struct {
@@ -38,13 +47,21 @@ INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t po
                   position % c->block_size * c->token_stride);
 }
 
-INLINE vec soften(vec score, float cap) {
-    /* cap * tanh(score / cap) */
-    return cap * (1.0f - 2.0f / (exp_fast(score * (2.0f / cap)) + 1.0f));
-}
-
+/* Floats of a sum of values: head_dim filled up to whole vectors. */
+INLINE int64_t padded_sum(const attention_call *c) { return ceil_div(c->head_dim, LANES) * LANES; }
 /* Floats of a partial result per head: the largest score, the sum of weights, the weighted sum. */
-INLINE int64_t partial_size(const attention_call *c) { return 2 + c->head_dim; }
+INLINE int64_t partial_size(const attention_call *c) { return 2 + padded_sum(c); }
+
+/* What a row has gathered: its largest score, and the sum of its weights relative to it. */
+typedef struct {
+    float top, total;
+} softmax_state;
+#define EMPTY_STATE ((softmax_state){-INFINITY, 0})
+
+float baton_weigh(double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
+                  softmax_state *state);
+void baton_join(softmax_state *state, float *sums, softmax_state span, const float *span_sums,
+                int64_t num, int64_t stride);
 
 int64_t prompt_scratch_bytes(const attention_call *c);
 void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch);

@@ -3,8 +3,6 @@
  * Rows are tokens x heads of a group: all of them read the same keys.
  * Refuses to know: other pieces, how the step was cut.
  */
-#include <math.h>
-
 #include "attention.h"
 #include "micro.h"
 
@@ -13,8 +11,9 @@ typedef struct {
     float *keys;   /* per panel of TILE: [head_dim][PANEL] */
     float *values; /* per panel of padded: [TILE][PANEL] */
     float *scores; /* of one block of rows: [row][X_STRIDE], in place weights */
-    float *sums;   /* per block of rows: [padded / PANEL][row][PANEL] */
-    float *tops, *totals, *factors; /* [num_rows] */
+    float *sums;   /* of this span; per block of rows: [padded / PANEL][row][PANEL] */
+    float *joined; /* of all spans before it, where there are any; likewise */
+    softmax_state *states, *joined_states; /* [num_rows] */
 } tiles;
 
 INLINE int64_t padded_dim(const attention_call *c) { return ceil_div(c->head_dim, PANEL) * PANEL; }
@@ -27,12 +26,12 @@ static float *place(const attention_call *c, float *at, tiles *t) {
     int64_t rows = max_rows(c), padded = padded_dim(c);
     t->query = at, at += num_slices(c) * rows * X_STRIDE;
     t->sums = at, at += rows * padded;
+    t->joined = at, at += rows * padded;
     t->keys = at, at += TILE * padded;
     t->values = at, at += TILE * padded;
     t->scores = at, at += MAX_ROWS * X_STRIDE;
-    t->tops = at, at += rows;
-    t->totals = at, at += rows;
-    t->factors = at, at += rows;
+    t->states = (softmax_state *)at, at += 2 * rows;
+    t->joined_states = (softmax_state *)at, at += 2 * rows;
     return at;
 }
 
@@ -41,12 +40,13 @@ int64_t prompt_scratch_bytes(const attention_call *c) {
     return (int64_t)place(c, NULL, &t);
 }
 
-/* LANES keys from `begin` on, of which `num` are there, into columns of a panel. */
-INLINE void pack_keys(int type, const attention_call *c, const piece *p, int64_t begin, int64_t num,
+/* LANES keys from `position` on into columns of a panel; keys that the piece does not have are
+ * never read, and their columns never looked at. */
+INLINE void pack_keys(int type, const attention_call *c, const piece *p, int64_t position,
                       float *to) {
     const void *rows[LANES];
     for (int64_t i = 0; i < LANES; i++)
-        rows[i] = cache_row(c, p, begin + min64(i, num - 1), 0);
+        rows[i] = cache_row(c, p, max64(p->begin, min64(position + i, p->end - 1)), 0);
     int64_t whole = type == FLOAT8 ? 0 : c->head_dim - c->head_dim % LANES; /* load knows no FLOAT8 */
     for (int64_t j = 0; j < whole; j += LANES) {
         vec block[LANES];
@@ -61,78 +61,90 @@ INLINE void pack_keys(int type, const attention_call *c, const piece *p, int64_t
     }
 }
 
-/* Keys and values of [begin, begin + num) into panels; what is in the last panel of keys beyond
- * them is never looked at. */
+/* Keys and values [skip, num) of the tile that begins at `tile` into panels. */
 INLINE void pack_tile(int type, const attention_call *c, const piece *p, const tiles *t,
-                      int64_t begin, int64_t num) {
+                      int64_t tile, int64_t skip, int64_t num) {
     int64_t dim = c->head_dim, padded = padded_dim(c);
-    for (int64_t i = 0; i < num; i += LANES)
-        pack_keys(type, c, p, begin + i, min64(LANES, num - i),
-                  t->keys + i / PANEL * PANEL * dim + i % PANEL);
+    for (int64_t i = skip / PANEL * PANEL; i < num; i += LANES)
+        pack_keys(type, c, p, tile + i, t->keys + i / PANEL * PANEL * dim + i % PANEL);
     float row[padded];
     memset(row, 0, sizeof row);
-    for (int64_t i = 0; i < num; i++) {
-        const void *from = cache_row(c, p, begin + i, 1);
+    for (int64_t i = skip; i < num; i++) {
+        const void *from = cache_row(c, p, tile + i, 1);
         read_row(type, from, row, dim);
         for (int64_t j = 0; j < padded; j += PANEL)
             memcpy(t->values + j * TILE + i * PANEL, row + j, PANEL * sizeof(float));
     }
 }
 
-/* One row's scores, [num] filled up to whole vectors, become weights; keys outside [from, to) do
- * not count. Returns the sum of the weights. */
-static float weigh(const attention_call *c, float *scores, int64_t from, int64_t to, int64_t num,
-                   float *top, float *factor) {
-    vec largest = splat(*top), total = {0};
-    if (c->soft_cap > 0)
-        for (int64_t i = 0; i < num; i += LANES)
-            store(scores + i, soften(load(FLOAT32, scores, i), c->soft_cap));
-    for (int64_t i = 0; i < min64(from, num); i++) scores[i] = -INFINITY;
-    for (int64_t i = max64(to, 0); i < ceil_div(num, LANES) * LANES; i++) scores[i] = -INFINITY;
-    for (int64_t i = 0; i < num; i += LANES) {
-        vec score = load(FLOAT32, scores, i);
-        largest = choose(score > largest, score, largest);
-    }
-    float before = *top;
-    *top = largest_lane(largest);
-    float base = *top == -INFINITY ? 0 : *top; /* where no key counts */
-    for (int64_t i = 0; i < num; i += LANES) {
-        vec weight = exp_of_negative(load(FLOAT32, scores, i) - base);
-        store(scores + i, weight);
-        total += weight;
-    }
-    *factor = before == *top ? 1 : before == -INFINITY ? 0 : exp_fast(splat(before - *top))[0];
-    return sum_lanes(total);
-}
-
-/* One block of rows over one tile of `num` keys that begins at `begin`. */
+/* One block of rows over the keys [skip, num) of the tile that begins at `tile`. */
 static void attend_block(const attention_call *c, const piece *p, const tiles *t, int64_t start,
-                         int64_t rows, int64_t begin, int64_t num) {
+                         int64_t rows, int64_t tile, int64_t skip, int64_t num) {
     int64_t group = c->num_heads / c->num_kv_heads, dim = c->head_dim, padded = padded_dim(c);
     int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
+    float factors[MAX_ROWS];
     fetch nothing = {(const char *)t->keys, 0};
-    num = min64(num, first + (start + rows - 1) / group + 1 - begin); /* what any row may see */
-    for (int64_t q = 0; q < num; q += PANEL)
+    num = min64(num, first + (start + rows - 1) / group + 1 - tile); /* what any row may see */
+    if (num <= skip) return;
+    for (int64_t q = skip / PANEL * PANEL; q < num; q += PANEL)
         for (int64_t s = 0; s < num_slices(c); s++) {
             int64_t k = s * MAX_DEPTH;
             micro(rows, FLOAT32, t->keys + q * dim + k * PANEL,
                   t->query + (s * max_rows(c) + start) * X_STRIDE, min64(MAX_DEPTH, dim - k),
                   t->scores + q, X_STRIDE, s > 0, nothing);
         }
-    if (num <= 0) return;
     for (int64_t r = 0; r < rows; r++) {
-        int64_t position = first + (start + r) / group, low = 0;
-        if (c->sliding_window > 0) low = position + 1 - c->sliding_window - begin;
-        float total = weigh(c, t->scores + r * X_STRIDE, low, position + 1 - begin, num,
-                            t->tops + start + r, t->factors + start + r);
-        t->totals[start + r] = t->totals[start + r] * t->factors[start + r] + total;
+        int64_t position = first + (start + r) / group, low = skip;
+        if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
+        factors[r] = baton_weigh(c->soft_cap, t->scores + r * X_STRIDE, low, position + 1 - tile,
+                                 num, t->states + start + r);
     }
     for (int64_t j = 0; j < padded; j += PANEL) {
         float *sums = t->sums + start * padded + j * rows;
         for (int64_t r = 0; r < rows; r++)
-            if (t->factors[start + r] != 1)
-                for (int64_t i = 0; i < PANEL; i++) sums[r * PANEL + i] *= t->factors[start + r];
-        micro(rows, FLOAT32, t->values + j * TILE, t->scores, num, sums, PANEL, 1, nothing);
+            if (factors[r] != 1)
+                for (int64_t i = 0; i < PANEL; i++) sums[r * PANEL + i] *= factors[r];
+        micro(rows, FLOAT32, t->values + j * TILE + skip * PANEL, t->scores + skip, num - skip, sums,
+              PANEL, 1, nothing);
+    }
+}
+
+/* Where row r of a block that begins at row `start` has its sums: in padded / PANEL panels, from
+ * each to the next as many floats as PANEL times the block's rows. */
+INLINE int64_t sums_of(int64_t padded, int64_t start, int64_t r) {
+    return start * padded + r * PANEL;
+}
+
+/* All rows over one span, whose end is `end`. */
+INLINE void attend_span(int cache_type, const attention_call *c, const piece *p, const tiles *t,
+                        int64_t count, int64_t begin, int64_t end) {
+    int64_t padded = padded_dim(c), num_blocks = ceil_div(count, MAX_ROWS);
+    memset(t->sums, 0, count * padded * sizeof(float));
+    for (int64_t r = 0; r < count; r++) t->states[r] = EMPTY_STATE;
+    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+        int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
+        pack_tile(cache_type, c, p, t, tile, skip, num);
+        for (int64_t b = 0; b < num_blocks; b++) {
+            int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
+            attend_block(c, p, t, start, rows, tile, skip, num);
+        }
+    }
+}
+
+/* The span that was attended to joins those before it. */
+static void join_span(const attention_call *c, const tiles *t, int64_t count) {
+    int64_t padded = padded_dim(c), num_blocks = ceil_div(count, MAX_ROWS);
+    for (int64_t b = 0; b < num_blocks; b++) {
+        int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
+        for (int64_t r = 0; r < rows; r++) {
+            softmax_state joined = t->joined_states[start + r];
+            for (int64_t half = 0; half < PANEL; half += LANES) {
+                int64_t at = sums_of(padded, start, r) + half;
+                t->joined_states[start + r] = joined;
+                baton_join(t->joined_states + start + r, t->joined + at, t->states[start + r],
+                           t->sums + at, padded / PANEL, rows * PANEL);
+            }
+        }
     }
 }
 
@@ -150,22 +162,22 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
             t.query[(j / MAX_DEPTH * max_rows(c) + r) * X_STRIDE + j % MAX_DEPTH] =
                 row[j] * (float)c->scale;
     }
-    memset(t.sums, 0, count * padded * sizeof(float));
-    for (int64_t r = 0; r < count; r++) t.tops[r] = -INFINITY, t.totals[r] = 0;
-    for (int64_t begin = p->begin; begin < p->end; begin += TILE) {
-        int64_t num = min64(TILE, p->end - begin);
-        pack_tile(cache_type, c, p, &t, begin, num);
-        for (int64_t b = 0; b < num_blocks; b++) {
-            int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
-            attend_block(c, p, &t, start, rows, begin, num);
-        }
+    int64_t num_spans = ceil_div(p->end, SPAN) - p->begin / SPAN;
+    memset(t.joined, 0, num_spans > 1 ? count * padded * sizeof(float) : 0);
+    for (int64_t r = 0; r < count; r++) t.joined_states[r] = EMPTY_STATE;
+    for (int64_t s = p->begin / SPAN; s * SPAN < p->end; s++) {
+        attend_span(cache_type, c, p, &t, count, max64(p->begin, s * SPAN),
+                    min64(p->end, (s + 1) * SPAN));
+        if (num_spans > 1) join_span(c, &t, count);
     }
+    const float *sums = num_spans > 1 ? t.joined : t.sums;
+    const softmax_state *states = num_spans > 1 ? t.joined_states : t.states;
     for (int64_t b = 0; b < num_blocks; b++) {
         int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
         for (int64_t r = 0; r < rows; r++) {
+            const float *from = sums + sums_of(padded, start, r);
             for (int64_t j = 0; j < dim; j++)
-                row[j] = t.sums[start * padded + j / PANEL * PANEL * rows + r * PANEL + j % PANEL] /
-                         t.totals[start + r];
+                row[j] = from[j / PANEL * PANEL * rows + j % PANEL] / states[start + r].total;
             int64_t token = p->row + (start + r) / group, head = p->kv_head * group + (start + r) % group;
             write_row(type, row, (char *)c->out + (token * c->num_heads + head) * dim * size_of(type), dim);
         }

@@ -10,6 +10,8 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #ifdef _OPENMP
 #include <omp.h>
@@ -77,6 +79,20 @@ INLINE vec load(int type, const void *p, int64_t index) {
     return *(const vec_any *)((const float *)p + index);
 }
 
+/* x * y + sum, rounded once where the machine can: a compiler left to itself fuses in one loop and
+ * not in another, and two loops that must give the same bits would not. */
+INLINE vec multiply_add(vec x, vec y, vec sum) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
+#else
+    return x * y + sum;
+#endif
+}
+
 INLINE void store(float *p, vec x) { *(vec_any *)p = x; }
 
 INLINE float sum_lanes(vec x) {
@@ -107,23 +123,6 @@ INLINE float largest_lane(vec x) {
 #endif
 }
 
-/* The sums of four vectors: together they cost little more than one alone. */
-INLINE void sum_lanes_of_four(const vec *x, float *sums) {
-#if defined(__AVX512F__)
-    __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
-    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xee);
-    __m512 quads = _mm512_add_ps(low, high); /* a, b, c, d in every 128 bits */
-    __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quads),
-                                  (__m256)_mm512_extractf64x4_pd((__m512d)quads, 1));
-    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(halves),
-                                   _mm256_extractf128_ps(halves, 1)));
-#else
-    for (int i = 0; i < 4; i++) sums[i] = sum_lanes(x[i]);
-#endif
-}
-
 /* LANES rows of LANES become columns: each pass deals both halves like cards, log2(LANES) times. */
 INLINE void transpose(vec *rows) {
 #if defined(__AVX512F__)
@@ -140,6 +139,25 @@ INLINE void transpose(vec *rows) {
         }
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    }
+#elif defined(__AVX2__)
+    __m256 pairs[8], quads[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+        quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+        quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+        quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        rows[i] = (vec)_mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+        rows[i + 4] = (vec)_mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
     }
 #else
     for (int i = 0; i < LANES; i++)

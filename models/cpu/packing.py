@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import baton_kernels as ops
-from baton_kernels import WeightFormat
+from baton_kernels import GroupedIntegers, WeightFormat
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
 from models.architectures.decoder import DecoderForCausalLM
@@ -38,8 +38,8 @@ class CpuPacker:
 
     Attributes:
         dtype: that the model computes in.
-        weights: of all linear layers; None: as the checkpoint has them, if that is exact, else in
-            ``dtype``. With ``INT4`` the head has 8 bits: of all layers it loses most.
+        weights: of all linear layers; None: as the checkpoint has them, if kernels take it, else
+            in ``dtype``. With ``INT4`` the head has 8 bits: of all layers it loses most.
         native: the kernels that will read the weights; None: there are none.
     """
 
@@ -119,19 +119,42 @@ class _Packing:
         logger.info("linear layers packed for this CPU: %s", kinds)
 
     def _pack(self, parts: Sequence[WeightPart], is_head: bool) -> ops.PackedWeight:
-        format_, native = self._packer.weights, self._packer.native
-        if format_ is None:
-            format_ = self._exact_format(parts)
-        elif format_ == WeightFormat.INT4 and is_head:
-            format_ = WeightFormat.INT8
-        width = _WIDTH if native is None else native.panel_width
-        prepare = [] if native is None else [native.prefer_huge_pages]
-        num_rows, num_columns = sum(len(part.tensor) for part in parts), parts[0].tensor.shape[1]
-        weight = ops.PackedWeight.empty(num_rows, num_columns, format_, width, *prepare)
+        wanted = self._packer.weights
+        layout = _common_layout(parts)
+        if layout is not None and wanted in (None, layout[0]):
+            format_, group_size, scale_dtype = layout
+            weight = self._empty(parts, format_, group_size, scale_dtype)
+            for part in parts:
+                assert isinstance(part.content, GroupedIntegers)
+                weight.write_integers(part.first_row, part.content)
+            return weight
+        if wanted is None:
+            wanted = self._exact_format(parts)
+        elif wanted == WeightFormat.INT4 and is_head:
+            wanted = WeightFormat.INT8
+        weight = self._empty(parts, wanted)
         for part in parts:
             for first_row, rows in part.pieces():
                 ops.pack_rows(weight, first_row, rows)
         return weight
+
+    def _empty(
+        self,
+        parts: Sequence[WeightPart],
+        format_: WeightFormat,
+        group_size: int | None = None,
+        scale_dtype: torch.dtype = torch.bfloat16,
+    ) -> ops.PackedWeight:
+        native = self._packer.native
+        return ops.PackedWeight.empty(
+            sum(part.shape[0] for part in parts),
+            parts[0].shape[1],
+            format_,
+            _WIDTH if native is None else native.panel_width,
+            *([] if native is None else [native.prefer_huge_pages]),
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+        )
 
     def _exact_format(self, parts: Sequence[WeightPart]) -> WeightFormat:
         """Return the smallest format of which products are those of the model's dtype, to the bit.
@@ -154,9 +177,17 @@ def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
     return PackedLinear(replace(weight, bias=bias), gated=isinstance(linear, GatedLinear))
 
 
+def _common_layout(parts: Sequence[WeightPart]) -> tuple[WeightFormat, int, torch.dtype] | None:
+    """Return how all parts keep their integers; None if they do not, or not alike."""
+    found = {
+        part.content.layout if isinstance(part.content, GroupedIntegers) else None for part in parts
+    }
+    return found.pop() if len(found) == 1 else None
+
+
 def _is_bfloat16(part: WeightPart) -> bool:
     """Say whether bfloat16 has all the numbers of a weight."""
-    return part.tensor.dtype == torch.bfloat16 or all(
-        torch.equal(rows.bfloat16().to(rows.dtype), rows)
-        for rows in torch.split(part.tensor, _ROWS)
+    tensor = part.tensor
+    return tensor.dtype == torch.bfloat16 or all(
+        torch.equal(rows.bfloat16().to(rows.dtype), rows) for rows in torch.split(tensor, _ROWS)
     )

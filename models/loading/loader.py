@@ -64,11 +64,10 @@ def load_model(
         model = MODELS.load(config.architecture)(config)
     dtype = dtype or getattr(torch, config.dtype)
     if config.quantization is not None:
+        kept = "are kept" if packer is None else "are, but for groups of integers, kept"
+        kind = str(dtype).removeprefix("torch.")
         logger.info(
-            "weights are stored as %s, and kept and computed with in %s; activations are not "
-            "quantized",
-            config.quantization.method,
-            str(dtype).removeprefix("torch."),
+            "weights are stored as %s, and %s in %s", config.quantization.method, kept, kind
         )
     with ExitStack() as files:
         stored = _open_weights(path, config, files)
@@ -171,8 +170,9 @@ def _load_weights(
     packing = None if packer is None else packer.start(model)
     by_parameter = groupby(places.items(), lambda item: (item[1].owner, item[1].attribute))
     for (owner, attribute), of_owner in by_parameter:
-        parts = [_read_part(stored[name], place) for name, place in of_owner]
-        if packing is None or attribute != "weight" or not packing.take(owner, parts):
+        packs = packing is not None and attribute == "weight"
+        parts = [_read_part(stored[name], place, integers=packs) for name, place in of_owner]
+        if packing is None or not packs or not packing.take(owner, parts):
             _fill_parameter(owner, attribute, parts, dtype, device)
     if packing is not None:
         packing.finish()
@@ -200,10 +200,18 @@ def _check_names(
         raise ModelLoadError(f"{folder}: weights unknown to the model: {_first_of(unknown)}")
 
 
-def _read_part(stored: StoredTensor, place: _Place) -> WeightPart:
-    tensor = stored.read()
-    _check_tensor(stored.path, stored.name, tensor, place.shape)
-    return WeightPart(place.rows.start or 0, tensor, stored.is_mapped)
+def _read_part(stored: StoredTensor, place: _Place, *, integers: bool) -> WeightPart:
+    kept = stored.read_integers() if integers and stored.read_integers is not None else None
+    part = WeightPart(place.rows.start or 0, kept or stored.read(), stored.is_mapped)
+    if part.shape != place.shape:
+        found, expected = list(part.shape), list(place.shape)
+        problem = f"shape {found}, but config.json means {expected}"
+        raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
+    if isinstance(part.content, Tensor) and part.content.dtype not in _FLOATS:
+        kind = str(part.content.dtype).removeprefix("torch.")
+        problem = f"dtype {kind} is not supported (quantized weights?)"
+        raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
+    return part
 
 
 def _fill_parameter(
@@ -249,15 +257,6 @@ def _weight_files(folder: Path) -> list[Path]:
         if not (folder / shard).exists():
             raise ModelLoadError(f"{folder / shard}: missing, but {_INDEX} names it")
     return [folder / shard for shard in shards]
-
-
-def _check_tensor(path: Path, name: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        found, expected = list(tensor.shape), list(shape)
-        raise ModelLoadError(f"{path}: {name}: shape {found}, but config.json means {expected}")
-    if tensor.dtype not in _FLOATS:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise ModelLoadError(f"{path}: {name}: dtype {kind} is not supported (quantized weights?)")
 
 
 def _read_scale(stored: StoredTensor) -> float:

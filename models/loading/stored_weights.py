@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
+from baton_kernels import GroupedIntegers
 
 _PIECE_BYTES = 16 * 2**20  # of a tensor, whose pages are in memory together
 
@@ -32,14 +33,17 @@ class StoredTensor:
     Attributes:
         path: of its file.
         name: in Hugging Face layout.
-        read: reads it; raises ModelLoadError.
+        read: reads it as numbers; raises ModelLoadError.
         is_mapped: whether what is read are pages of the file.
+        read_integers: reads it as it is kept; None, or returns None: not in groups of integers
+            that kernels multiply. Raises ModelLoadError.
     """
 
     path: Path
     name: str
     read: Callable[[], Tensor]
     is_mapped: bool = False
+    read_integers: Callable[[], GroupedIntegers | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,20 +52,31 @@ class WeightPart:
 
     Attributes:
         first_row: of the weight.
-        tensor: ``[n, ...]``.
+        content: ``[n, ...]``.
         is_mapped: whether it is pages of a file.
     """
 
     first_row: int
-    tensor: Tensor
+    content: Tensor | GroupedIntegers
     is_mapped: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the rows."""
+        return (self.content if isinstance(self.content, Tensor) else self.content.numbers).shape
+
+    @property
+    def tensor(self) -> Tensor:
+        """The rows as numbers."""
+        return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Yield rows with the number of the first, and let go of their pages afterwards."""
-        row_bytes = self.tensor[:1].numel() * self.tensor.itemsize
+        tensor = self.tensor
+        row_bytes = tensor[:1].numel() * tensor.itemsize
         num_rows = max(_PIECE_BYTES // max(row_bytes, 1), 1)
         first_row = self.first_row
-        for rows in torch.split(self.tensor, num_rows):
+        for rows in torch.split(tensor, num_rows):
             yield first_row, rows
             first_row += len(rows)
             if self.is_mapped:

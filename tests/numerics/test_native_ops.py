@@ -167,7 +167,9 @@ def test_an_input_that_is_no_number_stays_none(native: NativeOps) -> None:
     found = native.packed_linear(x, weight)
     assert not found[:2].isfinite().any()
     assert torch.equal(found[2], torch.zeros(40))
-    close(found[3], torch.full((40,), 300.0))
+    torch.testing.assert_close(
+        found[3], torch.full((40,), 300.0), rtol=5e-3, atol=0
+    )  # a scale in bfloat16
 
 
 def test_gates_at_the_limits_of_the_exponential(native: NativeOps) -> None:
@@ -256,7 +258,8 @@ def test_packing_and_unpacking() -> None:
     assert torch.equal(exact.unpacked(), weight)
     small = ops.PackedWeight.pack(weight, None, WeightFormat.INT8, 16)
     half_a_step = weight.abs().amax(1, keepdim=True) / 127 / 2
-    assert bool(((small.unpacked() - weight).abs() <= half_a_step * 1.001).all())
+    # And what the rounded scale cuts off.
+    assert bool(((small.unpacked() - weight).abs() <= half_a_step * 1.5).all())
     zeros = ops.PackedWeight.pack(torch.zeros(3, 4), None, WeightFormat.INT8, 16)
     assert torch.equal(zeros.unpacked(), torch.zeros(3, 4))
 

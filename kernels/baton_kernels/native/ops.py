@@ -140,7 +140,8 @@ class NativeOps:
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: Tensor) -> None:
         """See the reference."""
         fits = rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and rows.stride(1) == 1
-        if not (fits and weight.width == self.panel_width):
+        fits = fits and weight.has_own_groups and weight.width == self.panel_width
+        if not fits:
             reference.pack_rows(weight, first_row, rows)
             return
         assert rows.shape[1] == weight.in_features

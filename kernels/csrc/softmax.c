@@ -1,0 +1,58 @@
+/* A row's scores become weights, and spans of keys are joined: the same bits for whoever calls.
+ *
+ * Functions, not inline code: a compiler may fuse a product with either of two sums, and chooses
+ * anew wherever it sees them.
+ * Online softmax: Milakov and Gimelshein, arXiv:1805.02867. Refuses to know: queries and keys.
+ */
+#include "attention.h"
+
+INLINE vec soften(vec score, float cap) {
+    /* cap * tanh(score / cap) */
+    return cap * (1.0f - 2.0f / (exp_fast(score * (2.0f / cap)) + 1.0f));
+}
+
+/* Scores of a tile, [num] with room for whole vectors, become weights; those outside [from, to)
+ * become 0. Returns what the sums of earlier tiles must be multiplied by. */
+float baton_weigh(double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
+                  softmax_state *state) {
+    float before = state->top;
+    vec largest = splat(before), total = {0};
+    if (soft_cap > 0)
+        for (int64_t i = 0; i < num; i += LANES)
+            store(scores + i, soften(load(FLOAT32, scores, i), soft_cap));
+    for (int64_t i = 0; i < min64(from, num); i++) scores[i] = -INFINITY;
+    for (int64_t i = max64(to, 0); i < ceil_div(num, LANES) * LANES; i++) scores[i] = -INFINITY;
+    for (int64_t i = 0; i < num; i += LANES) {
+        vec score = load(FLOAT32, scores, i);
+        largest = choose(score > largest, score, largest);
+    }
+    float top = largest_lane(largest);
+    float base = top == -INFINITY ? 0 : top; /* where no key counts */
+    for (int64_t i = 0; i < num; i += LANES) {
+        vec weight = exp_of_negative(load(FLOAT32, scores, i) - base);
+        store(scores + i, weight);
+        total += weight;
+    }
+    float factor = before == top ? 1 : before == -INFINITY ? 0 : exp_fast(splat(before - top))[0];
+    state->top = top;
+    state->total = state->total * factor + sum_lanes(total);
+    return factor;
+}
+
+/* Adds the next span to what earlier ones gave. Sums lie in `num` vectors, from each to the next
+ * `stride` floats. */
+void baton_join(softmax_state *state, float *sums, softmax_state span, const float *span_sums,
+                int64_t num, int64_t stride) {
+    if (span.total == 0) return; /* no key counted */
+    /* The side with the larger top keeps its scale: one product, to be fused with the one sum. */
+    int scale_span = state->total != 0 && span.top <= state->top;
+    float factor = state->total == 0 ? 0
+                   : scale_span      ? exp_fast(splat(span.top - state->top))[0]
+                                     : exp_fast(splat(state->top - span.top))[0];
+    for (int64_t i = 0; i < num * stride; i += stride) {
+        vec before = load(FLOAT32, sums, i), part = load(FLOAT32, span_sums, i);
+        store(sums + i, scale_span ? part * factor + before : before * factor + part);
+    }
+    state->total = scale_span ? span.total * factor + state->total : state->total * factor + span.total;
+    if (!scale_span) state->top = span.top;
+}

@@ -1,0 +1,92 @@
+"""A row's bits do not depend on who comes along: ops in C, alone and in company, in every type.
+
+Refuses to know: engines and requests (``test_results_in_any_company.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_kernels import dispatch, reference
+from baton_kernels.attention.native import NativeAttention
+from baton_kernels.reference import FP8
+from tests.numerics.paged import make_cache, make_metadata, make_tables
+
+BLOCK_SIZE, NUM_KV_HEADS = 8, 2
+# What the C sources call TILE and SPAN, in keys.
+TILE, SPAN = 192, 576
+LENGTHS = (1, 2, TILE - 1, TILE, TILE + 1, SPAN, SPAN + 1, 2 * SPAN + 9)
+KINDS = {
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float32 over fp8": (torch.float32, FP8),
+    "bfloat16 over fp8": (torch.bfloat16, FP8),
+}
+
+pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+class Texts:
+    """Texts of the given lengths in a cache, and the queries of all their tokens."""
+
+    def __init__(self, lengths: Sequence[int], kind: str, head_dim: int, ratio: int) -> None:
+        torch.manual_seed(0)
+        self.lengths = list(lengths)
+        dtype, cache_dtype = KINDS[kind]
+        num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + 2
+        self.table = make_tables(lengths, BLOCK_SIZE, num_blocks)
+        slots = make_metadata(lengths, lengths, self.table, BLOCK_SIZE).slot_mapping
+        cache = make_cache(num_blocks, 1, NUM_KV_HEADS, BLOCK_SIZE, head_dim)[:, 0]
+        key, value = torch.randn(2, len(slots), NUM_KV_HEADS, head_dim)
+        reference.store_kv(key * 2, value, cache, slots)
+        self.cache = cache.to(cache_dtype)
+        shape = (NUM_KV_HEADS * ratio, head_dim)
+        self.queries = [torch.randn(length, *shape).to(dtype) for length in lengths]
+
+    def attend(self, chunks: Sequence[tuple[int, int, int]], **options: float) -> list[Tensor]:
+        """One step of the tokens [begin, end) of texts: each chunk's rows."""
+        texts, lens = [text for text, _, _ in chunks], [end - begin for _, begin, end in chunks]
+        metadata = make_metadata(lens, [end for _, _, end in chunks], self.table[texts], BLOCK_SIZE)
+        query = torch.cat([self.queries[text][begin:end] for text, begin, end in chunks])
+        backend = NativeAttention()
+        backend.plan(metadata)
+        out = backend.run(query, self.cache, metadata, scale=0.2, **options)  # type: ignore[arg-type]
+        return list(out.split(lens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 2), (80, 7), (128, 1), (200, 3)])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 250}, {"soft_cap": 3.0}], ids=str)
+def test_attention(kind: str, head_dim: int, ratio: int, options: dict[str, float]) -> None:
+    """As a decode alone, as decodes together, in prompts in one chunk and in chunks of any size."""
+    texts = Texts(LENGTHS, kind, head_dim, ratio)
+    numbers = range(len(LENGTHS))
+    whole = texts.attend([(text, 0, LENGTHS[text]) for text in numbers], **options)
+    decoded = texts.attend(
+        [(text, LENGTHS[text] - 1, LENGTHS[text]) for text in numbers], **options
+    )
+    for text, length in enumerate(LENGTHS):
+        [alone] = texts.attend([(text, length - 1, length)], **options)
+        assert torch.equal(alone, decoded[text])
+        assert torch.equal(alone[0], whole[text][-1])
+    longest = len(LENGTHS) - 1
+    length, generator = LENGTHS[longest], torch.Generator().manual_seed(1)
+    borders = torch.randperm(length - 1, generator=generator)[:9].add(1).sort().values.tolist()
+    for begin, end in zip([0, *borders], [*borders, length], strict=True):
+        chunk = texts.attend([(2, 0, LENGTHS[2]), (longest, begin, end)], **options)[1]
+        assert torch.equal(chunk, whole[longest][begin:end])
+    for row in (0, 5, TILE - 1, TILE, SPAN - 1, SPAN, SPAN + 249, length - 2):
+        [alone] = texts.attend([(longest, row, row + 1)], **options)
+        assert torch.equal(alone[0], whole[longest][row])
