@@ -1,4 +1,4 @@
-"""What memory a model takes, from its config.json alone: weights in each format, and the KV cache.
+"""What memory a model takes, by its configuration: weights in each format, and the KV cache.
 
 Refuses to know: tensors (this imports no torch), what a machine has.
 """
@@ -6,12 +6,14 @@ Refuses to know: tensors (this imports no torch), what a machine has.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
+from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
+from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
 from baton.engine_config import WEIGHTS
 from models.config import ModelConfig
 
-GIB = 2**30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of the formats: bytes of a weight, and of what each group of inputs of an output has besides.
 # As `PackedWeight` keeps them; 0: one group of all inputs.
@@ -24,6 +26,8 @@ _FORMATS = {
 }
 _HEADS_FORMATS = {"int4": "int8"}  # others keep the head as they keep the layers
 _KEPT_AS_THEY_ARE = {"float32": "fp32", "bfloat16": "bf16"}  # and others are no format
+_KEPT_INTEGERS = ("Q8_0", "Q4_0")
+_EMBEDDING = "token_embd.weight"
 # A matrix: outputs, inputs.
 _Matrix = tuple[int, int]
 
@@ -54,24 +58,55 @@ def memory_needs(
     dtype: str = "float32",
     kv_cache_dtype: str = "auto",
     block_size: int = 16,
+    folder: Path | None = None,
 ) -> MemoryNeeds:
     """Compute what a model takes on a CPU with native kernels.
+
+    What ``auto`` makes of a quantized checkpoint is the sum of its files, at the least: symmetric
+    integers are kept, other formats dequantized. Of a GGUF file each tensor is looked at.
 
     Args:
         config: of the model.
         dtype: that it is computed in; what is not packed is kept in it.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
         block_size: tokens of a KV block.
+        folder: of the model; None: of a quantized checkpoint only the configuration is known.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
     kv_token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * value_bytes
     weights = {name: _weight_bytes(config, name, dtype) for name in WEIGHTS}
+    stored = None if folder is None else _stored_bytes(config, folder, dtype)
+    if stored is not None:
+        weights["auto"] = stored
     return MemoryNeeds(weights, kv_token_bytes, block_size)
 
 
 def memory_needs_of_folder(folder: Path) -> MemoryNeeds:
     """Read a model folder's configuration; see ``memory_needs``. Raises ModelLoadError."""
-    return memory_needs(ModelConfig.from_folder(folder))
+    return memory_needs(ModelConfig.from_folder(folder), folder=folder)
+
+
+def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
+    """Return what a quantized checkpoint's files come to; None: it is not, or they are not here."""
+    gguf = folder / GGUF_WEIGHTS
+    if gguf.exists():
+        return _gguf_bytes(config, GgufFile.read(gguf.resolve()), dtype)
+    if config.quantization is None:
+        return None
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
+
+
+def _gguf_bytes(config: ModelConfig, file: GgufFile, dtype: str) -> int:
+    total = 0
+    for name, tensor in file.tensors.items():
+        kind, wide = TENSOR_TYPES[tensor.type_id].name, prod(tensor.shape) * _DTYPE_BYTES[dtype]
+        if name == _EMBEDDING and not config.tie_word_embeddings:
+            total += wide
+            continue
+        total += tensor.num_bytes if kind in (*_KEPT_INTEGERS, "BF16") else wide
+        if name == _EMBEDDING and kind in _KEPT_INTEGERS:
+            total += wide  # beside the head
+    return total
 
 
 def _weight_bytes(config: ModelConfig, weights: str, dtype: str) -> int:

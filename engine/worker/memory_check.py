@@ -5,6 +5,8 @@ Refuses to know: how it is loaded, GPUs.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from baton.api.errors import ConfigError
 from baton.engine_config import GIB, EngineConfig
 from engine.worker.host_memory import HostMemory
@@ -13,14 +15,14 @@ from models.memory_needs import memory_needs
 
 
 def check_memory(
-    model: ModelConfig, config: EngineConfig, dtype: str, host_memory: HostMemory
+    model_folder: Path, config: EngineConfig, dtype: str, host_memory: HostMemory
 ) -> None:
     """Raise ConfigError, one line, if weights and KV cache do not fit the memory of this machine.
 
     A KV cache whose size nobody gave is not counted: it gets what is left.
 
     Args:
-        model: that is to be loaded on a CPU.
+        model_folder: of what is to be loaded on a CPU.
         config: of its engine.
         dtype: that it computes in.
         host_memory: of this process.
@@ -28,7 +30,11 @@ def check_memory(
     if not config.check_memory:
         return
     needs = memory_needs(
-        model, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype, block_size=config.block_size
+        ModelConfig.from_folder(model_folder),
+        dtype=dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_size=config.block_size,
+        folder=model_folder,
     )
     blocks = 0 if config.num_blocks is None else config.num_blocks * needs.kv_block_bytes
     kv_cache = blocks if config.num_blocks is not None else config.kv_cache_bytes or 0

@@ -57,11 +57,10 @@ class Worker:
         self.device = device = choose_device(config.device)
         self.config = config = config.for_device(device.type)
         use_cores(config)
-        model_config = ModelConfig.from_folder(model_folder)
-        self.dtype = choose_dtype(config.dtype, device, model_config)
+        self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
         if device.type == "cpu":
             name = str(self.dtype).removeprefix("torch.")
-            check_memory(model_config, config, name, read_host_memory())
+            check_memory(model_folder, config, name, read_host_memory())
         model = load_model(
             model_folder,
             dtype=self.dtype,

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from baton.api.errors import ConfigError
+from baton.checkpoint.model_folder import find_model_folder
 from baton.engine_config import GIB, WEIGHTS, EngineConfig
 from baton_kernels.dispatch import native_ops
 from engine import LLM
@@ -24,6 +26,7 @@ from engine.worker.memory_check import check_memory
 from models import ModelConfig, load_model
 from models.cpu.packing import CpuPacker
 from models.memory_needs import memory_needs
+from tests.fakes.gguf_files import write_model
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 DEMO = "examples/demo_model"
@@ -62,6 +65,24 @@ def test_what_a_loaded_model_has(
         assert needed == pytest.approx(kept, rel=1e-3)
 
 
+@pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_what_a_loaded_gguf_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tied: bool
+) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    theirs = make_hugging_face_model("LlamaForCausalLM", tie_word_embeddings=tied, **SHAPE)
+    path = tmp_path / "one.gguf"
+    write_model(path, theirs, GGMLQuantizationType[kind])
+    folder = find_model_folder(str(path))
+    model = load_model(folder, dtype=torch.float32, packer=CpuPacker.choose(torch.float32, "auto"))
+    assert isinstance(model, torch.nn.Module)
+    kept = sum(one.numel() * one.itemsize for one in model.parameters())
+    needed = memory_needs(model.config, folder=folder).weights["auto"]
+    assert needed == pytest.approx(kept, rel=1e-3)
+
+
 def test_bytes_of_keys_and_values() -> None:
     config = ModelConfig.from_folder(DEMO)
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -71,12 +92,11 @@ def test_bytes_of_keys_and_values() -> None:
 
 
 def test_what_does_not_fit_is_refused_in_one_line() -> None:
-    model = ModelConfig.from_folder(DEMO)
-    needs = memory_needs(model)
+    needs = memory_needs(ModelConfig.from_folder(DEMO))
 
     def check(available: int, **options: Any) -> None:
         check_memory(
-            model, EngineConfig(**options), "float32", HostMemory(4 * available, available)
+            Path(DEMO), EngineConfig(**options), "float32", HostMemory(4 * available, available)
         )
 
     weights = needs.weights["fp32"]
