@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from baton.checkpoint.cache_folder import CacheFolderError, cache_folder, is_own, open_own_folder
@@ -169,11 +170,14 @@ def _build(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str
     """Compile the library and return its content."""
     deadline = time.monotonic() + _TIME_LIMIT_S
     with tempfile.TemporaryDirectory(prefix="baton-build-") as folder:
-        objects = []
-        for source in sources:
-            if source.suffix == ".c":
-                objects.append(f"{folder}/{source.stem}.o")
-                _run([*compiler, *flags, "-c", str(source), "-o", objects[-1]], deadline)
+        objects = {f"{folder}/{one.stem}.o": one for one in sources if one.suffix == ".c"}
+        with ThreadPoolExecutor() as at_once:
+            commands = (
+                [*compiler, *flags, "-c", str(source), "-o", name]
+                for name, source in objects.items()
+            )
+            for _ in at_once.map(lambda command: _run(command, deadline), commands):
+                pass
         # Without -fopenmp: the runtime is torch's own, which the process has loaded already.
         finished = f"{folder}/library.so"
         _run([*compiler, "-shared", "-o", finished, *objects, "-lm"], deadline)
