@@ -59,8 +59,9 @@ def memory_needs(
     kv_cache_dtype: str = "auto",
     block_size: int = 16,
     folder: Path | None = None,
+    native_kernels: bool = True,
 ) -> MemoryNeeds:
-    """Compute what a model takes on a CPU with native kernels.
+    """Compute what a model takes on a CPU.
 
     What ``auto`` makes of a quantized checkpoint is the sum of its files, at the least: symmetric
     integers are kept, other formats dequantized. Of a GGUF file each tensor is looked at.
@@ -71,13 +72,17 @@ def memory_needs(
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
         block_size: tokens of a KV block.
         folder: of the model; None: of a quantized checkpoint only the configuration is known.
+        native_kernels: without them ``auto`` keeps all weights in ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
     kv_token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * value_bytes
-    weights = {name: _weight_bytes(config, name, dtype) for name in WEIGHTS}
-    stored = None if folder is None else _stored_bytes(config, folder, dtype)
-    if stored is not None:
-        weights["auto"] = stored
+    weights = {
+        name: _weight_bytes(config, _format(config, name, dtype, native_kernels), dtype)
+        for name in WEIGHTS
+    }
+    if folder is not None and native_kernels:
+        stored = _stored_bytes(config, folder, dtype)
+        weights["auto"] = weights["auto"] if stored is None else stored
     return MemoryNeeds(weights, kv_token_bytes, block_size)
 
 
@@ -101,7 +106,7 @@ def _gguf_bytes(config: ModelConfig, file: GgufFile, dtype: str) -> int:
     for name, tensor in file.tensors.items():
         kind, wide = TENSOR_TYPES[tensor.type_id].name, prod(tensor.shape) * _DTYPE_BYTES[dtype]
         if name == _EMBEDDING and not config.tie_word_embeddings:
-            total += wide
+            total += tensor.num_bytes if kind == "BF16" else wide
             continue
         total += tensor.num_bytes if kind in (*_KEPT_INTEGERS, "BF16") else wide
         if name == _EMBEDDING and kind in _KEPT_INTEGERS:
@@ -109,22 +114,29 @@ def _gguf_bytes(config: ModelConfig, file: GgufFile, dtype: str) -> int:
     return total
 
 
-def _weight_bytes(config: ModelConfig, weights: str, dtype: str) -> int:
-    format_ = _format(config, weights, dtype)
+def _weight_bytes(config: ModelConfig, format_: str, dtype: str) -> int:
     head: _Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
     layers = sum(_matrix_bytes(one, format_, dtype) for one in _layer(config)) * config.num_layers
     head_format = _HEADS_FORMATS.get(format_, format_)
     total = norms + layers + _matrix_bytes(head, head_format, dtype)
     if not (config.tie_word_embeddings and _holds_embedding(config, head_format, dtype)):
-        total += head[0] * head[1] * _DTYPE_BYTES[dtype]
+        is_narrow = format_ in _FORMATS and _is_narrow(config)
+        total += head[0] * head[1] * (2 if is_narrow else _DTYPE_BYTES[dtype])
     return total
 
 
-def _format(config: ModelConfig, weights: str, dtype: str) -> str:
+def _is_narrow(config: ModelConfig) -> bool:
+    """Say whether an embedding is kept in bfloat16, whatever is computed in."""
+    return config.dtype == "bfloat16" and config.quantization is None
+
+
+def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool) -> str:
     """Return the format of the layers; a dtype where they stay torch's own."""
     if weights != "auto":
         return weights
+    if not native_kernels:
+        return dtype
     if dtype == "float32" and config.dtype == "bfloat16":
         return "bf16"
     return _KEPT_AS_THEY_ARE.get(dtype, dtype)

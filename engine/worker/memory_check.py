@@ -29,15 +29,19 @@ def check_memory(
     """
     if not config.check_memory:
         return
+    model = ModelConfig.from_folder(model_folder)
     needs = memory_needs(
-        ModelConfig.from_folder(model_folder),
+        model,
         dtype=dtype,
         kv_cache_dtype=config.kv_cache_dtype,
         block_size=config.block_size,
         folder=model_folder,
+        native_kernels=config.native_kernels,
     )
-    blocks = 0 if config.num_blocks is None else config.num_blocks * needs.kv_block_bytes
-    kv_cache = blocks if config.num_blocks is not None else config.kv_cache_bytes or 0
+    kv_cache = config.kv_cache_bytes or 0
+    if config.num_blocks is not None:
+        # Where layers have windows, a block may be of some of the layers alone.
+        kv_cache = 0 if model.sliding_window else config.num_blocks * needs.kv_block_bytes
     weights = needs.weights[config.weights]
     if weights + kv_cache <= host_memory.available:
         return

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import baton_kernels as ops
 from baton_kernels import GroupedIntegers, WeightFormat
@@ -21,7 +21,7 @@ from baton_kernels.native.ops import NativeOps
 from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.cpu.decode_tapes import DecodeTapes
-from models.layers.embedding import PackedEmbedding
+from models.layers.embedding import NarrowEmbedding, PackedEmbedding
 from models.layers.linear import GatedLinear, PackedLinear
 from models.loading.stored_weights import WeightPart
 
@@ -82,18 +82,28 @@ class _Packing:
         self._packer = packer
         self._model = model
         self._packed: dict[nn.Module, ops.PackedWeight] = {}
-        self._embedding: PackedEmbedding | None = None
+        self._embedding: NarrowEmbedding | PackedEmbedding | None = None
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """See ``PackingModel``; of a tied embedding the head is made."""
-        is_embedding = owner is self._model.model.embed_tokens
-        if not (isinstance(owner, nn.Linear) or (is_embedding and self._model.lm_head is None)):
+        if owner is self._model.model.embed_tokens:
+            return self._take_embedding(owner, parts)
+        if not isinstance(owner, nn.Linear):
             return False
-        is_head = is_embedding or owner is self._model.lm_head
-        self._packed[owner] = weight = self._pack(parts, is_head)
-        if is_embedding and self._keeps_numbers(weight.format, parts):
-            self._embedding = PackedEmbedding(weight, self._packer.dtype)
-        return not is_embedding or self._embedding is not None
+        self._packed[owner] = self._pack(parts, is_head=owner is self._model.lm_head)
+        return True
+
+    def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
+        """Keep the embedding within the head or in 16 bits, where either has its numbers."""
+        if self._model.lm_head is None:
+            self._packed[owner] = weight = self._pack(parts, is_head=True)
+            if self._keeps_numbers(weight.format, parts):
+                self._embedding = PackedEmbedding(weight, self._packer.dtype)
+                return True
+        if self._packer.dtype != torch.float32 or not all(map(_is_bfloat16, parts)):
+            return False
+        self._embedding = NarrowEmbedding(_narrow(parts), self._packer.dtype)
+        return True
 
     def finish(self) -> None:
         """See ``PackingModel``."""
@@ -101,16 +111,17 @@ class _Packing:
         formats = Counter(weight.format for weight in self._packed.values())
         if self._packed and model.lm_head is None:
             head = self._packed.pop(decoder.embed_tokens)
-            if self._embedding is not None:
-                decoder.embed_tokens = self._embedding
             model.lm_head = PackedLinear(head)
             size = sum(tensor.numel() * tensor.itemsize for tensor in model.lm_head.parameters())
-            kept = "is the embedding too" if self._embedding else "is apart from the embedding"
+            is_shared = isinstance(self._embedding, PackedEmbedding)
+            kept = "is the embedding too" if is_shared else "is apart from the embedding"
             logger.info("the tied output head %s: %.0f MiB", kept, size / _MIB)
         for parent in list(model.modules()):
             for name, child in parent.named_children():
                 if child in self._packed:
                     setattr(parent, name, _layer(child, self._packed.pop(child)))
+        if self._embedding is not None:
+            decoder.embed_tokens = self._embedding
         if native is not None:
             decoder.tapes = DecodeTapes(native)
         if not formats:
@@ -187,7 +198,20 @@ def _common_layout(parts: Sequence[WeightPart]) -> tuple[WeightFormat, int, torc
 
 def _is_bfloat16(part: WeightPart) -> bool:
     """Say whether bfloat16 has all the numbers of a weight."""
-    tensor = part.tensor
-    return tensor.dtype == torch.bfloat16 or all(
-        torch.equal(rows.bfloat16().to(rows.dtype), rows) for rows in torch.split(tensor, _ROWS)
+    if isinstance(part.content, Tensor) and part.content.dtype == torch.bfloat16:
+        return True
+    return all(
+        torch.equal(rows.bfloat16().to(rows.dtype), rows)
+        for _, piece in part.pieces()
+        for rows in torch.split(piece, _ROWS)
     )
+
+
+def _narrow(parts: Sequence[WeightPart]) -> Tensor:
+    """Copy a weight into bfloat16."""
+    num_rows = sum(part.shape[0] for part in parts)
+    weight = torch.empty(num_rows, *parts[0].shape[1:], dtype=torch.bfloat16)
+    for part in parts:
+        for first_row, rows in part.pieces():
+            weight[first_row : first_row + len(rows)] = rows
+    return weight

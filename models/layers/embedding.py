@@ -1,4 +1,4 @@
-"""The embedding of a model whose head is the same weight (tied), where that is kept packed.
+"""Embeddings of models that are packed for a CPU: in the head's panels (tied), or in fewer bits.
 
 Refuses to know: what else is packed, files.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import baton_kernels as ops
 
@@ -26,3 +27,21 @@ class PackedEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[num_tokens]`` -> ``[num_tokens, hidden_size]``."""
         return ops.unpack_rows(self._packed, input_ids).to(self._dtype)
+
+
+class NarrowEmbedding(nn.Module):
+    """An embedding whose weight is kept in fewer bits than the model computes with.
+
+    Args:
+        weight: ``[vocab_size, hidden_size]``.
+        dtype: of what is returned.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._dtype = dtype
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """``[num_tokens]`` -> ``[num_tokens, hidden_size]``."""
+        return functional.embedding(input_ids, self.weight).to(self._dtype)

@@ -22,7 +22,7 @@ from baton_kernels.dispatch import enable_native_kernels, native_ops
 from models import load_model
 from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.packing import CpuPacker
-from models.layers.embedding import PackedEmbedding
+from models.layers.embedding import NarrowEmbedding, PackedEmbedding
 from models.layers.linear import PackedLinear
 from tests.numerics.tiny_models import make_hugging_face_model, paged_logits, save
 
@@ -93,6 +93,22 @@ def test_a_tied_embedding_is_exact_and_kept_once_where_the_head_is(
     small = torch.bfloat16 in (stored, dtype)
     is_shared = weights in ("auto", "fp32") or (weights == "bf16" and small)
     assert isinstance(embedding, PackedEmbedding) == is_shared
+    is_narrow = not is_shared and stored == torch.bfloat16 and dtype == torch.float32
+    assert isinstance(embedding, NarrowEmbedding) == is_narrow
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_an_embedding_apart_from_the_head_has_the_bits_of_its_numbers(
+    tmp_path: Path, weights: str, stored: torch.dtype
+) -> None:
+    if native_ops() is None:
+        pytest.skip("no native kernels here")
+    theirs = make_hugging_face_model("Qwen3ForCausalLM", tie_word_embeddings=False).to(stored)
+    embedding = load(save(theirs, tmp_path), weights).model.embed_tokens
+    rows = theirs.model.embed_tokens.weight.detach().float()
+    assert torch.equal(embedding(torch.arange(len(rows))), rows)
+    assert [one.dtype for one in embedding.parameters()] == [stored]
 
 
 def test_the_format_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
@@ -148,14 +164,24 @@ print(json.dumps([growth, kept]))
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("weights", ["auto", "fp32", "int8", "int4"])
-def test_memory_grows_by_what_is_kept(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "stored"),
+    [
+        ("auto", torch.bfloat16),
+        ("auto", torch.float32),  # looked at first: 16 bits are enough
+        ("fp32", torch.bfloat16),
+        ("int8", torch.bfloat16),
+        ("int4", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_memory_grows_by_what_is_kept(tmp_path: Path, weights: str, stored: torch.dtype) -> None:
     """A tied head of 96 MiB in bfloat16, and layers; 32 MiB are for pages on their way."""
     if native_ops() is None or not Path("/proc/self/clear_refs").exists():
         pytest.skip("no native kernels, or no Linux")
     shape = {"vocab_size": 49152, "hidden_size": 1024, "intermediate_size": 2048}
     theirs = make_hugging_face_model("Qwen3ForCausalLM", tie_word_embeddings=True, **shape)
-    folder = save(theirs.bfloat16(), tmp_path)
+    folder = save(theirs.bfloat16().to(stored), tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(folder), weights],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

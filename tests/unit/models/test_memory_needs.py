@@ -114,6 +114,32 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     assert str(caught.value).count("int4") == 1
 
 
+def test_blocks_of_some_layers_are_not_taken_for_blocks_of_all(tmp_path: Path) -> None:
+    """As those of a model are, half of whose layers have windows."""
+    config = json.loads(Path(DEMO, "config.json").read_text(encoding="utf-8"))
+    windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+    memory = HostMemory(GIB, GIB)
+    for changes, is_refused in (({}, True), (windows, False)):
+        changed = json.dumps({**config, "layer_types": None, **changes})
+        (tmp_path / "config.json").write_text(changed, encoding="utf-8")
+        if is_refused:
+            with pytest.raises(ConfigError, match="the KV cache"):
+                check_memory(tmp_path, EngineConfig(num_blocks=20_000), "float32", memory)
+        else:
+            check_memory(tmp_path, EngineConfig(num_blocks=20_000), "float32", memory)
+
+
+def test_without_native_kernels_nothing_is_packed() -> None:
+    config = ModelConfig.from_folder(DEMO)
+    packed, plain = (memory_needs(config, native_kernels=one).weights for one in (True, False))
+    assert plain["auto"] == pytest.approx(2 * packed["auto"], rel=1e-2)
+    assert plain["int8"] == packed["int8"]
+    memory = HostMemory(GIB, packed["auto"])
+    check_memory(Path(DEMO), EngineConfig(), "float32", memory)
+    with pytest.raises(ConfigError, match=r"^weights: auto take 0\.02 GiB"):
+        check_memory(Path(DEMO), EngineConfig(native_kernels=False), "float32", memory)
+
+
 def test_an_engine_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "read_host_memory", lambda: HostMemory(GIB, 2**20))
     loaded: list[object] = []
