@@ -12,7 +12,7 @@ from baton.options import check_limits, option, parse_bytes
 PREEMPTION = ("recompute", "hand-back")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
-WEIGHTS = ("auto", "fp32", "bf16", "int8")
+WEIGHTS = ("auto", "fp32", "bf16", "int8-weight-only", "int8", "int4")
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # more would only make one step take for ever
@@ -61,7 +61,10 @@ class EngineConfig:
     weights: str = option(
         "auto",
         choices=WEIGHTS,
-        help="How a CPU stores linear layers; auto: as --dtype; int8 has one scale per output.",
+        help="How a CPU keeps the weights of linear layers; auto: as the checkpoint has them, if "
+        "16 or 32 bits. int8 (a scale per 128) and int4 (a scale per 32; the head is int8) round "
+        "inputs to 8 bits too, per row and 64 of them; int8-weight-only, a scale per output, does "
+        "not. The same on all nodes.",
     )
     native_kernels: bool = option(
         True,

@@ -38,7 +38,7 @@ SHAPE = {
 }
 PREFILL = ("prefill 512", "prefill 2048")
 DECODE = ("decode 1", "decode 8", "decode 32")
-CASES = {"baton int8": ("decode 1", "decode 8")}  # the others: all
+SMALLER = ("baton int8", "baton int4")  # weights of ours, on the same float32 checkpoint
 # Peer: its requirements. torch and transformers are taken from this environment.
 PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),
@@ -116,7 +116,7 @@ def run(
     }
     words = [str(word) for pair in options.items() for word in pair]
     done = subprocess.run(
-        [str(python), str(script), *words, "--cases", *CASES.get(subject, PREFILL + DECODE)],
+        [str(python), str(script), *words, "--cases", *PREFILL, *DECODE],
         check=True,
         capture_output=True,
         text=True,
@@ -179,7 +179,7 @@ def main() -> None:
     arguments = parser.parse_args()
     environment = record_environment()
     folder = make_checkpoint()
-    ours = ("baton", "baton int8", "transformers")
+    ours = ("baton", *SMALLER, "transformers")
     pythons = {subject: Path(sys.executable) for subject in ours}
     not_installed: dict[str, str] = {}
     wanted = tuple(PEERS) if arguments.peers == "all" else arguments.peers.split(",")
@@ -190,10 +190,12 @@ def main() -> None:
             not_installed[peer] = f"cannot be installed: {error}"
     best, missing = measure(pythons, folder, arguments)
     ratios = report(Console(highlight=False, width=120), best, not_installed | missing)
-    int8_ratios = {
-        case: round(best["baton int8"][case] / best["baton"][case], 3)
-        for case in CASES["baton int8"]
-        if "baton int8" in best
+    ratios_of_smaller = {
+        subject: {
+            case: round(rate / best["baton"][case], 3) for case, rate in best[subject].items()
+        }
+        for subject in SMALLER
+        if subject in best
     }
     write_results(
         "engine_cpu",
@@ -206,7 +208,7 @@ def main() -> None:
             "target_ratio_of_int8": INT8_TARGET_RATIO,
             "tokens_per_second": best,
             "ratio_to_best_peer": ratios,
-            "ratio_of_int8_to_fp32": int8_ratios,
+            "ratio_to_fp32": ratios_of_smaller,
             "missing": not_installed | missing,
         },
     )

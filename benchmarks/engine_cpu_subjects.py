@@ -42,8 +42,13 @@ def baton(folder: Path, threads: int, weights: str = "auto") -> Generate:
 
 
 def baton_int8(folder: Path, threads: int) -> Generate:
-    """This engine with int8 weights."""
+    """This engine with int8 weights and inputs."""
     return baton(folder, threads, "int8")
+
+
+def baton_int4(folder: Path, threads: int) -> Generate:
+    """This engine with int4 weights and int8 inputs."""
+    return baton(folder, threads, "int4")
 
 
 def transformers(folder: Path, threads: int) -> Generate:
@@ -178,6 +183,7 @@ def openvino(folder: Path, threads: int) -> Generate:
 SUBJECTS: dict[str, Callable[[Path, int], Generate]] = {
     "baton": baton,
     "baton int8": baton_int8,
+    "baton int4": baton_int4,
     "transformers": transformers,
     "openvino": openvino,
     "onnxruntime": onnxruntime,

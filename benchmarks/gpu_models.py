@@ -23,6 +23,7 @@ from engine.core.request import Request
 from engine.engine import Engine
 from models.base import CausalLM
 from models.config import ModelConfig
+from models.cpu.packing import CpuPacker
 from models.registry import MODELS
 
 _COMMON: dict[str, Any] = {
@@ -114,6 +115,7 @@ def _load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
+    packer: CpuPacker | None = None,
 ) -> CausalLM:
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)
     with torch.device("meta"):
@@ -125,4 +127,6 @@ def _load(
             if weight.ndim > 1:
                 weight.normal_(std=0.02)
             setattr(module, name, nn.Parameter(weight, requires_grad=False))
+    if packer is not None:
+        packer.pack_loaded(model)
     return model.to(torch.device(device)).eval()

@@ -170,7 +170,8 @@ class Layers:
         model = MODELS.load(config.architecture)(config)
         torch.set_default_dtype(torch.float32)
         with torch.no_grad():
-            model.model.embed_tokens.weight.zero_()
+            for weight in model.model.embed_tokens.parameters():
+                weight.zero_()
         spec = kv_cache_spec(config, model.sliding_windows, 16, torch.bfloat16)
         options = EngineConfig(
             device="cpu", max_num_requests=32, max_num_batched_tokens=2048, block_size=16,

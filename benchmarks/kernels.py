@@ -36,7 +36,6 @@ NUM_LAYERS = 6
 TARGET_BANDWIDTH = 0.7  # of what reading the same bytes in a row reaches, batch 8 and 32
 ROWS = (1, 4, 8, 16, 32, 512)
 SHAPES = ((768, 4096), (2048, 768), (768, 32768))  # in, out
-STORAGE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 Subject = Callable[[int], object]  # given the number of the repetition
 
@@ -137,13 +136,13 @@ def measure_linear(repetitions: int) -> list[dict[str, object]]:
     for in_features, out_features in SHAPES:
         weights = torch.randn(NUM_LAYERS, out_features, in_features)
         packed = {
-            name: [
+            format_.value: [
                 ops.PackedWeight.pack(
-                    weight, None, storage, native.panel_width, native.prefer_huge_pages
+                    weight, None, format_, native.panel_width, native.prefer_huge_pages
                 )
                 for weight in weights
             ]
-            for name, storage in STORAGE.items()
+            for format_ in ops.WeightFormat
         }
         for num_rows in ROWS:
             x = torch.randn(num_rows, in_features)
@@ -158,7 +157,7 @@ def measure_linear(repetitions: int) -> list[dict[str, object]]:
                     "out_features": out_features,
                     "rows": num_rows,
                     **{f"{name}_us": round(1e6 * taken, 1) for name, taken in seconds.items()},
-                    **{f"{name}_times": round(torchs / seconds[name], 2) for name in STORAGE},
+                    **{f"{name}_times": round(torchs / seconds[name], 2) for name in packed},
                 }
             )
     return rows

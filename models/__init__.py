@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from models.base import CausalLM
+    from models.loading.loader import WeightPacker
 
 
 def load_model(
@@ -26,6 +27,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
+    packer: WeightPacker | None = None,
 ) -> CausalLM:
     """Load a model folder: config.json, generation_config.json and the safetensors weights.
 
@@ -34,6 +36,8 @@ def load_model(
         dtype: of weights and activations; None takes the checkpoint's own.
         device: where the weights go.
         max_model_len: see ``ModelConfig.from_folder``.
+        packer: keeps linear layers in a form of their own, such as
+            ``models.cpu.packing.CpuPacker``; None: as torch's parameters.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete, broken or of an unsupported kind; one
@@ -41,7 +45,7 @@ def load_model(
     """
     from models.loading.loader import load_model as load  # here, because it imports torch
 
-    return load(folder, dtype=dtype, device=device, max_model_len=max_model_len)
+    return load(folder, dtype=dtype, device=device, max_model_len=max_model_len, packer=packer)
 
 
 __all__ = ["MODELS", "ModelConfig", "RopeConfig", "load_model"]

@@ -15,9 +15,8 @@ from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton_kernels import FP8
 from baton_kernels.dispatch import enable_native_kernels
-from models.base import CausalLM
 from models.config import ModelConfig
-from models.cpu.packing import pack_for_cpu
+from models.cpu.packing import CpuPacker
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +88,16 @@ def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return FP8 if name == "fp8" else dtype
 
 
-def fit_to_device(model: CausalLM, config: EngineConfig, device: torch.device) -> None:
-    """Bring the model into the form that its device computes with; raises ConfigError."""
+def choose_packer(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> CpuPacker | None:
+    """How the model's linear layers are kept on its device; None: as parameters.
+
+    Raises ConfigError where the device has no such form.
+    """
     if device.type == "cpu":
         enable_native_kernels(config.native_kernels)
-        pack_for_cpu(model, config.weights)
-    elif config.weights != "auto":
+        return CpuPacker.choose(dtype, config.weights)
+    if config.weights != "auto":
         raise ConfigError(f"weights: {config.weights} is for CPUs, got device {device}")
+    return None

@@ -16,7 +16,7 @@ from engine.worker.device_choice import (
     choose_device,
     choose_dtype,
     choose_kv_cache_dtype,
-    fit_to_device,
+    choose_packer,
     make_current,
 )
 from engine.worker.graph_capture import make_captured_runner
@@ -57,9 +57,12 @@ class Worker:
         use_cores(config)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
         model = load_model(
-            model_folder, dtype=self.dtype, device=device, max_model_len=config.max_model_len
+            model_folder,
+            dtype=self.dtype,
+            device=device,
+            max_model_len=config.max_model_len,
+            packer=choose_packer(config, device, self.dtype),
         )
-        fit_to_device(model, config, device)
         self.model_config = model.config
         spec = kv_cache_spec(
             model.config,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from baton_kernels.dispatch import ops_for
-from baton_kernels.packed import PackedWeight
+from baton_kernels.packed import GroupedIntegers, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
 
 
@@ -57,6 +57,17 @@ def norm_rotary_store(
     return query
 
 
+def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
+    """Write rows of a linear layer's weight into its panels."""
+    ops_for(rows).pack_rows(weight, first_row, rows)
+
+
+def unpack_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
+    """Read rows of a weight that is kept in float32 or bfloat16."""
+    rows: Tensor = ops_for(ids).unpack_rows(weight, ids)
+    return rows
+
+
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """``x @ weight.T + bias`` with a packed weight, which is always on the CPU."""
     out: Tensor = ops_for(x).packed_linear(x, weight)
@@ -71,10 +82,13 @@ def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 __all__ = [
     "FP8",
+    "GroupedIntegers",
     "PackedWeight",
+    "WeightFormat",
     "add_rms_norm",
     "gather_kv",
     "norm_rotary_store",
+    "pack_rows",
     "packed_gated_linear",
     "packed_linear",
     "paged_attention",
@@ -82,4 +96,5 @@ __all__ = [
     "rotary",
     "silu_mul",
     "store_kv",
+    "unpack_rows",
 ]

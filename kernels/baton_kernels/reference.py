@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.packed import PackedWeight
+from baton_kernels.packed import PackedWeight, rounded_inputs
 
 # What a quantized KV cache stores (Micikevicius et al., arXiv:2209.05433). A float8 number is also
 # one of every wider type, so that reading it rounds nothing.
@@ -183,6 +183,33 @@ def norm_rotary_store(
     return query
 
 
+def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
+    """Write rows of a linear layer's weight into its panels.
+
+    Args:
+        weight: which is written to.
+        first_row: of its outputs, the first of these.
+        rows: ``[n, in_features]``, float64, float32, bfloat16 or float16.
+    """
+    weight.write_rows(first_row, rows)
+
+
+def unpack_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
+    """Read rows of a weight that is kept in float32 or bfloat16.
+
+    Args:
+        weight: which is read.
+        ids: ``[...]`` int64, outputs of it.
+
+    Returns:
+        ``[..., in_features]`` as they are kept.
+
+    Raises:
+        IndexError: an output that the weight does not have.
+    """
+    return weight.read_rows(ids)
+
+
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """Apply a linear layer whose weight is stored in panels, perhaps in fewer bits than ``x``.
 
@@ -191,9 +218,11 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
         weight: of ``out_features`` outputs.
 
     Returns:
-        ``[..., out_features]`` in the dtype of ``x``; computed in float32.
+        ``[..., out_features]`` in the dtype of ``x``; computed in float32, of inputs that are
+        rounded to 8 bits where the weight is codes.
     """
-    return functional.linear(x.float(), weight.unpacked(), weight.bias).to(x.dtype)
+    inputs = rounded_inputs(x) if weight.format.code_bits else x.float()
+    return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
 
 
 def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:

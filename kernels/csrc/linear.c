@@ -5,7 +5,7 @@
  * follows Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
  * Refuses to know: what a layer is for.
  */
-#include "micro.h"
+#include "codes.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
 #define MAX_CHUNK (30 * MAX_ROWS) /* rows of x that are packed at a time: all of them stay in L2 */
@@ -22,14 +22,22 @@ typedef struct {
     const void *x, *w;
     const float *scales, *bias; /* one per row of W, or NULL */
     char *out;
+    /* Of codes, [N / PANEL][K / group][PANEL] of `scales_type`, or NULL: as codes.h wants them. */
+    int64_t group, scales_type;
+    const void *group_scales;
 } linear_call;
 
-/* Rows are cut into blocks of nearly equal size, none larger than MAX_ROWS. */
+INLINE int is_codes(int type) { return type == CODES8 || type == CODES4; }
+INLINE int bits_of(int type) { return type == CODES4 ? 4 : 8; }
+
+/* Rows are cut into blocks of nearly equal size, none larger than a micro kernel takes. */
 typedef struct {
     int64_t count, num_blocks;
 } row_blocks;
 
-INLINE row_blocks cut(int64_t count) { return (row_blocks){count, ceil_div(count, MAX_ROWS)}; }
+INLINE row_blocks cut(const linear_call *c, int64_t count) {
+    return (row_blocks){count, ceil_div(count, is_codes(c->w_type) ? CODE_ROWS : MAX_ROWS)};
+}
 INLINE int64_t block_start(row_blocks b, int64_t i) { return b.count * i / b.num_blocks; }
 
 INLINE int64_t num_panels(const linear_call *c) { return ceil_div(c->num_columns, PANEL); }
@@ -41,17 +49,36 @@ INLINE int64_t chunk_rows(const linear_call *c) {
 }
 
 /* A single row of floats is read where it is. */
-INLINE int is_direct(const linear_call *c) { return c->num_rows == 1 && c->x_type == FLOAT32; }
+INLINE int is_direct(const linear_call *c) {
+    return c->num_rows == 1 && c->x_type == FLOAT32 && !is_codes(c->w_type);
+}
 
-static float *packed_memory(const linear_call *c) {
-    if (is_direct(c)) return (float *)c->x;
-    int64_t rows = min64(c->num_rows, chunk_rows(c));
-    return baton_scratch(0, rows * num_slices(c) * X_STRIDE * sizeof(float));
+static void *packed_memory(const linear_call *c) {
+    if (is_direct(c)) return (void *)c->x;
+    int64_t row_bytes = is_codes(c->w_type)
+                            ? ceil_div(c->depth, BLOCK) * block_bytes(bits_of(c->w_type))
+                            : num_slices(c) * X_STRIDE * (int64_t)sizeof(float);
+    return baton_scratch(0, min64(c->num_rows, chunk_rows(c)) * row_bytes);
+}
+
+/* Rows [begin, end) of a chunk of x into [block][row of the chunk], as codes.h wants them. */
+static void round_rows(const linear_call *c, int64_t chunk, int64_t count, int64_t begin,
+                       int64_t end, char *to) {
+    int bits = bits_of(c->w_type);
+    for (int64_t k = 0; k < c->depth; k += BLOCK, to += count * block_bytes(bits))
+        for (int64_t r = begin; r < end; r++)
+            round_block(bits, c->x_type, at(c->x_type, c->x, (chunk + r) * c->x_stride + k),
+                        min64(BLOCK, c->depth - k), to + r * block_bytes(bits));
 }
 
 /* Rows [begin, end) of a chunk of x into [slice][row of the chunk][X_STRIDE]. */
 static void pack_rows(const linear_call *c, int64_t chunk, int64_t count, int64_t begin, int64_t end,
-                      float *to) {
+                      void *packed) {
+    if (is_codes(c->w_type)) {
+        round_rows(c, chunk, count, begin, end, packed);
+        return;
+    }
+    float *to = packed;
     for (int64_t s = 0; s < num_slices(c); s++) {
         int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
         for (int64_t r = begin; r < end; r++)
@@ -91,6 +118,38 @@ INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *
     }
 }
 
+/* The same of a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
+INLINE void multiply_codes(const linear_call *c, int bits, int64_t panel, row_blocks b,
+                           int64_t begin, int64_t end, const char *packed, float *tiles) {
+    float wide[BLOCK / SPAN * PANEL] __attribute__((aligned(64)));
+    int64_t origin = block_start(b, begin), padded = ceil_div(c->depth, 8) * 8;
+    int64_t num_groups = ceil_div(c->depth, c->group), step_bytes = PANEL * 4;
+    const uint8_t *w = (const uint8_t *)c->w + panel * padded * PANEL * bits / 8;
+    memset(tiles, 0, (block_start(b, end) - origin) * PANEL * sizeof(float));
+    for (int64_t k = 0; k < padded; k += BLOCK, packed += b.count * block_bytes(bits)) {
+        int64_t size = min64(BLOCK, padded - k), bytes = size * PANEL * bits / 8;
+        const float *scales = NULL;
+        if (c->group_scales) {
+            int64_t first = panel * num_groups + k / c->group;
+            int64_t count = ceil_div(min64(size, c->depth - k), c->group);
+            read_row(c->scales_type, at(c->scales_type, c->group_scales, first * PANEL), wide,
+                     count * PANEL);
+            scales = wide;
+        }
+        /* Alone, a block is its own stream; else the next block comes while this one is used. */
+        fetch f = {(const char *)w + FETCH_AHEAD, step_bytes};
+        if (end - begin > 1) f.step = ceil_div(step_bytes, end - begin);
+        for (int64_t i = begin; i < end; i++) {
+            int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
+            if (end - begin > 1)
+                f.from = (const char *)w + bytes + (i - begin) * (bytes / step_bytes) * f.step;
+            micro_codes(rows, bits, w, packed + start * block_bytes(bits), size, c->group, scales,
+                        tiles + (start - origin) * PANEL, f);
+        }
+        w += bytes;
+    }
+}
+
 /* What the sums still lack: scales and bias of the columns that begin at `column` of W. */
 INLINE void adjust(const linear_call *c, int64_t column, int64_t width, float *row) {
     if (c->scales)
@@ -117,14 +176,17 @@ INLINE void finish(const linear_call *c, int type, int64_t row, int64_t column, 
 
 /* One panel of the output for the blocks [begin, end) of a chunk of rows. */
 INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chunk, row_blocks b,
-                     int64_t begin, int64_t end, const float *packed) {
+                     int64_t begin, int64_t end, const void *packed) {
     float tiles[2][MAX_CHUNK * PANEL] __attribute__((aligned(64)));
     int64_t first = block_start(b, begin), last = block_start(b, end);
     for (int half = 0; half <= c->gated; half++) {
         int64_t here = panel + half * num_panels(c), next = panel + 1;
         if (c->gated && !half) next = panel + num_panels(c);
-        multiply(c, type, here, at(type, c->w, next * c->depth * PANEL), b, begin, end, packed,
-                 tiles[half]);
+        if (is_codes(type))
+            multiply_codes(c, bits_of(type), here, b, begin, end, packed, tiles[half]);
+        else
+            multiply(c, type, here, at(type, c->w, next * c->depth * PANEL), b, begin, end, packed,
+                     tiles[half]);
     }
     for (int64_t r = 0; r < last - first; r++) {
         float *up = c->gated ? tiles[1] + r * PANEL : NULL;
@@ -136,17 +198,21 @@ INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chun
 }
 
 static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row_blocks b,
-                         int64_t begin, int64_t end, const float *packed) {
+                         int64_t begin, int64_t end, const void *packed) {
     if (c->w_type == FLOAT32)
         panel_of(c, FLOAT32, panel, chunk, b, begin, end, packed);
     else if (c->w_type == BFLOAT16)
         panel_of(c, BFLOAT16, panel, chunk, b, begin, end, packed);
+    else if (c->w_type == CODES8)
+        panel_of(c, CODES8, panel, chunk, b, begin, end, packed);
+    else if (c->w_type == CODES4)
+        panel_of(c, CODES4, panel, chunk, b, begin, end, packed);
     else
         panel_of(c, INT8, panel, chunk, b, begin, end, packed);
 }
 
 /* A thread's share of one chunk: panels, or parts of panels where these are too few. */
-static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const float *packed,
+static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const void *packed,
                      int thread, int num_threads) {
     int64_t panels = num_panels(c);
     int64_t parts = panels % num_threads == 0 || panels >= 8 * num_threads
@@ -162,12 +228,12 @@ static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const fl
 
 /* The rows [first, last) by one thread, which waits for no other. */
 static int rows_of(const linear_call *c, int64_t first, int64_t last) {
-    float *packed = packed_memory(c);
+    void *packed = packed_memory(c);
     if (!packed) return 1;
     int64_t num_chunks = ceil_div(last - first, chunk_rows(c));
     for (int64_t i = 0; i < num_chunks; i++) {
         int64_t chunk = first + (last - first) * i / num_chunks;
-        row_blocks b = cut(first + (last - first) * (i + 1) / num_chunks - chunk);
+        row_blocks b = cut(c, first + (last - first) * (i + 1) / num_chunks - chunk);
         pack_rows(c, chunk, b.count, 0, b.count, packed);
         for (int64_t panel = 0; panel < num_panels(c); panel++)
             any_panel_of(c, panel, chunk, b, 0, b.num_blocks, packed);
@@ -176,11 +242,11 @@ static int rows_of(const linear_call *c, int64_t first, int64_t last) {
 }
 
 /* All rows by all threads, which pack together and share the panels. */
-static void panels_of(const linear_call *c, float *packed) {
+static void panels_of(const linear_call *c, void *packed) {
     int thread = omp_get_thread_num(), team = omp_get_num_threads();
     int64_t size = chunk_rows(c);
     for (int64_t chunk = 0; chunk < c->num_rows; chunk += size) {
-        row_blocks b = cut(min64(size, c->num_rows - chunk));
+        row_blocks b = cut(c, min64(size, c->num_rows - chunk));
         if (!is_direct(c)) {
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < b.count; r++) pack_rows(c, chunk, b.count, r, r + 1, packed);
@@ -196,7 +262,7 @@ static void panels_of(const linear_call *c, float *packed) {
  * the output, is a multiple of PANEL, and W has twice as many rows. */
 int baton_linear(const linear_call *c) {
     int failed = 0, by_rows = c->num_rows >= c->num_threads * BY_ROWS;
-    float *packed = packed_memory(c);
+    void *packed = packed_memory(c);
     if (!packed) return 1;
 #pragma omp parallel num_threads(c->num_threads) reduction(+ : failed)
     {

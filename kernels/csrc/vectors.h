@@ -21,7 +21,9 @@ static inline int omp_get_num_threads(void) { return 1; }
 #endif
 
 /* Element types of tensors; the Python side counts alike. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT8 = 3 /* e4m3 */ };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT8 = 3 /* e4m3 */, FLOAT16 = 4 };
+/* Weights as codes that integer products take, see codes.h. */
+enum { CODES8 = 5, CODES4 = 6 };
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -167,7 +169,9 @@ INLINE void transpose(vec *rows) {
 #endif
 }
 
-INLINE int64_t size_of(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
+INLINE int64_t size_of(int type) {
+    return type == FLOAT32 ? 4 : type == BFLOAT16 || type == FLOAT16 ? 2 : 1;
+}
 
 INLINE const void *at(int type, const void *p, int64_t index) {
     return (const char *)p + index * size_of(type);
@@ -183,6 +187,15 @@ INLINE uint16_t to_bf16(float x) {
     union { float value; uint32_t bits; } u = {x};
     uint32_t rounded = (u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16;
     return x != x ? 0x7fc0 : (uint16_t)rounded;
+}
+
+INLINE float from_fp16(uint16_t x) {
+    /* The exponent moves by 112; subnormals and what is no number get theirs by a product. */
+    union { uint32_t bits; float value; } u = {(uint32_t)(x & 0x7fff) << 13};
+    u.value *= 0x1p112f;
+    if ((x & 0x7c00) == 0x7c00) u.bits |= 0x7f800000;
+    u.bits |= (uint32_t)(x & 0x8000) << 16;
+    return u.value;
 }
 
 /* e4m3 (Micikevicius et al., arXiv:2209.05433): exponents of 7, no infinity, 0x7f is not a number.
@@ -213,6 +226,10 @@ INLINE void read_row(int type, const void *from, float *to, int64_t size) {
         const uint16_t *p = from;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) to[i] = from_bf16(p[i]);
+    } else if (type == FLOAT16) {
+        const uint16_t *p = from;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) to[i] = from_fp16(p[i]);
     } else if (type == FLOAT8) {
         const uint8_t *p = from;
 #pragma omp simd

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len)
         self.layers = nn.ModuleList(
             DecoderLayer(config, options, index) for index in range(config.num_layers)
@@ -129,6 +129,7 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See ``CausalLM.compute_logits``."""
         if self.lm_head is None:
-            return functional.linear(hidden, self.model.embed_tokens.weight)  # [n, vocab_size]
+            embedding = cast(nn.Embedding, self.model.embed_tokens)
+            return functional.linear(hidden, embedding.weight)  # [n, vocab_size]
         logits: Tensor = self.lm_head(hidden)
         return logits

@@ -1,62 +1,193 @@
-"""After loading, on a CPU: every linear layer's weight into the form that its kernels stream.
+"""On a CPU: every linear layer's weight in the form that its kernels stream, made as it is loaded.
 
+Rows go from where they are stored straight into panels; torch never has them as a parameter.
 Refuses to know: architectures, files, how a packed product is computed.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 import baton_kernels as ops
+from baton_kernels import GroupedIntegers, WeightFormat
 from baton_kernels.dispatch import native_ops
+from baton_kernels.native.ops import NativeOps
 from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.cpu.decode_tapes import DecodeTapes
+from models.layers.embedding import PackedEmbedding
 from models.layers.linear import GatedLinear, PackedLinear
+from models.loading.stored_weights import WeightPart
 
 logger = logging.getLogger(__name__)
 
-STORAGE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _MIB = 2**20
+_ROWS = 64  # of a weight, that are looked at together
+_WIDTH = 16  # of panels, where no kernels want another
 
 
-def pack_for_cpu(model: CausalLM, weights: str) -> None:
-    """Replace the linear layers of a loaded model by packed ones, one at a time.
+@dataclass(frozen=True, slots=True)
+class CpuPacker:
+    """A ``WeightPacker`` for CPUs; equal ones make equal models.
 
-    The original of each is freed before the next is packed. An embedding that is the head too
-    (tied) stays, and the head gets a packed copy of its own; the log says what it costs. Where
-    there are no native kernels and no other storage is asked for, nothing is done.
-
-    Args:
-        model: on the CPU.
-        weights: ``auto`` (as loaded), or a key of ``STORAGE``.
+    Attributes:
+        dtype: that the model computes in.
+        weights: of all linear layers; None: as the checkpoint has them, if kernels take it, else
+            in ``dtype``. With ``INT4`` the head has 8 bits: of all layers it loses most.
+        native: the kernels that will read the weights; None: there are none.
     """
-    assert isinstance(model, DecoderForCausalLM)
-    embedding = model.model.embed_tokens.weight
-    native = native_ops()
-    storage = embedding.dtype if weights == "auto" else STORAGE[weights]
-    if (native is None and storage == embedding.dtype) or storage not in STORAGE.values():
-        return
-    width = 16 if native is None else native.panel_width
 
-    def packed(linear: nn.Linear | nn.Embedding) -> PackedLinear:
-        bias = linear.bias if isinstance(linear, nn.Linear) else None
-        prepare = [] if native is None else [native.prefer_huge_pages]
-        weight = ops.PackedWeight.pack(linear.weight, bias, storage, width, *prepare)
-        return PackedLinear(weight, gated=isinstance(linear, GatedLinear))
+    dtype: torch.dtype
+    weights: WeightFormat | None
+    native: NativeOps | None
 
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, packed(child))
-    if model.lm_head is None:
-        model.lm_head = packed(model.model.embed_tokens)
-        size = sum(tensor.numel() * tensor.itemsize for tensor in model.lm_head.parameters())
-        logger.info("the tied output head has a packed copy of its own: %.0f MiB", size / _MIB)
-    if native is not None:
-        model.model.tapes = DecodeTapes(native)
-    kind = str(storage).removeprefix("torch.")
-    logger.info("linear layers packed for this CPU, weights in %s", kind)
+    @classmethod
+    def choose(cls, dtype: torch.dtype, weights: str) -> CpuPacker | None:
+        """Choose for this process; None where torch's own layers do as well.
+
+        Args:
+            dtype: that the model computes in.
+            weights: ``auto``, or a ``WeightFormat``.
+        """
+        native = native_ops()
+        asked = None if weights == "auto" else WeightFormat(weights)
+        if asked is None and (native is None or WeightFormat.of(dtype) is None):
+            return None
+        return cls(dtype, asked, native)
+
+    def start(self, model: DecoderForCausalLM) -> _Packing:
+        """See ``WeightPacker``."""
+        return _Packing(self, model)
+
+    def pack_loaded(self, model: CausalLM) -> None:
+        """Pack a model that was loaded without a packer; what is packed already stays."""
+        assert isinstance(model, DecoderForCausalLM)
+        packing = self.start(model)
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                packing.take(module, [WeightPart(0, module.weight)])
+        packing.finish()
+
+
+class _Packing:
+    """A ``PackingModel``."""
+
+    def __init__(self, packer: CpuPacker, model: DecoderForCausalLM) -> None:
+        self._packer = packer
+        self._model = model
+        self._packed: dict[nn.Module, ops.PackedWeight] = {}
+        self._embedding: PackedEmbedding | None = None
+
+    def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
+        """See ``PackingModel``; of a tied embedding the head is made."""
+        is_embedding = owner is self._model.model.embed_tokens
+        if not (isinstance(owner, nn.Linear) or (is_embedding and self._model.lm_head is None)):
+            return False
+        is_head = is_embedding or owner is self._model.lm_head
+        self._packed[owner] = weight = self._pack(parts, is_head)
+        if is_embedding and self._keeps_numbers(weight.format, parts):
+            self._embedding = PackedEmbedding(weight, self._packer.dtype)
+        return not is_embedding or self._embedding is not None
+
+    def finish(self) -> None:
+        """See ``PackingModel``."""
+        model, decoder, native = self._model, self._model.model, self._packer.native
+        formats = Counter(weight.format for weight in self._packed.values())
+        if self._packed and model.lm_head is None:
+            head = self._packed.pop(decoder.embed_tokens)
+            if self._embedding is not None:
+                decoder.embed_tokens = self._embedding
+            model.lm_head = PackedLinear(head)
+            size = sum(tensor.numel() * tensor.itemsize for tensor in model.lm_head.parameters())
+            kept = "is the embedding too" if self._embedding else "is apart from the embedding"
+            logger.info("the tied output head %s: %.0f MiB", kept, size / _MIB)
+        for parent in list(model.modules()):
+            for name, child in parent.named_children():
+                if child in self._packed:
+                    setattr(parent, name, _layer(child, self._packed.pop(child)))
+        if native is not None:
+            decoder.tapes = DecodeTapes(native)
+        if not formats:
+            return
+        kinds = ", ".join(f"{count} x {format_.value}" for format_, count in formats.items())
+        logger.info("linear layers packed for this CPU: %s", kinds)
+
+    def _pack(self, parts: Sequence[WeightPart], is_head: bool) -> ops.PackedWeight:
+        wanted = self._packer.weights
+        layout = _common_layout(parts)
+        if layout is not None and wanted in (None, layout[0]):
+            format_, group_size, scale_dtype = layout
+            weight = self._empty(parts, format_, group_size, scale_dtype)
+            for part in parts:
+                assert isinstance(part.content, GroupedIntegers)
+                weight.write_integers(part.first_row, part.content)
+            return weight
+        if wanted is None:
+            wanted = self._exact_format(parts)
+        elif wanted == WeightFormat.INT4 and is_head:
+            wanted = WeightFormat.INT8
+        weight = self._empty(parts, wanted)
+        for part in parts:
+            for first_row, rows in part.pieces():
+                ops.pack_rows(weight, first_row, rows)
+        return weight
+
+    def _empty(
+        self,
+        parts: Sequence[WeightPart],
+        format_: WeightFormat,
+        group_size: int | None = None,
+        scale_dtype: torch.dtype = torch.bfloat16,
+    ) -> ops.PackedWeight:
+        native = self._packer.native
+        return ops.PackedWeight.empty(
+            sum(part.shape[0] for part in parts),
+            parts[0].shape[1],
+            format_,
+            _WIDTH if native is None else native.panel_width,
+            *([] if native is None else [native.prefer_huge_pages]),
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+        )
+
+    def _exact_format(self, parts: Sequence[WeightPart]) -> WeightFormat:
+        """Return the smallest format of which products are those of the model's dtype, to the bit.
+
+        A checkpoint in bfloat16 that is computed with in float32 takes half of the memory so.
+        """
+        is_small = self._packer.dtype == torch.bfloat16 or all(_is_bfloat16(one) for one in parts)
+        return WeightFormat.BF16 if is_small else WeightFormat.FP32
+
+    def _keeps_numbers(self, format_: WeightFormat, parts: Sequence[WeightPart]) -> bool:
+        """Say whether rows that are packed so are the embedding's, in the model's dtype."""
+        if format_ == WeightFormat.BF16:
+            return self._exact_format(parts) == format_
+        return format_ == WeightFormat.FP32
+
+
+def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
+    assert isinstance(linear, nn.Linear)
+    bias = None if linear.bias is None else linear.bias.detach().float()
+    return PackedLinear(replace(weight, bias=bias), gated=isinstance(linear, GatedLinear))
+
+
+def _common_layout(parts: Sequence[WeightPart]) -> tuple[WeightFormat, int, torch.dtype] | None:
+    """Return how all parts keep their integers; None if they do not, or not alike."""
+    found = {
+        part.content.layout if isinstance(part.content, GroupedIntegers) else None for part in parts
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_bfloat16(part: WeightPart) -> bool:
+    """Say whether bfloat16 has all the numbers of a weight."""
+    tensor = part.tensor
+    return tensor.dtype == torch.bfloat16 or all(
+        torch.equal(rows.bfloat16().to(rows.dtype), rows) for rows in torch.split(tensor, _ROWS)
+    )

@@ -47,22 +47,26 @@ class PackedLinear(nn.Module):
     Args:
         weight: its parameters, which are read only.
         gated: whether it was a ``GatedLinear``.
+
+    Attributes:
+        packed: the weight.
     """
 
     def __init__(self, weight: ops.PackedWeight, *, gated: bool = False) -> None:
         super().__init__()
         self._compute = ops.packed_gated_linear if gated else ops.packed_linear
-        self._packed = weight
+        self.packed = weight
         # The same memory under the names by which memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
         self.bias = None if weight.bias is None else nn.Parameter(weight.bias, requires_grad=False)
-        self.scales: nn.Parameter | None = None
-        if weight.scales is not None:
-            self.scales = nn.Parameter(weight.scales, requires_grad=False)
+        scales = (weight.scales, weight.group_scales)
+        self.scales = nn.ParameterList(
+            nn.Parameter(tensor, requires_grad=False) for tensor in scales if tensor is not None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute what the layer that was packed computes."""
-        return self._compute(x, self._packed)
+        return self._compute(x, self.packed)
 
 
 __all__ = ["GatedLinear", "JoinedLinear", "PackedLinear"]

@@ -5,18 +5,22 @@ Refuses to know: modules, dtypes to compute in, metadata (`baton/gguf` reads it)
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
+import numpy.typing
 import torch
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.config import ROPE_FACTORS
 from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
+from baton_kernels import GroupedIntegers
 from models.config import ModelConfig
+from models.loading.stored_weights import StoredTensor
 
 _OUTER = {
     "token_embd": "model.embed_tokens",
@@ -44,8 +48,8 @@ _HEADS = ("attn_q", "attn_k")
 _SIXTEEN_BITS = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def read_gguf(path: Path, config: ModelConfig) -> Iterator[tuple[Path, str, Tensor]]:
-    """Yield file, name in Hugging Face layout, and tensor in float32 or the file's 16-bit type.
+def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
+    """Yield every tensor; they are read in float32 or in the file's 16-bit type.
 
     Quantized values are what `gguf.dequantize` makes of them, in float32.
 
@@ -53,7 +57,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[tuple[Path, str, Tens
         ModelLoadError: the file is broken, or the `gguf` package is not installed.
     """
     try:
-        from gguf import GGMLQuantizationType, dequantize  # here: few checkpoints need it
+        import gguf  # here: few checkpoints need it
     except ModuleNotFoundError as error:
         raise ModelLoadError(
             f"{path}: {error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
@@ -61,36 +65,81 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[tuple[Path, str, Tens
 
     file = GgufFile.read(path.resolve())
     content = numpy.memmap(file.path, mode="r")
-    for name, stored in file.tensors.items():
-        if name == ROPE_FACTORS:  # in the configuration
-            continue
+
+    def read(name: str) -> Tensor:
+        stored = file.tensors[name]
         blocks = content[stored.start : stored.start + stored.num_bytes]
         sixteen_bits = _SIXTEEN_BITS.get(TENSOR_TYPES[stored.type_id].name)
         if sixteen_bits is None:
             rows = blocks.reshape(*stored.shape[:-1], -1)  # [..., bytes of a row]
-            values = dequantize(rows, GGMLQuantizationType(stored.type_id))
+            values = gguf.dequantize(rows, gguf.GGMLQuantizationType(stored.type_id))
             tensor = torch.from_numpy(numpy.array(values))  # not the file's own pages
         else:
             tensor = torch.from_numpy(blocks.view(numpy.int16).copy()).view(sixteen_bits)
-        tensor = tensor.view(stored.shape)
-        yield file.path, *_in_hugging_face_layout(name, tensor, config)
+        return _with_rows_in_order(name, tensor.view(stored.shape), config)
+
+    def read_integers(name: str) -> GroupedIntegers | None:
+        stored = file.tensors[name]
+        unpack = _INTEGERS.get(TENSOR_TYPES[stored.type_id].name)
+        if unpack is None or len(stored.shape) != 2:
+            return None
+        blocks = content[stored.start : stored.start + stored.num_bytes]
+        num_rows, num_columns = stored.shape
+        bits, numbers, scales = unpack(blocks.reshape(num_rows, num_columns // _BLOCK, -1))
+        return GroupedIntegers.of(
+            bits,
+            _with_rows_in_order(name, numbers.view(num_rows, num_columns), config),
+            _with_rows_in_order(name, scales, config),
+            _BLOCK,
+        )
+
+    for name in file.tensors:
+        if name != ROPE_FACTORS:  # those are in the configuration
+            yield StoredTensor(
+                file.path,
+                _hugging_face_name(name),
+                functools.partial(read, name),
+                read_integers=functools.partial(read_integers, name),
+            )
 
 
-def _in_hugging_face_layout(name: str, tensor: Tensor, config: ModelConfig) -> tuple[str, Tensor]:
-    """Name and rows as Hugging Face has them; an unknown name stays as it is."""
+def _q8_0(blocks: numpy.typing.NDArray[numpy.uint8]) -> tuple[int, Tensor, Tensor]:
+    """``[rows, blocks, 34]``: a scale of float16, then 32 numbers of 8 bits."""
+    scales = torch.from_numpy(blocks[:, :, :2].copy()).view(torch.float16).squeeze(2)
+    return 8, torch.from_numpy(blocks[:, :, 2:].copy()).view(torch.int8), scales
+
+
+def _q4_0(blocks: numpy.typing.NDArray[numpy.uint8]) -> tuple[int, Tensor, Tensor]:
+    """``[rows, blocks, 18]``: a scale of float16, the low halves of 16 bytes, the high ones."""
+    scales = torch.from_numpy(blocks[:, :, :2].copy()).view(torch.float16).squeeze(2)
+    halves = torch.from_numpy(blocks[:, :, 2:].copy())
+    return 4, torch.cat([halves & 15, halves >> 4], dim=2).to(torch.int8) - 8, scales
+
+
+_BLOCK = 32  # numbers with one scale, of the types below
+_INTEGERS = {"Q8_0": _q8_0, "Q4_0": _q4_0}
+
+
+def _hugging_face_name(name: str) -> str:
+    """Translate a name; an unknown one stays as it is."""
     found = _NAME.fullmatch(name)
     if found is None:
-        return name, tensor
+        return name
     layer, part, kind = found.groups()
     if layer is None:
-        return (f"{_OUTER[part]}.{kind}" if part in _OUTER else name), tensor
-    if part not in _INNER:
-        return name, tensor
+        return f"{_OUTER[part]}.{kind}" if part in _OUTER else name
+    return f"model.layers.{layer}.{_INNER[part]}.{kind}" if part in _INNER else name
+
+
+def _with_rows_in_order(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Put rows in the order that they have in Hugging Face layout."""
+    found = _NAME.fullmatch(name)
+    part = found and found["layer"] is not None and found["part"]
     if config.architecture in _PAIRED and part in _HEADS:
         num_heads = config.num_heads if part == "attn_q" else config.num_kv_heads
         if tensor.shape[0] == num_heads * config.head_dim:  # else the loader says what is wrong
-            tensor = _halves_of_heads(tensor, num_heads)
-    return f"model.layers.{layer}.{_INNER[part]}.{kind}", tensor
+            return _halves_of_heads(tensor, num_heads)
+    return tensor
 
 
 def _halves_of_heads(tensor: Tensor, num_heads: int) -> Tensor:

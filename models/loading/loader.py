@@ -1,8 +1,8 @@
-"""Weights from files into a module, one tensor at a time, nothing allocated twice.
+"""Weights from files into a module, one layer at a time, nothing allocated twice.
 
-The module is built on the meta device (shapes only) and every parameter is replaced by its tensor
-as it is read; afterwards each parameter has been seen exactly once, or loading fails.
-safetensors are read here and, if quantized, in `quantized_weights.py`; GGUF in `gguf_weights.py`.
+The module is built on the meta device (shapes only). A checkpoint must have exactly its tensors;
+each is read when its place is filled: a parameter, or what a packer keeps in its stead.
+Files are read by `stored_weights.py`, `quantized_weights.py` and `gguf_weights.py`.
 Refuses to know: architectures, pickled checkpoints (they run code).
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -30,6 +31,7 @@ from models.layers.attention import Attention
 from models.layers.linear import JoinedLinear
 from models.loading.gguf_weights import read_gguf
 from models.loading.quantized_weights import read_quantized
+from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
 from models.registry import MODELS
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
+    packer: WeightPacker | None = None,
 ) -> CausalLM:
     """See ``models.load_model``."""
     path = Path(folder)
@@ -61,13 +64,14 @@ def load_model(
         model = MODELS.load(config.architecture)(config)
     dtype = dtype or getattr(torch, config.dtype)
     if config.quantization is not None:
+        kept = "are kept" if packer is None else "are, but for groups of integers, kept"
+        kind = str(dtype).removeprefix("torch.")
         logger.info(
-            "weights are stored as %s, and kept and computed with in %s; activations are not "
-            "quantized",
-            config.quantization.method,
-            str(dtype).removeprefix("torch."),
+            "weights are stored as %s, and %s in %s", config.quantization.method, kept, kind
         )
-    _load_weights(model, path, dtype, torch.device(device))
+    with ExitStack() as files:
+        stored = _open_weights(path, config, files)
+        _load_weights(model, path, stored, dtype, torch.device(device), packer)
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
@@ -90,6 +94,23 @@ class _NoInitialWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class PackingModel(Protocol):
+    """The linear layers of one model on their way into a form of their own."""
+
+    def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
+        """Keep ``owner.weight``, if it is to be kept packed; say whether nothing else needs it."""
+
+    def finish(self) -> None:
+        """Replace the layers whose weights were taken."""
+
+
+class WeightPacker(Protocol):
+    """How layers are to be kept that are not torch's parameters."""
+
+    def start(self, model: DecoderForCausalLM) -> PackingModel:
+        """Begin with a model that has no weights yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """The place of one tensor of a checkpoint: some rows of a parameter, or all of it."""
@@ -101,19 +122,8 @@ class _Place:
     @property
     def shape(self) -> torch.Size:
         """What the tensor must have."""
-        return self._parameter[self.rows].shape
-
-    @property
-    def _parameter(self) -> nn.Parameter:
         parameter: nn.Parameter = getattr(self.owner, self.attribute)
-        return parameter
-
-    def weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the rows to fill; a parameter's first part allocates all of it."""
-        if self._parameter.is_meta:
-            empty = torch.empty(self._parameter.shape, device=device, dtype=dtype)
-            setattr(self.owner, self.attribute, nn.Parameter(empty, requires_grad=False))
-        return self._parameter[self.rows]
+        return parameter[self.rows].shape
 
 
 def _checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, _Place]]:
@@ -128,6 +138,11 @@ def _checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, _Place]]:
                 yield f"{path}.{attribute}", _Place(module, attribute, slice(None))
 
 
+def checkpoint_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return what a checkpoint of a model must have: the shape of every tensor, by its name."""
+    return {name: place.shape for name, place in _checkpoint_parameters(model)}
+
+
 def _kv_scales(model: nn.Module) -> dict[str, tuple[Attention, str]]:
     """Return every scale that a checkpoint may have, by its names there."""
     return {
@@ -139,41 +154,91 @@ def _kv_scales(model: nn.Module) -> dict[str, tuple[Attention, str]]:
 
 
 def _load_weights(
-    model: DecoderForCausalLM, folder: Path, dtype: torch.dtype, device: torch.device
+    model: DecoderForCausalLM,
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    packer: WeightPacker | None,
 ) -> None:
-    missing = dict(_checkpoint_parameters(model))
-    scales = _kv_scales(model)
-    unknown: list[str] = []
-    tied_head: Tensor | None = None
-    for path, name, tensor in _read_weights(folder, model.config):
-        if name in missing:
-            place = missing.pop(name)
-            _check_tensor(path, name, tensor, place.shape)
-            # A copy, because the file's pages would otherwise stay the weight's memory.
-            place.weight(device, dtype).copy_(tensor)
-        elif name in scales:
-            owner, attribute = scales[name]
-            setattr(owner, attribute, _read_scale(path, name, tensor))
-        elif name == "lm_head.weight" and model.lm_head is None:
-            tied_head = tensor
-        elif not name.endswith(_IGNORED_SUFFIXES):
-            unknown.append(f"{name} in {path.name}")
+    places, scales = dict(_checkpoint_parameters(model)), _kv_scales(model)
+    tied_head = stored.get("lm_head.weight") if model.lm_head is None else None
+    _check_names(folder, stored, places, scales)
+    for name in scales.keys() & stored.keys():
+        owner, attribute = scales[name]
+        setattr(owner, attribute, _read_scale(stored[name]))
+    packing = None if packer is None else packer.start(model)
+    by_parameter = groupby(places.items(), lambda item: (item[1].owner, item[1].attribute))
+    for (owner, attribute), of_owner in by_parameter:
+        packs = packing is not None and attribute == "weight"
+        parts = [_read_part(stored[name], place, integers=packs) for name, place in of_owner]
+        if packing is None or not packs or not packing.take(owner, parts):
+            _fill_parameter(owner, attribute, parts, dtype, device)
+    if packing is not None:
+        packing.finish()
+    if tied_head is not None:
+        _check_tied(folder, model, tied_head, device)
+
+
+def _check_names(
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    places: Iterable[str],
+    scales: Iterable[str],
+) -> None:
+    """Raise ModelLoadError unless a checkpoint has the tensors of the model, and no others."""
+    missing = [name for name in places if name not in stored]
     if missing:
         raise ModelLoadError(f"{folder}: weights are missing: {_first_of(missing)}")
+    known = {*places, *scales, "lm_head.weight"}
+    unknown = [
+        f"{name} in {one.path.name}"
+        for name, one in stored.items()
+        if name not in known and not name.endswith(_IGNORED_SUFFIXES)
+    ]
     if unknown:
         raise ModelLoadError(f"{folder}: weights unknown to the model: {_first_of(unknown)}")
-    if tied_head is not None:
-        _check_tied(folder, model.model.embed_tokens.weight, tied_head)
 
 
-def _read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[Path, str, Tensor]]:
-    """Read every tensor of a checkpoint, by its name there in Hugging Face layout."""
+def _read_part(stored: StoredTensor, place: _Place, *, integers: bool) -> WeightPart:
+    kept = stored.read_integers() if integers and stored.read_integers is not None else None
+    part = WeightPart(place.rows.start or 0, kept or stored.read(), stored.is_mapped)
+    if part.shape != place.shape:
+        found, expected = list(part.shape), list(place.shape)
+        problem = f"shape {found}, but config.json means {expected}"
+        raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
+    if isinstance(part.content, Tensor) and part.content.dtype not in _FLOATS:
+        kind = str(part.content.dtype).removeprefix("torch.")
+        problem = f"dtype {kind} is not supported (quantized weights?)"
+        raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
+    return part
+
+
+def _fill_parameter(
+    owner: nn.Module,
+    attribute: str,
+    parts: Iterable[WeightPart],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Make a parameter of copies: the file's pages would otherwise stay the weight's memory."""
+    shape = getattr(owner, attribute).shape
+    weight = torch.empty(shape, device=device, dtype=dtype)
+    for part in parts:
+        for first_row, rows in part.pieces():
+            weight[first_row : first_row + len(rows)].copy_(rows)
+    setattr(owner, attribute, nn.Parameter(weight, requires_grad=False))
+
+
+def _open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, StoredTensor]:
+    """Open a checkpoint's tensors, by their names there in Hugging Face layout."""
     gguf = folder / WEIGHTS
     if gguf.exists():
-        return read_gguf(gguf, config)
+        return {stored.name: stored for stored in read_gguf(gguf, config)}
+    tensors = open_safetensors(_weight_files(folder), files)
     if config.quantization is None:
-        return _read_tensors(_weight_files(folder))
-    return read_quantized(_weight_files(folder), config.quantization)
+        return tensors
+    return {stored.name: stored for stored in read_quantized(tensors, config.quantization)}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -194,40 +259,30 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
-def _read_tensors(paths: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 (the file object is no dict)
-                    yield path, name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-def _check_tensor(path: Path, name: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        found, expected = list(tensor.shape), list(shape)
-        raise ModelLoadError(f"{path}: {name}: shape {found}, but config.json means {expected}")
-    if tensor.dtype not in _FLOATS:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise ModelLoadError(f"{path}: {name}: dtype {kind} is not supported (quantized weights?)")
-
-
-def _read_scale(path: Path, name: str, tensor: Tensor) -> float:
+def _read_scale(stored: StoredTensor) -> float:
     """Read the scale with which a layer's stored numbers are to be multiplied."""
+    tensor = stored.read()
     scale = float(tensor) if tensor.numel() == 1 else math.nan
     if not 0 < scale < math.inf:
         found = scale if tensor.numel() == 1 else f"shape {list(tensor.shape)}"
-        raise ModelLoadError(f"{path}: {name}: must be one number above 0, got {found}")
+        problem = f"must be one number above 0, got {found}"
+        raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
     return scale
 
 
-def _check_tied(folder: Path, embedding: Tensor, head: Tensor) -> None:
+def _check_tied(
+    folder: Path, model: DecoderForCausalLM, stored: StoredTensor, device: torch.device
+) -> None:
     """Raise ModelLoadError if a tied head was saved and is not what the embedding is."""
-    same = head.shape == embedding.shape and torch.equal(
-        head.to(device=embedding.device, dtype=embedding.dtype), embedding
-    )
-    if not same:
+    embed, config = model.model.embed_tokens, model.config
+    head = WeightPart(0, stored.read(), stored.is_mapped)
+
+    def is_embedding(first_row: int, rows: Tensor) -> bool:
+        embedded = embed(torch.arange(first_row, first_row + len(rows), device=device))
+        return torch.equal(rows.to(embedded), embedded)
+
+    same = head.tensor.shape == (config.vocab_size, config.hidden_size)
+    if not (same and all(is_embedding(first_row, rows) for first_row, rows in head.pieces())):
         problem = "differs from model.embed_tokens.weight although tie_word_embeddings is true"
         raise ModelLoadError(f"{folder}: lm_head.weight: {problem}")
 

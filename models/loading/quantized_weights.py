@@ -11,17 +11,17 @@ to the bit. Refuses to know: modules, and in which type they compute.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
+from baton_kernels import GroupedIntegers
+from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -42,58 +42,85 @@ class Storage:
         parts: what it needs, by suffix of the tensor's name.
         may_have: what it may have besides.
         restore: makes ``weight`` of them, ``[out, in]``; raises ValueError for what does not fit.
+        keep: returns them as integers that kernels multiply, or None where they are not that.
     """
 
     parts: frozenset[str]
     may_have: frozenset[str]
     restore: Callable[[Parts, QuantizationConfig], Tensor]
+    keep: Callable[[Parts, QuantizationConfig], GroupedIntegers | None] = lambda *_: None
 
 
 def read_quantized(
-    paths: Sequence[Path], quantization: QuantizationConfig
-) -> Iterator[tuple[Path, str, Tensor]]:
-    """Yield file, name and tensor of every weight; what is quantized as floating-point numbers.
+    tensors: Mapping[str, StoredTensor], quantization: QuantizationConfig
+) -> Iterator[StoredTensor]:
+    """Yield every weight; what is quantized is read as floating-point numbers.
 
-    Raises:
-        ModelLoadError: a layer is stored in a way that is not known, or its parts do not fit.
+    Reading one raises ModelLoadError where a layer is stored in a way that is not known, or its
+    parts do not fit.
     """
     storages = STORAGES[quantization.method]
     suffixes = frozenset().union(*(one.parts | one.may_have for one in storages))
-    with ExitStack() as files:
-        where: dict[str, tuple[Path, safe_open]] = {}
-        for path in paths:
-            try:
-                file = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
-            where.update(dict.fromkeys(file.keys(), (path, file)))
-        layers: defaultdict[str, list[str]] = defaultdict(list)
-        for name in where:
-            layer, _, suffix = name.rpartition(".")
-            layers[layer if suffix in suffixes else name].append(name)
-        for layer, names in layers.items():
-            parts = {name: where[name][1].get_tensor(name) for name in names}  # type: ignore[no-untyped-call]
-            path = where[names[0]][0]
-            if layer in parts:  # no part of anything
-                yield path, layer, parts[layer]
-            else:
-                by_suffix = {name[len(layer) + 1 :]: part for name, part in parts.items()}
-                yield path, f"{layer}.weight", _restored(path, layer, by_suffix, quantization)
+    layers: defaultdict[str, list[StoredTensor]] = defaultdict(list)
+    for name, stored in tensors.items():
+        layer, _, suffix = name.rpartition(".")
+        layers[layer if suffix in suffixes else name].append(stored)
+    for layer, parts in layers.items():
+        if parts[0].name == layer:  # no part of anything
+            yield parts[0]
+        else:
+            yield StoredTensor(
+                parts[0].path,
+                f"{layer}.weight",
+                functools.partial(_restored, layer, parts, quantization),
+                read_integers=functools.partial(_kept, layer, parts, quantization),
+            )
 
 
-def _restored(path: Path, layer: str, parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    if set(parts) <= {"weight"} and parts["weight"].dtype not in _FLOAT8:
+def _restored(
+    layer: str, stored: Sequence[StoredTensor], quantization: QuantizationConfig
+) -> Tensor:
+    path, parts = stored[0].path, _read_parts(layer, stored)
+    if _is_plain(parts):
         return parts["weight"]
+    storage = _storage_of(parts, quantization)
+    if storage is None:
+        raise ModelLoadError(
+            f"{path}: {layer}: {quantization.method} weights of {', '.join(sorted(parts))} "
+            "are not supported"
+        )
+    try:
+        return storage.restore(parts, quantization)
+    except (ValueError, RuntimeError) as error:
+        raise ModelLoadError(f"{path}: {layer}: {error}") from error
+
+
+def _kept(
+    layer: str, stored: Sequence[StoredTensor], quantization: QuantizationConfig
+) -> GroupedIntegers | None:
+    parts = _read_parts(layer, stored)
+    storage = None if _is_plain(parts) else _storage_of(parts, quantization)
+    if storage is None:
+        return None
+    try:
+        return storage.keep(parts, quantization)
+    except (ValueError, RuntimeError) as error:
+        raise ModelLoadError(f"{stored[0].path}: {layer}: {error}") from error
+
+
+def _read_parts(layer: str, stored: Sequence[StoredTensor]) -> dict[str, Tensor]:
+    return {one.name[len(layer) + 1 :]: one.read() for one in stored}
+
+
+def _is_plain(parts: Parts) -> bool:
+    return set(parts) <= {"weight"} and parts["weight"].dtype not in _FLOAT8
+
+
+def _storage_of(parts: Parts, quantization: QuantizationConfig) -> Storage | None:
     for storage in STORAGES[quantization.method]:
         if storage.parts <= set(parts) <= storage.parts | storage.may_have:
-            try:
-                return storage.restore(parts, quantization)
-            except (ValueError, RuntimeError) as error:
-                raise ModelLoadError(f"{path}: {layer}: {error}") from error
-    raise ModelLoadError(
-        f"{path}: {layer}: {quantization.method} weights of {', '.join(sorted(parts))} "
-        "are not supported"
-    )
+            return storage
+    return None
 
 
 # ---------------------------------------------------------------- how numbers lie in words
@@ -204,13 +231,42 @@ def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     return _scaled(weight, scale, zero_point, parts.get("weight_g_idx"), quantization.block_shape)
 
 
-def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Dense integers above ``-2 ** (bits - 1)``, in rows."""
-    num_rows, num_columns = (int(size) for size in parts["weight_shape"])
-    packed, scale = parts["weight_packed"], parts["weight_scale"]
+def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
+    """int8 with a scale per row, or group of a row, and nothing else."""
+    weight, scale = parts["weight"], parts["weight_scale"]
+    if weight.dtype != torch.int8 or "weight_zero_point" in parts or "weight_g_idx" in parts:
+        return None
+    return _integers_in_groups(8, weight, scale)
+
+
+def _integers_in_groups(num_bits: int, numbers: Tensor, scale: Tensor) -> GroupedIntegers | None:
+    """Numbers with a scale for each row, or for each of a row's groups of neighbours."""
+    if scale.dim() == 1 and scale.numel() == len(numbers) > 1:
+        scale = scale[:, None]
+    if scale.dim() != 2 or len(scale) != len(numbers) or numbers.shape[1] % scale.shape[1]:
+        return None
+    return GroupedIntegers.of(num_bits, numbers, scale, numbers.shape[1] // scale.shape[1])
+
+
+def _dense_integers(parts: Parts) -> tuple[int, Tensor]:
+    """Return their bits, and integers above ``-2 ** (bits - 1)``, in rows."""
+    num_columns = int(parts["weight_shape"][1])
+    packed = parts["weight_packed"]
     num_bits = _num_bits(packed.shape[1], num_columns)
+    return num_bits, _unpack(packed, num_bits, num_columns) - (1 << (num_bits - 1))
+
+
+def _keep_packed_integers(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
+    if "weight_zero_point" in parts or "weight_g_idx" in parts:
+        return None
+    return _integers_in_groups(*_dense_integers(parts), parts["weight_scale"])
+
+
+def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """Dense integers, perhaps with zero points."""
+    num_rows, scale = int(parts["weight_shape"][0]), parts["weight_scale"]
+    num_bits, numbers = _dense_integers(parts)
     offset = 1 << (num_bits - 1)
-    numbers = _unpack(packed, num_bits, num_columns) - offset
     zero_point = parts.get("weight_zero_point")
     if zero_point is not None and zero_point.dtype == torch.int32:  # packed, in columns
         zero_point = _unpack(zero_point.T.contiguous(), num_bits, num_rows).T - offset
@@ -233,14 +289,32 @@ def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     return _scaled(_fp4(parts["weight_packed"]), 2.0 ** exponents.to(torch.bfloat16))
 
 
-def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Integers packed along the input, zero points along the output; transposed."""
+def _gptq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
+    """Return numbers, ``[out, in]``, packed along the input, and zero points, ``[groups, out]``."""
     qweight, scales, num_bits = parts["qweight"], parts["scales"], quantization.num_bits
     num_columns = qweight.shape[0] * 32 // num_bits
     numbers = _unpack(qweight.T.contiguous(), num_bits, num_columns)
     zero_points = _unpack(parts["qzeros"], num_bits, scales.shape[1])
-    zero_points = zero_points + quantization.zero_point_offset
-    return _scaled(numbers, scales.T, zero_points.T, parts.get("g_idx"))
+    return numbers, zero_points + quantization.zero_point_offset
+
+
+def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """Integers with zero points; transposed."""
+    numbers, zero_points = _gptq_integers(parts, quantization)
+    return _scaled(numbers, parts["scales"].T, zero_points.T, parts.get("g_idx"))
+
+
+def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
+    """Symmetric ones in groups of neighbours."""
+    numbers, zero_points = _gptq_integers(parts, quantization)
+    scales, columns, middle = parts["scales"].T, parts.get("g_idx"), 1 << quantization.num_bits - 1
+    if columns is not None:
+        group_size = -(-numbers.shape[1] // scales.shape[1])
+        if not torch.equal(columns.long(), torch.arange(numbers.shape[1]) // group_size):
+            return None
+    if not bool((zero_points == middle).all()):
+        return None
+    return _integers_in_groups(quantization.num_bits, numbers - middle, scales)
 
 
 def _awq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
@@ -261,11 +335,14 @@ _FIRST_SCALE = frozenset({"weight", "weight_scale"})
 # To add a format: one line, and the function that it names.
 STORAGES: dict[str, tuple[Storage, ...]] = {
     "compressed-tensors": (
-        Storage(_FIRST_SCALE, _ACTIVATIONS | {"weight_zero_point", "weight_g_idx"}, _plain),
+        Storage(
+            _FIRST_SCALE, _ACTIVATIONS | {"weight_zero_point", "weight_g_idx"}, _plain, _keep_plain
+        ),
         Storage(
             frozenset({"weight_packed", "weight_scale", "weight_shape"}),
             _ACTIVATIONS | {"weight_zero_point", "weight_g_idx"},
             _packed_integers,
+            _keep_packed_integers,
         ),
         Storage(
             frozenset({"weight_packed", "weight_scale", "weight_global_scale"}),
@@ -278,6 +355,10 @@ STORAGES: dict[str, tuple[Storage, ...]] = {
         Storage(frozenset({"weight", "weight_scale_inv"}), _ACTIVATIONS, _plain),
         Storage(_FIRST_SCALE, _ACTIVATIONS, _plain),
     ),
-    "gptq": (Storage(frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), _gptq),),
+    "gptq": (
+        Storage(
+            frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), _gptq, _keep_gptq
+        ),
+    ),
     "awq": (Storage(frozenset({"qweight", "qzeros", "scales"}), frozenset(), _awq),),
 }

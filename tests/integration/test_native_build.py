@@ -71,11 +71,11 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out.strip(), err.strip()
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("weights", ["auto", "int8-weight-only", "int8", "int4"])
 def test_without_a_compiler_torch_computes_and_one_line_says_so(
     tmp_path: Path, weights: str
 ) -> None:
-    """int8 weights mean the same with and without C, so the tokens are the same."""
+    """Formats of weights mean the same with and without C, so the tokens are the same."""
     model = str(ROOT / "examples" / "demo_model")
     without = start(GENERATE, model, weights, BATON_CACHE=str(tmp_path), CC="/nonexistent")
     tokens, log = finish(without)

@@ -17,7 +17,7 @@ from baton_kernels.attention.native import NativeAttention
 from baton_kernels.native.tape import Tape
 from models import load_model
 from models.architectures.decoder import DecoderForCausalLM
-from models.cpu.packing import pack_for_cpu
+from models.cpu.packing import CpuPacker
 from tests.numerics.paged import make_cache, make_context, make_metadata, make_tables
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
@@ -31,8 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderForCausalLM:
     torch.manual_seed(0)
     network = make_hugging_face_model("Qwen3ForCausalLM")
     folder = save(network, tmp_path_factory.mktemp("model"))
-    found = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
-    pack_for_cpu(found, "auto")
+    packer = CpuPacker.choose(torch.float32, "auto")
+    found = load_model(folder, dtype=torch.float32, packer=packer)
     assert isinstance(found, DecoderForCausalLM)
     return found
 

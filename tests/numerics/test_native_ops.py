@@ -5,6 +5,8 @@ Refuses to know: which model would call them.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 import baton_kernels as ops
-from baton_kernels import dispatch, reference
+from baton_kernels import WeightFormat, dispatch, reference
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.native.ops import NativeOps
 from tests.numerics.paged import make_cache, make_metadata, make_tables
@@ -105,7 +107,7 @@ def test_norm_rotary_store(
 
 
 @TYPES
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("storage", WeightFormat, ids=str)
 @pytest.mark.parametrize(
     ("num_rows", "out_features", "in_features"),
     # One row, a block, a block and a bit, several blocks, several chunks; slices of the depth.
@@ -116,7 +118,7 @@ def test_packed_linear(
     num_rows: int,
     out_features: int,
     in_features: int,
-    storage: torch.dtype,
+    storage: WeightFormat,
     dtype: torch.dtype,
 ) -> None:
     weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
@@ -128,16 +130,46 @@ def test_packed_linear(
 
 
 @TYPES
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("storage", WeightFormat, ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 40, 500])
 @pytest.mark.parametrize("half", [37, 96])  # of the outputs; whole panels or not
 def test_packed_gated_linear(
-    native: NativeOps, half: int, num_rows: int, storage: torch.dtype, dtype: torch.dtype
+    native: NativeOps, half: int, num_rows: int, storage: WeightFormat, dtype: torch.dtype
 ) -> None:
     weight, bias = torch.randn(2 * half, 203), torch.randn(2 * half)
     packed = ops.PackedWeight.pack(weight, bias, storage, native.panel_width)
     x = (torch.randn(num_rows, 203) / 203**0.5).to(dtype)
     close(native.packed_gated_linear(x, packed), reference.packed_gated_linear(x, packed))
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group_size", [32, 64, 128, 192])
+@pytest.mark.parametrize("format_", [WeightFormat.INT8, WeightFormat.INT4], ids=str)
+def test_codes_in_groups(
+    native: NativeOps, format_: WeightFormat, group_size: int, scales: torch.dtype
+) -> None:
+    """As checkpoints have them: groups of other sizes, 8 bits in groups."""
+    width, out_features, in_features = native.panel_width, 75, 300
+    packed = ops.PackedWeight.pack(torch.randn(out_features, in_features), None, format_, width)
+    groups = torch.rand(-(-out_features // width), -(-in_features // group_size), width)
+    weight = dataclasses.replace(
+        packed, scales=None, group_scales=groups.to(scales), group_size=group_size
+    )
+    for num_rows in (1, 13):
+        x = torch.randn(num_rows, in_features) / in_features
+        close(native.packed_linear(x, weight), reference.packed_linear(x, weight))
+
+
+def test_an_input_that_is_no_number_stays_none(native: NativeOps) -> None:
+    weight = ops.PackedWeight.pack(torch.ones(40, 300), None, WeightFormat.INT8, native.panel_width)
+    x = torch.ones(4, 300)
+    x[0, 7], x[1, 299], x[2] = torch.nan, torch.inf, 0
+    found = native.packed_linear(x, weight)
+    assert not found[:2].isfinite().any()
+    assert torch.equal(found[2], torch.zeros(40))
+    torch.testing.assert_close(
+        found[3], torch.full((40,), 300.0), rtol=5e-3, atol=0
+    )  # a scale in bfloat16
 
 
 def test_gates_at_the_limits_of_the_exponential(native: NativeOps) -> None:
@@ -146,16 +178,25 @@ def test_gates_at_the_limits_of_the_exponential(native: NativeOps) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
-def test_a_row_does_not_depend_on_its_batch(native: NativeOps) -> None:
-    packed = ops.PackedWeight.pack(torch.randn(96, 700), None, torch.float32, native.panel_width)
+@pytest.mark.parametrize("storage", WeightFormat, ids=str)
+def test_a_row_does_not_depend_on_its_batch(native: NativeOps, storage: WeightFormat) -> None:
+    packed = ops.PackedWeight.pack(torch.randn(96, 700), None, storage, native.panel_width)
     x = torch.randn(600, 700)
     together = native.packed_linear(x, packed)
     for rows in (slice(0, 1), slice(5, 13), slice(100, 230)):
         assert torch.equal(native.packed_linear(x[rows], packed), together[rows])
 
 
-@pytest.mark.parametrize(("storage", "limit"), [(torch.bfloat16, 3e-3), (torch.int8, 1.1e-2)])
-def test_error_of_a_smaller_storage(native: NativeOps, storage: torch.dtype, limit: float) -> None:
+@pytest.mark.parametrize(
+    ("storage", "limit"),
+    [
+        (WeightFormat.BF16, 3e-3),
+        (WeightFormat.INT8_WEIGHT_ONLY, 1.1e-2),
+        (WeightFormat.INT8, 1.5e-2),
+        (WeightFormat.INT4, 1e-1),
+    ],
+)
+def test_error_of_a_smaller_storage(native: NativeOps, storage: WeightFormat, limit: float) -> None:
     """Relative to the product's size, for weights as a normal distribution gives them."""
     weight, x = torch.randn(512, 768), torch.randn(64, 768)
     packed = ops.PackedWeight.pack(weight, None, storage, native.panel_width)
@@ -164,14 +205,62 @@ def test_error_of_a_smaller_storage(native: NativeOps, storage: torch.dtype, lim
     assert float(error.norm() / exact.norm()) < limit
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+@pytest.mark.parametrize("storage", WeightFormat, ids=str)
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(1, 1), (5, 3), (33, 300), (64, 64), (47, 130), (100, 65)]
+)
+def test_rows_are_packed_as_the_reference_packs_them(
+    native: NativeOps,
+    out_features: int,
+    in_features: int,
+    storage: WeightFormat,
+    dtype: torch.dtype,
+) -> None:
+    """To the bit, and part by part; with zeros of both signs, ties, and very small numbers."""
+    weight = torch.randn(out_features, in_features)
+    weight[0] = -0.0
+    if out_features > 4:
+        weight[1], weight[2] = 0.0, weight[2] * 1e-6
+        weight[3] = torch.randint(-3, 4, (in_features,))
+    weight = weight.to(dtype)
+    expected = ops.PackedWeight.pack(weight, None, storage, native.panel_width)
+    found = ops.PackedWeight.empty(out_features, in_features, storage, native.panel_width)
+    cuts = sorted({0, out_features // 3, out_features // 2, out_features})
+    wide = torch.nn.functional.pad(weight, (0, 5))[:, :in_features]  # rows that do not touch
+    for first, last in reversed(list(itertools.pairwise(cuts))):
+        native.pack_rows(found, first, wide[first:last])
+    for name in ("panels", "scales", "group_scales"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.shape == theirs.shape
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("storage", [WeightFormat.FP32, WeightFormat.BF16], ids=str)
+def test_rows_are_unpacked(native: NativeOps, storage: WeightFormat) -> None:
+    weight = torch.randn(37, 11).to(storage.element)
+    packed = ops.PackedWeight.pack(weight, None, storage, native.panel_width)
+    ids = torch.tensor([[36, 0, 5], [5, 16, 15]])
+    assert torch.equal(native.unpack_rows(packed, ids), weight[ids])
+    assert torch.equal(reference.unpack_rows(packed, ids), weight[ids])
+    assert native.unpack_rows(packed, ids[:0]).shape == (0, 3, 11)
+    with pytest.raises(IndexError):
+        native.unpack_rows(packed, torch.tensor([37]))
+
+
 def test_packing_and_unpacking() -> None:
     weight = torch.randn(37, 11)
-    exact = ops.PackedWeight.pack(weight, None, torch.float32, 16)
+    exact = ops.PackedWeight.pack(weight, None, WeightFormat.FP32, 16)
     assert torch.equal(exact.unpacked(), weight)
-    small = ops.PackedWeight.pack(weight, None, torch.int8, 16)
+    small = ops.PackedWeight.pack(weight, None, WeightFormat.INT8, 16)
     half_a_step = weight.abs().amax(1, keepdim=True) / 127 / 2
-    assert bool(((small.unpacked() - weight).abs() <= half_a_step * 1.001).all())
-    zeros = ops.PackedWeight.pack(torch.zeros(3, 4), None, torch.int8, 16)
+    # And what the rounded scale cuts off.
+    assert bool(((small.unpacked() - weight).abs() <= half_a_step * 1.5).all())
+    zeros = ops.PackedWeight.pack(torch.zeros(3, 4), None, WeightFormat.INT8, 16)
     assert torch.equal(zeros.unpacked(), torch.zeros(3, 4))
 
 
@@ -220,7 +309,7 @@ def test_what_the_library_does_not_take_is_computed_by_the_reference(
 
 
 def test_half_precision_activations(native: NativeOps) -> None:
-    packed = ops.PackedWeight.pack(torch.randn(20, 8), None, torch.int8, native.panel_width)
+    packed = ops.PackedWeight.pack(torch.randn(20, 8), None, WeightFormat.INT8, native.panel_width)
     x = torch.randn(3, 8).half()
     expected = reference.packed_linear(x, packed)
     torch.testing.assert_close(native.packed_linear(x, packed), expected)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from baton.api.errors import ModelLoadError
 from models import load_model
 from models.loading.quantized_weights import STORAGES, read_quantized
+from models.loading.stored_weights import open_safetensors
 from models.quantization import QuantizationConfig
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
@@ -101,9 +103,10 @@ def read_one(folder: Path, parts: Parts, config: QuantizationConfig) -> Tensor:
     """A layer through a file."""
     path = folder / "one.safetensors"
     save_file({f"layer.{name}": part.contiguous() for name, part in parts.items()}, path)
-    [(_, name, weight)] = read_quantized([path], config)
-    assert name == "layer.weight"
-    return weight
+    with ExitStack() as files:
+        [stored] = read_quantized(open_safetensors([path], files), config)
+        assert stored.name == "layer.weight"
+        return stored.read()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -33,6 +33,26 @@ class LinearCall(Structure):
         *_fields(c_int64, "x_type w_type out_type num_threads gated"),
         *_fields(c_int64, "num_rows num_columns depth x_stride"),
         *_fields(c_void_p, "x w scales bias out"),
+        *_fields(c_int64, "group scales_type"),
+        *_fields(c_void_p, "group_scales"),
+    )
+
+
+class PackCall(Structure):
+    """``pack_call`` in pack.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "in_type w_type num_threads first_row num_rows depth in_stride"),
+        *_fields(c_void_p, "rows panels scales group_scales"),
+    )
+
+
+class UnpackCall(Structure):
+    """``unpack_call`` in pack.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_rows depth"),
+        *_fields(c_void_p, "panels ids out"),
     )
 
 
@@ -93,6 +113,8 @@ _SIGNATURES = {
     "baton_huge_pages": (None, [c_void_p, c_int64]),
     "baton_run_tape": (c_int, [c_int64, POINTER(TapeEntry)]),
     "baton_linear": (c_int, [POINTER(LinearCall)]),
+    "baton_pack_rows": (c_int, [POINTER(PackCall)]),
+    "baton_unpack_rows": (c_int, [POINTER(UnpackCall)]),
     "baton_rms_norm": (c_int, [POINTER(NormCall)]),
     "baton_silu_mul": (c_int, [POINTER(SiluCall)]),
     "baton_norm_rotary_store": (c_int, [POINTER(StoreCall)]),

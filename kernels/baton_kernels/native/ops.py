@@ -19,16 +19,25 @@ from baton_kernels.native.library import (
     AttentionCall,
     LinearCall,
     NormCall,
+    PackCall,
     SiluCall,
     StoreCall,
+    UnpackCall,
     load_library,
 )
 from baton_kernels.native.tape import Recorder, Tape, record
-from baton_kernels.packed import PackedWeight
+from baton_kernels.packed import PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
 
 # As in vectors.h.
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3}
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
+_FORMATS = {
+    WeightFormat.FP32: 0,
+    WeightFormat.BF16: 1,
+    WeightFormat.INT8_WEIGHT_ONLY: 2,
+    WeightFormat.INT8: 5,
+    WeightFormat.INT4: 6,
+}
 
 
 class NativeOps:
@@ -128,6 +137,41 @@ class NativeOps:
         self._run(self._library.baton_norm_rotary_store, call, *tensors)
         return out
 
+    def pack_rows(self, weight: PackedWeight, first_row: int, rows: Tensor) -> None:
+        """See the reference."""
+        fits = rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and rows.stride(1) == 1
+        fits = fits and weight.has_own_groups and weight.width == self.panel_width
+        if not fits:
+            reference.pack_rows(weight, first_row, rows)
+            return
+        assert rows.shape[1] == weight.in_features
+        assert 0 <= first_row <= first_row + len(rows) <= weight.out_features
+        scales, groups = weight.scales, weight.group_scales
+        call = PackCall(
+            *(_CODES[rows.dtype], _FORMATS[weight.format], torch.get_num_threads()),
+            *(first_row, len(rows), weight.in_features, rows.stride(0)),
+            *(rows.data_ptr(), weight.panels.data_ptr()),
+            None if scales is None else scales.data_ptr(),
+            None if groups is None else groups.data_ptr(),
+        )
+        self._run(self._library.baton_pack_rows, call, rows, weight.panels, scales, groups)
+
+    def unpack_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        """See the reference."""
+        if weight.width != self.panel_width or ids.dtype != torch.int64:
+            return reference.unpack_rows(weight, ids)
+        assert weight.format.is_exact
+        ids = ids.contiguous()
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
+            raise IndexError(f"a row that is not one of {weight.out_features}")
+        out = torch.empty(*ids.shape, weight.in_features, dtype=weight.panels.dtype)
+        call = UnpackCall(
+            *(_CODES[out.dtype], torch.get_num_threads(), ids.numel(), weight.in_features),
+            *(weight.panels.data_ptr(), ids.data_ptr(), out.data_ptr()),
+        )
+        self._run(self._library.baton_unpack_rows, call, weight.panels, ids, out)
+        return out
+
     def packed_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """See the reference."""
         if x.dtype not in (torch.float32, torch.bfloat16):
@@ -147,19 +191,22 @@ class NativeOps:
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         num_rows, in_features = rows.shape
-        assert in_features == weight.panels.shape[1]
+        assert in_features == weight.in_features
         out = rows.new_empty(num_rows, num_columns)
         if num_rows:
             code, scales, bias = _CODES[x.dtype], weight.scales, weight.bias
+            groups = weight.group_scales
             call = LinearCall(
-                *(code, _CODES[weight.panels.dtype], code, torch.get_num_threads(), gated),
+                *(code, _FORMATS[weight.format], code, torch.get_num_threads(), gated),
                 *(num_rows, num_columns, in_features, rows.stride(0)),
                 *(rows.data_ptr(), weight.panels.data_ptr()),
                 None if scales is None else scales.data_ptr(),
                 None if bias is None else bias.data_ptr(),
                 out.data_ptr(),
+                weight.group_size,
+                *(0, None) if groups is None else (_CODES[groups.dtype], groups.data_ptr()),
             )
-            tensors = (rows, weight.panels, scales, bias, out)
+            tensors = (rows, weight.panels, scales, groups, bias, out)
             self._run(self._library.baton_linear, call, *tensors)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 

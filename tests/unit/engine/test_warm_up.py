@@ -83,7 +83,7 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
         "load_model": lambda *_, **__: model,
         "choose_device": lambda name: gpu,
         "choose_attention_backend": lambda *_, **__: ("reference", "of this test"),
-        "fit_to_device": lambda *_: None,
+        "choose_packer": lambda *_: None,
         "allocate_kv_cache": lambda spec, num_blocks, device: allocate_kv_cache(
             spec, num_blocks, CPU
         ),

@@ -1,0 +1,131 @@
+"""How long a model takes to load on a CPU, and how far memory grows above what it keeps.
+
+A checkpoint of Qwen3-0.6B's shape with random weights, in bfloat16; a fresh process per run, its
+files in the page cache. In turns with another checkout, if one is given:
+
+    python benchmarks/model_load.py --other ../before
+
+Refuses to know: how models are loaded; it runs engines of checkouts older than itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "model_load" / "qwen3-0.6b"
+FORMATS = ("auto", "fp32", "bf16", "int8-weight-only", "int8", "int4")
+KV_CACHE_BYTES = 256 * 2**20
+MIB = 2**20
+LARGEST_SECONDS = 1.5
+LARGEST_SHARE = 1.15  # of weights and KV cache
+
+
+def make_checkpoint() -> None:
+    """Write the checkpoint, once."""
+    if (FOLDER / "model.safetensors").exists():
+        return
+    import torch
+    from safetensors.torch import save_file
+
+    from gpu_models import SHAPES
+    from models.config import ModelConfig
+    from models.loading.loader import checkpoint_shapes
+    from models.registry import MODELS
+
+    torch.manual_seed(0)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "config.json").write_text(json.dumps(SHAPES["0.6B"]), encoding="utf-8")
+    config = ModelConfig.from_folder(FOLDER)
+    with torch.device("meta"):
+        model = MODELS.load(config.architecture)(config)
+    weights = {
+        name: (torch.randn(shape) * 0.02).bfloat16()
+        for name, shape in checkpoint_shapes(model).items()
+    }
+    save_file(weights, FOLDER / "model.safetensors")
+
+
+def load_once(weights: str) -> dict[str, float]:
+    """Load in this process; the libraries are imported and built before."""
+    from baton.engine_config import EngineConfig
+    from baton_kernels.dispatch import native_ops
+    from engine.worker.host_memory import peak_growth
+    from engine.worker.worker import Worker
+
+    native_ops()
+    config = EngineConfig(device="cpu", weights=weights, kv_cache_bytes=KV_CACHE_BYTES)
+    found: list[Any] = []
+    start = time.perf_counter()
+    growth = peak_growth(lambda: found.append(Worker(FOLDER, config)))
+    seconds = time.perf_counter() - start
+    model, cache = found[0].runner._model, found[0].kv_memory.tensor
+    kept = sum(tensor.numel() * tensor.itemsize for tensor in [*model.parameters(), cache])
+    return {"seconds": seconds, "growth_mib": growth / MIB, "kept_mib": kept / MIB}
+
+
+def run(checkout: Path, weights: str) -> dict[str, float] | None:
+    """Load in a fresh process of a checkout; None: it does not know these weights."""
+    paths = (checkout, checkout / "kernels", checkout / "benchmarks")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, __file__, "--weights", weights]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr.strip().rpartition("\n")[2], file=sys.stderr)
+        return None
+    found: dict[str, float] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return found
+
+
+def medians(runs: list[dict[str, float] | None]) -> dict[str, float] | None:
+    """Summarize the runs of one checkout and format."""
+    done = [one for one in runs if one is not None]
+    if not done:
+        return None
+    found = {name: round(statistics.median(one[name] for one in done), 2) for name in done[0]}
+    return {**found, "share": round(found["growth_mib"] / found["kept_mib"], 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--other", type=Path, help="another checkout, in turns with this one")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--weights", help="load once, and print what it took as JSON")
+    options = parser.parse_args()
+    if options.weights:
+        print(json.dumps(load_once(options.weights)))
+        return
+
+    from environment import record_environment, write_results
+
+    make_checkpoint()
+    environment = record_environment()
+    checkouts = {"this": ROOT} | ({"other": options.other.resolve()} if options.other else {})
+    runs: dict[tuple[str, str], list[dict[str, float] | None]] = {}
+    for _ in range(options.repetitions):
+        for weights in FORMATS:
+            for name, checkout in checkouts.items():
+                runs.setdefault((weights, name), []).append(run(checkout, weights))
+    results = {
+        weights: {name: medians(runs[weights, name]) for name in checkouts} for weights in FORMATS
+    }
+    for weights, of_checkout in results.items():
+        print(weights, of_checkout)
+    targets = {"seconds": LARGEST_SECONDS, "share": LARGEST_SHARE}
+    write_results(
+        "model_load",
+        environment,
+        {"kv_cache_mib": KV_CACHE_BYTES / MIB, "targets": targets, "weights": results},
+    )
+
+
+if __name__ == "__main__":
+    main()

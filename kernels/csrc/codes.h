@@ -1,0 +1,281 @@
+/* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] in whole numbers: w is kept as codes of 8 or
+ * 4 bits, x is rounded to 8 bits when it comes, and the CPU adds products of bytes.
+ *
+ * A weight is (code - 2^(bits - 1)) * scale, its scale that of its output or of a group of its
+ * inputs. A row of x is cut into blocks, the largest value of each becomes 127
+ * (symmetric, per row and block: a row's numbers never depend on its company). The sum within a
+ * group is exact; groups and blocks are added in order, in float.
+ * Refuses to know: where x and w come from, threads.
+ */
+#ifndef BATON_CODES_H
+#define BATON_CODES_H
+
+#include "micro.h"
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+/* Inputs that share a scale. With 128, SmolLM2's perplexity is 0.5 % higher, with 64 0.1 %. */
+#define BLOCK 64
+#define SPAN 32   /* codes of 4 bits that the sums of 16 bits hold: 2 * 8 * 15 * 127 < 2^15 */
+
+/* Without an instruction for four products of bytes, AVX2 adds pairs of 16 bits. */
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
+#define ADDS_FOUR 1
+#elif !defined(__AVX512F__) || defined(__AVX512BW__)
+#define ADDS_FOUR 0
+#else
+#define ADDS_FOUR 1
+#endif
+
+/* Rows at a time: two sums each, and what the products need beside them, fill the registers. */
+#if ADDS_FOUR
+#define CODE_ROWS MAX_ROWS
+#else
+#define CODE_ROWS (LANES == 16 ? 10 : 4)
+#endif
+
+typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
+typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
+
+/* A block of a row of x, as `round_block` leaves it: a header, then BLOCK numbers. */
+typedef struct {
+    float scale;
+    int32_t sums[BLOCK / SPAN]; /* of the numbers of each span */
+    int32_t unused[5]; /* the numbers begin where a vector of 32 bytes may */
+} block_header;
+
+/* 8 bits each, or 16 where pairs are multiplied. */
+INLINE int64_t number_size(int bits) { return ADDS_FOUR || bits == 4 ? 1 : 2; }
+INLINE int64_t block_bytes(int bits) { return sizeof(block_header) + BLOCK * number_size(bits); }
+
+/* Pairs of 16 bits take a code's neighbour but one: even and odd bytes come apart most easily. */
+INLINE void round_block(int bits, int type, const void *from, int64_t size, char *to) {
+    float values[BLOCK] __attribute__((aligned(64))) = {0};
+    int32_t numbers[BLOCK] __attribute__((aligned(64)));
+    block_header *header = (void *)to;
+    vec largest = {0}, lost = {0};
+    read_row(type, from, values, size);
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
+        vec x = load(FLOAT32, values, i), absolute = choose(x < 0.0f, -x, x);
+        largest = choose(absolute > largest, absolute, largest);
+        lost += x * 0.0f; /* no number must not become one */
+    }
+    float limit = largest_lane(largest), inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;
+    header->scale = limit * (1.0f / 127) + sum_lanes(lost);
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
+        /* What 1.5 * 2^23 is added to is rounded to the nearest, ties to even. */
+        vec_i32 rounded = (vec_i32)(load(FLOAT32, values, i) * inverse + 12582912.0f) - 0x4b400000;
+        memcpy(numbers + i, &rounded, sizeof rounded);
+    }
+    for (int s = 0; s < BLOCK / SPAN; s++) {
+        int32_t sum = 0;
+        for (int i = 0; i < SPAN; i++) sum += numbers[s * SPAN + i];
+        header->sums[s] = sum;
+    }
+    if (number_size(bits) == 1) {
+        int8_t *x = (int8_t *)(header + 1);
+        for (int i = 0; i < BLOCK; i++) x[i] = (int8_t)numbers[i];
+    } else {
+        int16_t *x = (int16_t *)(header + 1);
+        for (int i = 0; i < BLOCK; i += 4) {
+            x[i] = (int16_t)numbers[i], x[i + 1] = (int16_t)numbers[i + 2];
+            x[i + 2] = (int16_t)numbers[i + 1], x[i + 3] = (int16_t)numbers[i + 3];
+        }
+    }
+}
+
+INLINE codes load_codes(const uint8_t *w) { return *(const codes *)w; }
+INLINE codes low_half(codes w) { return w & 15; }
+INLINE codes high_half(codes w) { return (codes)((pairs)w >> 4) & 15; }
+
+#if ADDS_FOUR
+
+/* sum[i] += the products of 4 codes of lane i with the 4 numbers at x. */
+INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+#if defined(__AVX512VNNI__)
+    return (vec_i32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__)
+    return (vec_i32)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(four));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (vec_i32)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)vdupq_n_s32(four));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    /* Signed codes only: 128 less each, which the sum of x gives back. */
+    int8x16_t numbers = (int8x16_t)vdupq_n_s32(four);
+    int32x4_t shift = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), numbers);
+    int32x4_t products = vdotq_s32((int32x4_t)sum, (int8x16_t)(w ^ 128), numbers);
+    return (vec_i32)vaddq_s32(products, vshlq_n_s32(shift, 1));
+#else
+    for (int j = 0; j < 4; j++) {
+        vec_i32 code = (vec_i32)((vec_u32)w >> (8 * j)) & 255;
+        sum += code * (int32_t)(int8_t)(four >> (8 * j));
+    }
+    return sum;
+#endif
+}
+
+/* sum[rows] += a span of codes times as much of x; `steps` vectors of codes per half panel. */
+INLINE void add_span(int rows, int bits, const uint8_t *w, const char *x, int64_t steps,
+                     vec_i32 sum[][2], fetch f) {
+    for (int64_t s = 0; s < steps; s++) {
+        const uint8_t *here = w + s * PANEL * 4;
+        codes first = load_codes(here), second = load_codes(here + LANES * 4);
+        __builtin_prefetch(f.from + s * f.step, 0, 2);
+        if (f.step > 64) __builtin_prefetch(f.from + s * f.step + 64, 0, 2);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            const char *numbers = x + r * block_bytes(bits) + s * (32 / bits);
+            if (bits == 8) {
+                sum[r][0] = dot4(sum[r][0], first, numbers);
+                sum[r][1] = dot4(sum[r][1], second, numbers);
+            } else {
+                sum[r][0] = dot4(sum[r][0], low_half(first), numbers);
+                sum[r][1] = dot4(sum[r][1], low_half(second), numbers);
+                sum[r][0] = dot4(sum[r][0], high_half(first), numbers + 4);
+                sum[r][1] = dot4(sum[r][1], high_half(second), numbers + 4);
+            }
+        }
+    }
+}
+
+#else
+
+#if LANES == 16
+#define madd_pairs(w, x) ((vec_i32)_mm512_madd_epi16((__m512i)(w), (__m512i)(x)))
+#define madd_bytes(w, x) ((pairs)_mm512_maddubs_epi16((__m512i)(w), (__m512i)(x)))
+#else
+#define madd_pairs(w, x) ((vec_i32)_mm256_madd_epi16((__m256i)(w), (__m256i)(x)))
+#define madd_bytes(w, x) ((pairs)_mm256_maddubs_epi16((__m256i)(w), (__m256i)(x)))
+#endif
+
+/* The 4 bytes at x in every lane. */
+INLINE vec_i32 spread(const char *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    return four - (vec_i32){0};
+}
+
+/* sum[rows] += a span of codes times as much of x; `steps` vectors of codes per half panel. */
+INLINE void add_span(int rows, int bits, const uint8_t *w, const char *x, int64_t steps,
+                     vec_i32 sum[][2], fetch f) {
+    pairs small[CODE_ROWS][2];
+    if (bits == 4)
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) small[r][0] = small[r][1] = (pairs){0};
+    for (int64_t s = 0; s < steps; s++) {
+        const uint8_t *here = w + s * PANEL * 4;
+        codes first = load_codes(here), second = load_codes(here + LANES * 4);
+        __builtin_prefetch(f.from + s * f.step, 0, 2);
+        if (f.step > 64) __builtin_prefetch(f.from + s * f.step + 64, 0, 2);
+        if (bits == 8) {
+            pairs even0 = (pairs)first & 255, odd0 = (pairs)first >> 8;
+            pairs even1 = (pairs)second & 255, odd1 = (pairs)second >> 8;
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                const char *numbers = x + r * block_bytes(8) + s * 8;
+                vec_i32 even = spread(numbers), odd = spread(numbers + 4);
+                sum[r][0] += madd_pairs(even0, even);
+                sum[r][1] += madd_pairs(even1, even);
+                sum[r][0] += madd_pairs(odd0, odd);
+                sum[r][1] += madd_pairs(odd1, odd);
+            }
+        } else {
+            codes low0 = low_half(first), high0 = high_half(first);
+            codes low1 = low_half(second), high1 = high_half(second);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                const char *numbers = x + r * block_bytes(4) + s * 8;
+                vec_i32 low = spread(numbers), high = spread(numbers + 4);
+                small[r][0] += madd_bytes(low0, low);
+                small[r][1] += madd_bytes(low1, low);
+                small[r][0] += madd_bytes(high0, high);
+                small[r][1] += madd_bytes(high1, high);
+            }
+        }
+    }
+    if (bits == 4) {
+        pairs ones = (pairs){0} + 1;
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            sum[r][0] += madd_pairs(small[r][0], ones);
+            sum[r][1] += madd_pairs(small[r][1], ones);
+        }
+    }
+}
+
+#endif
+
+INLINE vec to_float(vec_i32 x) { return __builtin_convertvector(x, vec); }
+
+/* x: the rows' blocks, one after the other; size: of the block, a multiple of 8; w: its codes;
+ * group: weights with one scale, SPAN or a multiple of BLOCK; scales: [group of the block][PANEL],
+ * NULL where an output has one scale, which is left to do. */
+INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, int64_t size,
+                       int64_t group, const float *scales, float *tile, fetch f) {
+    const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */
+    vec total[CODE_ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = (vec){0};
+    for (int64_t begin = 0; begin < size; begin += group) {
+        vec_i32 sum[CODE_ROWS][2];
+        int64_t end = min64(begin + group, size);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            const block_header *header = (const void *)(x + r * block_bytes(bits));
+            int32_t known = 0;
+            for (int64_t s = begin / SPAN; s * SPAN < end; s++) known -= header->sums[s];
+            sum[r][0] = sum[r][1] = (known << (bits - 1)) - (vec_i32){0};
+        }
+        for (int64_t k = begin; k < end; k += SPAN) {
+            int64_t done = k / step_codes;
+            fetch here = {f.from + done * f.step, f.step};
+            add_span(rows, bits, w + done * PANEL * 4,
+                     x + sizeof(block_header) + k * number_size(bits),
+                     min64(SPAN, end - k) / step_codes, sum, here);
+        }
+        vec first = splat(1), second = splat(1);
+        if (scales) {
+            first = load(FLOAT32, scales, begin / group * PANEL);
+            second = load(FLOAT32, scales, begin / group * PANEL + LANES);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            total[r][0] += to_float(sum[r][0]) * first;
+            total[r][1] += to_float(sum[r][1]) * second;
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        const block_header *header = (const void *)(x + r * block_bytes(bits));
+        vec scale = splat(header->scale);
+        store(tile + r * PANEL, load(FLOAT32, tile, r * PANEL) + total[r][0] * scale);
+        store(tile + r * PANEL + LANES, load(FLOAT32, tile, r * PANEL + LANES) + total[r][1] * scale);
+    }
+}
+
+#define CODES_CASE(n) \
+    case n: \
+        if (n <= CODE_ROWS) codes_rows(n, bits, w, x, size, group, scales, tile, f); \
+        break;
+
+INLINE void micro_codes(int rows, int bits, const uint8_t *w, const char *x, int64_t size,
+                        int64_t group, const float *scales, float *tile, fetch f) {
+    switch (rows) {
+        CODES_CASE(1)
+        CODES_CASE(2)
+        CODES_CASE(3)
+        CODES_CASE(4)
+        CODES_CASE(5)
+        CODES_CASE(6)
+        CODES_CASE(7)
+        CODES_CASE(8)
+        CODES_CASE(9)
+        CODES_CASE(10)
+        CODES_CASE(11)
+        CODES_CASE(12)
+    }
+}
+
+#endif

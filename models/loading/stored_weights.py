@@ -1,0 +1,136 @@
+"""Tensors of a checkpoint, each read when it is wanted; those of safetensors where the file lies.
+
+A safetensors file is mapped: a tensor of it is the file's own pages, which are let go once they
+have been used, so that memory never holds a weight twice. Refuses to know: modules, formats of
+quantized weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.api.errors import ModelLoadError
+from baton_kernels import GroupedIntegers
+
+_PIECE_BYTES = 16 * 2**20  # of a tensor, whose pages are in memory together
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, not read yet.
+
+    Attributes:
+        path: of its file.
+        name: in Hugging Face layout.
+        read: reads it as numbers; raises ModelLoadError.
+        is_mapped: whether what is read are pages of the file.
+        read_integers: reads it as it is kept; None, or returns None: not in groups of integers
+            that kernels multiply. Raises ModelLoadError.
+    """
+
+    path: Path
+    name: str
+    read: Callable[[], Tensor]
+    is_mapped: bool = False
+    read_integers: Callable[[], GroupedIntegers | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightPart:
+    """Some rows of a layer's weight, or all of them.
+
+    Attributes:
+        first_row: of the weight.
+        content: ``[n, ...]``.
+        is_mapped: whether it is pages of a file.
+    """
+
+    first_row: int
+    content: Tensor | GroupedIntegers
+    is_mapped: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the rows."""
+        return (self.content if isinstance(self.content, Tensor) else self.content.numbers).shape
+
+    @property
+    def tensor(self) -> Tensor:
+        """The rows as numbers."""
+        return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield rows with the number of the first, and let go of their pages afterwards."""
+        tensor = self.tensor
+        row_bytes = tensor[:1].numel() * tensor.itemsize
+        num_rows = max(_PIECE_BYTES // max(row_bytes, 1), 1)
+        first_row = self.first_row
+        for rows in torch.split(tensor, num_rows):
+            yield first_row, rows
+            first_row += len(rows)
+            if self.is_mapped:
+                _release_pages(rows)
+
+
+def open_safetensors(paths: Iterable[Path], files: ExitStack) -> dict[str, StoredTensor]:
+    """Map the files, until ``files`` is closed; return their tensors by name.
+
+    Raises:
+        ModelLoadError: a file is broken, or a tensor is in two of them.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for path in paths:
+        try:
+            file: Any = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+        for name in file.keys():  # noqa: SIM118 (the file object is no dict)
+            if name in tensors:
+                raise ModelLoadError(f"{path}: {name}: also in {tensors[name].path.name}")
+            read = functools.partial(_read_tensor, path, file, name)
+            tensors[name] = StoredTensor(path, name, read, is_mapped=True)
+    return tensors
+
+
+def _read_tensor(path: Path, file: Any, name: str) -> Tensor:
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+    return tensor
+
+
+def _unreadable(path: Path, error: Exception) -> ModelLoadError:
+    return ModelLoadError(f"{path}: not a readable safetensors file: {error}")
+
+
+def _release_pages(tensor: Tensor) -> None:
+    """Let go of the whole pages under a tensor, which nobody reads any more."""
+    madvise = _madvise()
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = tensor.data_ptr() + tensor.numel() * tensor.itemsize
+    size = (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if madvise is not None and size > 0 and tensor.is_contiguous():
+        madvise(begin, size, mmap.MADV_DONTNEED)  # a wish: what fails costs memory, no more
+
+
+@functools.cache
+def _madvise() -> Any:
+    """Return the C library's function; None where pages are not let go by it."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return None
+    function = getattr(ctypes.CDLL(None), "madvise", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
