@@ -9,12 +9,13 @@ COVERAGE_TOOLS := 'coverage>=7.10'
 TESTS ?= tests/unit
 LARGE ?= large
 EXAMPLES ?= 10000
+REQUESTS ?= 2000
 SECONDS ?= 120
 STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_system.py)
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-large test-clients test-all fuzz property-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model clean
+.PHONY: help setup lock demo unit test test-large test-clients test-all fuzz property-long company-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -66,6 +67,9 @@ property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, 
 		pids="$$pids $$!"; \
 	done; \
 	for pid in $$pids; do wait $$pid || failed=1; done; test -z "$$failed"
+
+company-long: setup ## REQUESTS (2000) alone and in company, bit for bit: cut, preempted, retried, in each dtype (takes long)
+	BATON_REQUESTS=$(REQUESTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout 0 --durations 5 $(wildcard tests/*/test_*_in_any_company.py)
 
 # atheris has wheels for few platforms, and is needed for nothing else: a folder of its own.
 fuzz: setup .venv-fuzz/.ready ## SECONDS (120) of coverage-guided fuzzing of each target; then EXAMPLES of bodies over HTTP

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.api.errors import BatonError
-from baton.api.outputs import FinishReason
+from baton.api.outputs import FinishReason, TokenLogprobs
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 
@@ -21,6 +21,7 @@ class Client:
     Attributes:
         expected: all tokens, and why they end.
         may_read: cleared while the client is slow.
+        logprobs: of its tokens, as far as they came.
         left: it ended the call itself.
         num_cached_tokens: of its prompt, as its receipt says.
         num_attempts: likewise.
@@ -30,6 +31,7 @@ class Client:
     expected: tuple[tuple[int, ...], FinishReason]
     may_read: asyncio.Event = field(default_factory=asyncio.Event)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: BatonError | None = None
     left: bool = False
@@ -46,6 +48,7 @@ class Client:
                     assert item.request_id == self.call.request_id
                     assert item.output_index == len(self.token_ids), "a gap or a repeat"
                     self.token_ids += item.token_ids
+                    self.logprobs += item.logprobs
                     self.finish_reason = item.finish_reason
                     found, (expected, _) = tuple(self.token_ids), self.expected
                     assert found == expected[: len(found)], f"{found} of {expected}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ class Setup:
         index_is_small: the router has no room for all that nodes tell of their prefix caches.
         num_drafts: most drafts of a request in a step; every third one is wrong.
         contents: that are known, of blocks by their names.
+        engine_options: of every node's engine, over those of `System`.
     """
 
     folder: Path
@@ -47,3 +49,4 @@ class Setup:
     index_is_small: bool
     num_drafts: int
     contents: Mapping[BlockHash, torch.Tensor]
+    engine_options: Mapping[str, Any] = field(default_factory=dict)

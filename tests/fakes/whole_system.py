@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
+from typing import Any
 
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
@@ -148,15 +149,16 @@ class System:
         node: PrefillNode | DecodeNode
         process = NodeProcess(name, self.clock, self.loop, self.pool)
         engine_id = f"{name}-{len(self.by_id)}"
-        config = EngineConfig(
-            block_size=BLOCK_SIZE,
-            num_blocks=setup.num_blocks * setup.num_groups,
-            max_num_requests=4,
-            max_num_batched_tokens=12,
-            long_prefill_token_threshold=5,
-            async_scheduling=setup.async_scheduling,
-            preemption="recompute" if is_prefill else setup.preemption,
-        )
+        options: dict[str, Any] = {
+            "block_size": BLOCK_SIZE,
+            "num_blocks": setup.num_blocks * setup.num_groups,
+            "max_num_requests": 4,
+            "max_num_batched_tokens": 12,
+            "long_prefill_token_threshold": 5,
+            "async_scheduling": setup.async_scheduling,
+            "preemption": "recompute" if is_prefill else setup.preemption,
+        }
+        config = EngineConfig(**(options | dict(setup.engine_options)))
         where = (self.network, process.emit, self.clock)
         digests = setup.kv_digests
         if is_prefill:

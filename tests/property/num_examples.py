@@ -1,4 +1,4 @@
-"""How many examples a property is tried on: few in `make test`, many in `make property-long`."""
+"""How much a test draws: little in `make test`, much in the `-long` targets of the Makefile."""
 
 from __future__ import annotations
 
@@ -8,3 +8,8 @@ import os
 def num_examples(usual: int) -> int:
     """``usual``, unless the environment variable BATON_EXAMPLES says how many."""
     return int(os.environ.get("BATON_EXAMPLES") or usual)
+
+
+def num_requests(usual: int) -> int:
+    """``usual``, unless the environment variable BATON_REQUESTS says how many."""
+    return int(os.environ.get("BATON_REQUESTS") or usual)

@@ -116,6 +116,26 @@ def test_nodes_with_other_caches_are_not_paired(folder: Path) -> None:
     assert len({memory.manifest.layout for memory in memories}) == 2
 
 
+def test_nodes_with_other_scales_are_not_paired(tmp_path: Path) -> None:
+    """The same bytes would mean other keys and values, whatever else is equal."""
+    folders = [tmp_path / name for name in ("plain", "scaled")]
+    for folder in folders:
+        save(make_hugging_face_model(ARCHITECTURE), folder)
+    weights = load_file(folders[1] / "model.safetensors")
+    weights["model.layers.1.self_attn.v_scale"] = torch.tensor(0.5)
+    save_file(weights, folders[1] / "model.safetensors")
+    plain = registered(folders[0], "fp8", NodeRole.PREFILL)
+    scaled = registered(folders[1], "fp8", NodeRole.DECODE)
+    found = {name: scaled.compatibility[name] for name in plain.compatibility}
+    found.pop("weights", None)  # of two checkpoints they differ, too
+    differing = {name for name, value in found.items() if value != plain.compatibility[name]}
+    assert differing == {"kv_layout"}
+    assert incompatibility(plain, scaled)
+    # Where no byte is multiplied with them they are nothing to a pair.
+    layouts = {registered(f, "auto", NodeRole.DECODE).compatibility["kv_layout"] for f in folders}
+    assert len(layouts) == 1
+
+
 def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match=r"^kv_cache_dtype: must be one of auto, fp8, got 'int4'"):
         EngineConfig(kv_cache_dtype="int4")

@@ -1,0 +1,64 @@
+"""A row's bits do not depend on how many come along: ops on rows in C, 1 to 70 at a time.
+
+Refuses to know: attention (``test_rows_in_any_company.py``), how weights are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_kernels import dispatch
+from baton_kernels.packed import PackedWeight, WeightFormat
+
+MOST_ROWS = 70
+DTYPES = [torch.float32, torch.bfloat16]
+
+pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(op: Callable[[Tensor], Tensor], rows: Tensor) -> None:
+    """Compare each row alone with itself among the first n, and among the last n."""
+    alone = torch.stack([op(row[None].contiguous())[0] for row in rows])
+    for num_rows in range(2, len(rows) + 1):
+        assert torch.equal(op(rows[:num_rows]), alone[:num_rows]), f"the first {num_rows}"
+        assert torch.equal(op(rows[-num_rows:]), alone[-num_rows:]), f"the last {num_rows}"
+
+
+@pytest.mark.parametrize("format_", WeightFormat)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features"), [(40, 96), (150, 700)])
+def test_linear(
+    format_: WeightFormat, dtype: torch.dtype, out_features: int, in_features: int
+) -> None:
+    native = dispatch.native_ops()
+    assert native is not None
+    rows = torch.randn(MOST_ROWS, in_features).to(dtype)
+    width = native.panel_width
+    weight = torch.randn(out_features, in_features)
+    packed = PackedWeight.pack(weight, torch.randn(out_features), format_, width)
+    check(lambda x: native.packed_linear(x, packed), rows)
+    gated = PackedWeight.pack(weight[: out_features // width * width], None, format_, width)
+    if len(weight) // width % 2 == 0:
+        check(lambda x: native.packed_gated_linear(x, gated), rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_the_gated_middle(dtype: torch.dtype) -> None:
+    native = dispatch.native_ops()
+    assert native is not None
+    rows, weight = torch.randn(MOST_ROWS, 152).to(dtype), torch.rand(152).to(dtype)
+    check(lambda x: native.rms_norm(x, weight, 1e-6), rows)
+    check(native.silu_mul, rows)
+    check(lambda x: native.add_rms_norm(x, x * 2, weight, 1e-6)[0], rows)
