@@ -12,7 +12,7 @@ from baton.options import check_limits, option, parse_bytes
 PREEMPTION = ("recompute", "hand-back")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
-WEIGHTS = ("auto", "fp32", "bf16", "int8-weight-only", "int8", "int4")
+WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # more would only make one step take for ever

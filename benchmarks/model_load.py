@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "model_load" / "qwen3-0.6b"
-FORMATS = ("auto", "fp32", "bf16", "int8-weight-only", "int8", "int4")
+FORMATS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
 KV_CACHE_BYTES = 256 * 2**20
 MIB = 2**20
 LARGEST_SECONDS = 1.5

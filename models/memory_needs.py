@@ -20,12 +20,13 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FORMATS = {
     "fp32": (4.0, 0.0, 1),
     "bf16": (2.0, 0.0, 1),
+    "fp16": (2.0, 0.0, 1),
     "int8-weight-only": (1.0, 4.0, 0),
     "int8": (1.0, 2.0, 128),
     "int4": (0.5, 2.0, 32),
 }
 _HEADS_FORMATS = {"int4": "int8"}  # others keep the head as they keep the layers
-_KEPT_AS_THEY_ARE = {"float32": "fp32", "bfloat16": "bf16"}  # and others are no format
+_OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _KEPT_INTEGERS = ("Q8_0", "Q4_0")
 _EMBEDDING = "token_embd.weight"
 # A matrix: outputs, inputs.
@@ -108,7 +109,7 @@ def _gguf_bytes(config: ModelConfig, file: GgufFile, dtype: str) -> int:
         if name == _EMBEDDING and not config.tie_word_embeddings:
             total += tensor.num_bytes if kind == "BF16" else wide
             continue
-        total += tensor.num_bytes if kind in (*_KEPT_INTEGERS, "BF16") else wide
+        total += tensor.num_bytes if kind in (*_KEPT_INTEGERS, "BF16", "F16") else wide
         if name == _EMBEDDING and kind in _KEPT_INTEGERS:
             total += wide  # beside the head
     return total
@@ -137,15 +138,13 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool)
         return weights
     if not native_kernels:
         return dtype
-    if dtype == "float32" and config.dtype == "bfloat16":
-        return "bf16"
-    return _KEPT_AS_THEY_ARE.get(dtype, dtype)
+    return _OF_DTYPES[config.dtype if dtype == "float32" else dtype]
 
 
 def _holds_embedding(config: ModelConfig, head_format: str, dtype: str) -> bool:
     """Say whether a tied embedding is read out of the head."""
-    if head_format == "bf16":
-        return "bfloat16" in (config.dtype, dtype)
+    if head_format in ("bf16", "fp16"):
+        return head_format == _format(config, "auto", dtype, native_kernels=True)
     return head_format == "fp32" or head_format in _DTYPE_BYTES
 
 

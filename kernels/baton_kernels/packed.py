@@ -25,6 +25,7 @@ class WeightFormat(Enum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
     # 8 bits, one scale per output; inputs stay what they are.
     INT8_WEIGHT_ONLY = "int8-weight-only"
     # Codes of 8 bits, a bfloat16 scale for every 128 inputs; inputs are rounded to 8 bits too.
@@ -40,7 +41,7 @@ class WeightFormat(Enum):
     @property
     def is_exact(self) -> bool:
         """Whether weights are kept as numbers, which rows can be read out of."""
-        return self in (WeightFormat.FP32, WeightFormat.BF16)
+        return self in (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.FP16)
 
     @property
     def element(self) -> torch.dtype:
@@ -50,12 +51,14 @@ class WeightFormat(Enum):
     @classmethod
     def of(cls, dtype: torch.dtype) -> WeightFormat | None:
         """Return the format that keeps numbers of ``dtype`` as they are, if there is one."""
-        return {torch.float32: cls.FP32, torch.bfloat16: cls.BF16}.get(dtype)
+        formats = {torch.float32: cls.FP32, torch.bfloat16: cls.BF16, torch.float16: cls.FP16}
+        return formats.get(dtype)
 
 
 _ELEMENTS = {
     WeightFormat.FP32: torch.float32,
     WeightFormat.BF16: torch.bfloat16,
+    WeightFormat.FP16: torch.float16,
     WeightFormat.INT8_WEIGHT_ONLY: torch.int8,
 }
 _GROUP_SIZES = {WeightFormat.INT8: 128, WeightFormat.INT4: 32}

@@ -7,6 +7,7 @@
 #define GROUP 4 /* heads that read a key together */
 #define WIDTH 4 /* vectors of a value that are summed in registers */
 #define KEYS 64 /* whose values are read head after head while they stay in L1; divides TILE */
+#define AHEAD (TILE + KEYS) /* while one key is used, the one KEYS later is fetched */
 
 typedef struct {
     float *query; /* [group, padded], scaled */
@@ -16,28 +17,55 @@ typedef struct {
     int64_t group, padded; /* head_dim rounded up to whole vectors */
 } decode_state;
 
-/* Scores of `blocks` x LANES keys at `rows`: each block of the keys is turned, so that lanes are
- * keys and a score runs over head_dim in order. `fetch` is what is read next. */
+/* sum[h][b] += query element j of head h times LANES keys' element j. */
+INLINE void add_element(const decode_state *d, int heads, const float *query, int64_t j, vec key,
+                        int b, vec (*sum)[4]) {
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++)
+        sum[h][b] = multiply_add(splat(query[h * d->padded + j]), key, sum[h][b]);
+}
+
+/* The elements [j, j + returned) of LANES keys at `rows`: lanes are keys, and a score runs over
+ * head_dim in order. */
+INLINE int64_t score_elements(int type, const decode_state *d, int heads, const float *query,
+                              const void *const *rows, int64_t j, int b, vec (*sum)[4]) {
+    vec key[LANES];
+    if (type == BFLOAT16 && j + 2 * LANES <= d->padded) {
+        /* Turned two by two; each half becomes a float where it is. */
+        load_columns(rows, j * 2, key);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            add_element(d, heads, query, j + 2 * i, (vec)((vec_u32)key[i] << 16), b, sum);
+            add_element(d, heads, query, j + 2 * i + 1, (vec)((vec_u32)key[i] & 0xffff0000u), b, sum);
+        }
+        return 2 * LANES;
+    }
+    if (type == FLOAT32) {
+        load_columns(rows, j * 4, key);
+    } else {
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) key[i] = load(type, rows[i], j);
+        transpose(key);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) add_element(d, heads, query, j + i, key[i], b, sum);
+    return LANES;
+}
+
+/* Scores of `blocks` x LANES keys at `rows`; `fetch`, unless NULL, is what is read next, and is
+ * fetched row after row. */
 INLINE void score_block(int type, const decode_state *d, int heads, int blocks, const float *query,
                         const void *const *rows, const void *const *fetch, float *scores) {
-    int64_t line = 64 / size_of(type);
+    int64_t line = 64 / size_of(type), row = 0, column = 0, num = 0;
     vec sum[GROUP][4] = {{{0}}};
-    for (int64_t j = 0; j < d->padded; j += LANES)
+    for (int64_t j = 0; j < d->padded; j += num)
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
-            vec key[LANES];
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) key[i] = load(type, rows[b * LANES + i], j);
-            if (fetch && j % line == 0)
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++)
-                    __builtin_prefetch(at(type, fetch[b * LANES + i], j), 0, 2);
-            transpose(key);
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
-#pragma GCC unroll 4
-                for (int h = 0; h < heads; h++)
-                    sum[h][b] = multiply_add(splat(query[h * d->padded + j + i]), key[i], sum[h][b]);
+            num = score_elements(type, d, heads, query, rows + b * LANES, j, b, sum);
+            for (int64_t n = 0; fetch && n < num * LANES; n += line) {
+                __builtin_prefetch(at(type, fetch[row], column), 0, 2);
+                if ((column += line) >= d->padded) column = 0, row++;
+            }
         }
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
@@ -61,12 +89,10 @@ INLINE void score_keys(int type, const decode_state *d, int64_t head, int heads,
 }
 
 /* sums[h] += sum over keys of weights[h][key] * value, key by key, for one head or a pair of heads.
- *
- * This is the `turn`-th of `num_turns` passes over the same values; each fetches a share of the
- * next ones, so that memory is never idle. */
+ * `fetch` is what is read next, unless NULL. */
 INLINE void add_values(int type, const decode_state *d, int heads, float *sums,
                        const float *weights, const void *const *rows, const void *const *fetch,
-                       int64_t num, int64_t turn, int64_t num_turns) {
+                       int64_t num) {
     int64_t j = 0;
     for (; j + WIDTH * LANES <= d->padded; j += WIDTH * LANES) {
         vec sum[2][WIDTH];
@@ -76,8 +102,11 @@ INLINE void add_values(int type, const decode_state *d, int heads, float *sums,
             for (int w = 0; w < WIDTH; w++)
                 sum[h][w] = load(FLOAT32, sums, h * d->padded + j + w * LANES);
         for (int64_t i = 0; i < num; i++) {
-            for (int64_t w = turn; w < WIDTH; w += num_turns)
-                __builtin_prefetch(at(type, fetch[i], j + w * LANES), 0, 2);
+            if (fetch)
+#pragma GCC unroll 4
+                for (int w = 0; w < WIDTH; w++)
+                    if (w * LANES * size_of(type) % 64 == 0) /* one a line */
+                        __builtin_prefetch(at(type, fetch[i], j + w * LANES), 0, 2);
 #pragma GCC unroll 4
             for (int w = 0; w < WIDTH; w++) {
                 vec value = load(type, rows[i], j + w * LANES);
@@ -119,37 +148,56 @@ INLINE void score_all(int type, const decode_state *d, const void *const *rows,
 /* The weighted values of the keys [from, to) at `rows`, for all heads. */
 INLINE void add_all(int type, const decode_state *d, const void *const *rows,
                     const void *const *fetch, int64_t from, int64_t to) {
-    int64_t num_turns = min64(WIDTH, (d->group + 1) / 2);
     for (int64_t h = 0; h < d->group; h += 2) {
         float *sums = d->sums + h * d->padded;
         const float *weights = d->scores + h * TILE + from;
+        const void *const *ahead = h == 0 && fetch ? fetch + from : NULL;
         if (h + 1 < d->group)
-            add_values(type, d, 2, sums, weights, rows + from, fetch + from, to - from, h / 2,
-                       num_turns);
+            add_values(type, d, 2, sums, weights, rows + from, ahead, to - from);
         else
-            add_values(type, d, 1, sums, weights, rows + from, fetch + from, to - from, h / 2,
-                       num_turns);
+            add_values(type, d, 1, sums, weights, rows + from, ahead, to - from);
     }
 }
 
-/* Pointers to keys (first TILE) and values (last TILE) of a tile, whole vectors of them; the
- * piece's first and last row stand for what the piece does not have. */
+/* One copy of these loops for each type that is read: they are called once in KEYS keys, and take
+ * most of the time that this file takes to compile. */
+#define LOOPS_OF(name, type) \
+    static __attribute__((noinline)) void score_##name(const decode_state *d, \
+                                                       const void *const *rows, \
+                                                       const void *const *fetch, int64_t from, \
+                                                       int64_t to) { \
+        score_all(type, d, rows, fetch, from, to); \
+    } \
+    static __attribute__((noinline)) void add_##name(const decode_state *d, \
+                                                     const void *const *rows, \
+                                                     const void *const *fetch, int64_t from, \
+                                                     int64_t to) { \
+        add_all(type, d, rows, fetch, from, to); \
+    }
+
+LOOPS_OF(float32, FLOAT32)
+LOOPS_OF(bfloat16, BFLOAT16)
+LOOPS_OF(float16, FLOAT16)
+
+typedef void loop(const decode_state *, const void *const *, const void *const *, int64_t, int64_t);
+
+/* Pointers to keys (first AHEAD) and values (last AHEAD) of a tile and what is fetched meanwhile;
+ * the piece's first and last row stand for what the piece does not have. */
 static void find_rows(const attention_call *c, const piece *p, int64_t tile, const void **rows) {
     int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
     int64_t token_bytes = c->token_stride * size_of(c->cache_type);
-    int64_t skip = max64(0, p->begin - tile), num = min64(TILE, p->end - tile);
+    int64_t skip = max64(0, p->begin - tile), num = min64(AHEAD, p->end - tile);
     for (int64_t i = skip; i < num;) {
         int64_t stop = min64(num, i + c->block_size - (tile + i) % c->block_size);
         const char *key = cache_row(c, p, tile + i, 0);
         for (; i < stop; i++, key += token_bytes) {
             rows[i] = key;
-            rows[TILE + i] = key + kv_bytes;
+            rows[AHEAD + i] = key + kv_bytes;
         }
     }
-    for (int64_t i = skip / LANES * LANES; i < skip; i++)
-        rows[i] = rows[skip], rows[TILE + i] = rows[TILE + skip];
-    for (int64_t i = num; i % LANES; i++)
-        rows[i] = rows[num - 1], rows[TILE + i] = rows[TILE + num - 1];
+    for (int64_t i = 0; i < skip; i++) rows[i] = rows[skip], rows[AHEAD + i] = rows[AHEAD + skip];
+    for (int64_t i = num; i < AHEAD; i++)
+        rows[i] = rows[num - 1], rows[AHEAD + i] = rows[AHEAD + num - 1];
 }
 
 /* Into the output, or into `partial` ([group, 2 + padded]) where there are more spans. */
@@ -197,23 +245,17 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
     int copies = padded != c->head_dim || cache_type != type;
     float wide[copies ? KEYS * padded : 1];
     memset(wide, 0, sizeof wide);
-    const void *buffers[2][2 * TILE], **rows = buffers[0], **next = buffers[1];
-    int64_t tile = p->begin / TILE * TILE;
-    find_rows(c, p, tile, rows);
-    for (; tile < p->end; tile += TILE) {
+    int read = copies ? FLOAT32 : type;
+    loop *score = read == FLOAT32 ? score_float32 : read == BFLOAT16 ? score_bfloat16 : score_float16;
+    loop *add = read == FLOAT32 ? add_float32 : read == BFLOAT16 ? add_bfloat16 : add_float16;
+    const void *keys[2 * AHEAD], **values = keys + AHEAD;
+    for (int64_t tile = p->begin / TILE * TILE; tile < p->end; tile += TILE) {
         int64_t skip = max64(0, p->begin - tile), num = min64(TILE, p->end - tile);
-        int64_t first = skip / LANES * LANES, last = ceil_div(num, LANES) * LANES;
-        int64_t ahead = max64(0, min64(TILE, p->end - tile - TILE));
-        if (ahead) find_rows(c, p, tile + TILE, next);
-        for (int64_t i = ahead; i < num; i++) next[i] = rows[TILE + i];
-        /* Each pass fetches what the pass behind it reads. */
-        for (int64_t i = first, stop; i < last; i = stop) {
-            stop = min64(last, i + KEYS);
-            if (copies) widen(c, cache_type, padded, rows, i, stop, wide);
-            if (copies)
-                score_all(FLOAT32, &d, rows, NULL, i, stop);
-            else
-                score_all(type, &d, rows, rows + TILE, i, stop);
+        find_rows(c, p, tile, keys);
+        for (int64_t i = skip / LANES * LANES, stop; i < num; i = stop) {
+            stop = min64(ceil_div(num, LANES) * LANES, i + KEYS);
+            if (copies) widen(c, cache_type, padded, keys, i, stop, wide);
+            score(&d, keys, copies ? NULL : keys + KEYS, i, stop);
         }
         for (int64_t h = 0; h < group; h++) {
             float factor = baton_weigh(c->soft_cap, scores + h * TILE, skip, num, num, states + h);
@@ -222,14 +264,9 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
         }
         for (int64_t i = skip, stop; i < num; i = stop) {
             stop = min64(num, i + KEYS);
-            if (copies) widen(c, cache_type, padded, rows + TILE, i, stop, wide);
-            if (copies)
-                add_all(FLOAT32, &d, rows + TILE, rows + TILE, i, stop);
-            else
-                add_all(type, &d, rows + TILE, next, i, stop);
+            if (copies) widen(c, cache_type, padded, values, i, stop, wide);
+            add(&d, values, copies ? NULL : values + KEYS, i, stop);
         }
-        const void **swap = rows;
-        rows = next, next = swap;
     }
     finish(c, p, &d, partial);
 }
@@ -237,10 +274,14 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
 void baton_attend_decode(const attention_call *c, const piece *p, float *partial) {
     if (c->cache_type == FLOAT8 && c->type == BFLOAT16)
         decode(BFLOAT16, FLOAT8, c, p, partial);
+    else if (c->cache_type == FLOAT8 && c->type == FLOAT16)
+        decode(FLOAT16, FLOAT8, c, p, partial);
     else if (c->cache_type == FLOAT8)
         decode(FLOAT32, FLOAT8, c, p, partial);
     else if (c->type == BFLOAT16)
         decode(BFLOAT16, BFLOAT16, c, p, partial);
+    else if (c->type == FLOAT16)
+        decode(FLOAT16, FLOAT16, c, p, partial);
     else
         decode(FLOAT32, FLOAT32, c, p, partial);
 }

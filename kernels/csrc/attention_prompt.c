@@ -187,10 +187,14 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
 void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch) {
     if (c->cache_type == FLOAT8 && c->type == BFLOAT16)
         prompt(BFLOAT16, FLOAT8, c, p, scratch);
+    else if (c->cache_type == FLOAT8 && c->type == FLOAT16)
+        prompt(FLOAT16, FLOAT8, c, p, scratch);
     else if (c->cache_type == FLOAT8)
         prompt(FLOAT32, FLOAT8, c, p, scratch);
     else if (c->type == BFLOAT16)
         prompt(BFLOAT16, BFLOAT16, c, p, scratch);
+    else if (c->type == FLOAT16)
+        prompt(FLOAT16, FLOAT16, c, p, scratch);
     else
         prompt(FLOAT32, FLOAT32, c, p, scratch);
 }

@@ -192,6 +192,8 @@ INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chun
         float *up = c->gated ? tiles[1] + r * PANEL : NULL;
         if (c->out_type == BFLOAT16)
             finish(c, BFLOAT16, chunk + first + r, panel * PANEL, tiles[0] + r * PANEL, up);
+        else if (c->out_type == FLOAT16)
+            finish(c, FLOAT16, chunk + first + r, panel * PANEL, tiles[0] + r * PANEL, up);
         else
             finish(c, FLOAT32, chunk + first + r, panel * PANEL, tiles[0] + r * PANEL, up);
     }
@@ -203,6 +205,8 @@ static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row
         panel_of(c, FLOAT32, panel, chunk, b, begin, end, packed);
     else if (c->w_type == BFLOAT16)
         panel_of(c, BFLOAT16, panel, chunk, b, begin, end, packed);
+    else if (c->w_type == FLOAT16)
+        panel_of(c, FLOAT16, panel, chunk, b, begin, end, packed);
     else if (c->w_type == CODES8)
         panel_of(c, CODES8, panel, chunk, b, begin, end, packed);
     else if (c->w_type == CODES4)

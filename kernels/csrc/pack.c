@@ -106,7 +106,7 @@ INLINE uint16_t round_group(int type, const float *x, int8_t *numbers) {
 INLINE void round_strip(const pack_call *c, int type, panel_rows rows, int64_t k, strip *s) {
     int64_t size = type == CODES4 ? GROUP4 : GROUP8, num_groups = ceil_div(c->depth, size);
     for (int64_t i = rows.begin; i < rows.end; i++) {
-        if (type == BFLOAT16) write_row(BFLOAT16, s->x[i], s->halves[i], STRIP);
+        if (type == BFLOAT16 || type == FLOAT16) write_row(type, s->x[i], s->halves[i], STRIP);
         if (type == INT8) round_row(s->x[i], s->scales[i], s->numbers[i]);
         if (type != CODES8 && type != CODES4) continue;
         for (int64_t g = 0; g < STRIP && k + g < c->depth; g += size) {
@@ -123,7 +123,7 @@ INLINE void write_strip(const pack_call *c, int type, panel_rows rows, int64_t k
         for (int64_t i = rows.begin; i < rows.end; i++) {
             int64_t to = first + j * PANEL + i;
             if (type == FLOAT32) ((float *)c->panels)[to] = s->x[i][j];
-            if (type == BFLOAT16) ((uint16_t *)c->panels)[to] = s->halves[i][j];
+            if (type == BFLOAT16 || type == FLOAT16) ((uint16_t *)c->panels)[to] = s->halves[i][j];
             if (type == INT8) ((int8_t *)c->panels)[to] = s->numbers[i][j];
         }
 }
@@ -178,6 +178,7 @@ int baton_pack_rows(const pack_call *c) {
         switch (c->w_type) {
         case FLOAT32: pack_panel(c, FLOAT32, rows); break;
         case BFLOAT16: pack_panel(c, BFLOAT16, rows); break;
+        case FLOAT16: pack_panel(c, FLOAT16, rows); break;
         case INT8: pack_panel(c, INT8, rows); break;
         case CODES8: pack_panel(c, CODES8, rows); break;
         case CODES4: pack_panel(c, CODES4, rows); break;
@@ -193,7 +194,7 @@ typedef struct {
     void *out;          /* [num_rows][depth], of the panels' type */
 } unpack_call;
 
-/* Rows by their numbers, of panels of float32 or bfloat16. */
+/* Rows by their numbers, of panels of floating-point numbers. */
 int baton_unpack_rows(const unpack_call *c) {
     int team = c->num_rows > 1 ? c->num_threads : 1;
 #pragma omp parallel for num_threads(team) if (team > 1)
@@ -202,7 +203,7 @@ int baton_unpack_rows(const unpack_call *c) {
         const void *panel = at(c->type, c->panels, from);
         void *to = (void *)at(c->type, c->out, row * c->depth);
         for (int64_t k = 0; k < c->depth; k++) {
-            if (c->type == BFLOAT16)
+            if (size_of(c->type) == 2)
                 ((uint16_t *)to)[k] = ((const uint16_t *)panel)[k * PANEL];
             else
                 ((float *)to)[k] = ((const float *)panel)[k * PANEL];

@@ -19,11 +19,12 @@ INLINE void norm_row(int type, float *row, const void *weight, int64_t size, flo
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < size; i++) squares += row[i] * row[i];
     float inverse_rms = 1.0f / sqrtf(squares / size + eps);
-    if (type == BFLOAT16) {
+    if (type == BFLOAT16 || type == FLOAT16) {
         const uint16_t *w = weight;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++)
-            row[i] = round_to(BFLOAT16, row[i] * inverse_rms) * from_bf16(w[i]);
+            row[i] = round_to(type, row[i] * inverse_rms) *
+                     (type == BFLOAT16 ? from_bf16(w[i]) : from_fp16(w[i]));
     } else {
         const float *w = weight;
 #pragma omp simd
@@ -63,6 +64,8 @@ int baton_rms_norm(const norm_call *c) {
         char *out = (char *)c->out + from, *sum = (char *)c->sum + from;
         if (c->type == BFLOAT16)
             rms_norm_row(BFLOAT16, c->size, x, more, c->weight, c->eps, out, sum);
+        else if (c->type == FLOAT16)
+            rms_norm_row(FLOAT16, c->size, x, more, c->weight, c->eps, out, sum);
         else
             rms_norm_row(FLOAT32, c->size, x, more, c->weight, c->eps, out, sum);
     }
@@ -97,6 +100,8 @@ int baton_silu_mul(const silu_call *c) {
         void *to = (void *)at(type, c->out, i * size);
         if (type == BFLOAT16)
             silu_mul_row(BFLOAT16, size, gate, up, to);
+        else if (type == FLOAT16)
+            silu_mul_row(FLOAT16, size, gate, up, to);
         else
             silu_mul_row(FLOAT32, size, gate, up, to);
     }
@@ -149,8 +154,8 @@ INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token
         if (h < num_rotated) {
             if (weight) {
                 norm_row(type, head, weight, c->head_dim, c->eps);
-                if (type == BFLOAT16)
-                    for (int64_t i = 0; i < c->head_dim; i++) head[i] = round_to(type, head[i]);
+                for (int64_t i = 0; type != FLOAT32 && i < c->head_dim; i++)
+                    head[i] = round_to(type, head[i]);
             }
             rotate(head, cos, sin, c->rotary_dim);
         }
@@ -175,6 +180,8 @@ int baton_norm_rotary_store(const store_call *c) {
     for (int64_t token = 0; token < c->num_tokens; token++) {
         if (c->type == BFLOAT16)
             norm_rotary_store_token(BFLOAT16, c, token);
+        else if (c->type == FLOAT16)
+            norm_rotary_store_token(FLOAT16, c, token);
         else
             norm_rotary_store_token(FLOAT32, c, token);
     }

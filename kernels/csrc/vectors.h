@@ -57,11 +57,32 @@ INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+INLINE float from_fp16(uint16_t x) {
+    /* The exponent moves by 112; subnormals and what is no number get theirs by a product. */
+    union { uint32_t bits; float value; } u = {(uint32_t)(x & 0x7fff) << 13};
+    u.value *= 0x1p112f;
+    if ((x & 0x7c00) == 0x7c00) u.bits |= 0x7f800000;
+    u.bits |= (uint32_t)(x & 0x8000) << 16;
+    return u.value;
+}
+
 /* `type` is a constant wherever this is called, so that no branch is left. */
 INLINE vec load(int type, const void *p, int64_t index) {
     if (type == BFLOAT16) {
         vec_u16_any half = *(const vec_u16_any *)((const uint16_t *)p + index);
         return (vec)(__builtin_convertvector(half, vec_u32) << 16);
+    }
+    if (type == FLOAT16) {
+        const uint16_t *half = (const uint16_t *)p + index;
+#if defined(__AVX512F__)
+        return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)half));
+#elif defined(__F16C__)
+        return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)half));
+#else
+        vec wide;
+        for (int i = 0; i < LANES; i++) wide[i] = from_fp16(half[i]);
+        return wide;
+#endif
     }
     if (type == INT8) {
         /* GCC 12 turns the generic form into a dozen instructions where there is one. */
@@ -140,25 +161,6 @@ INLINE void transpose(vec *rows) {
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) rows[i] = next[i];
     }
-#elif defined(__AVX2__)
-    __m256 pairs[8], quads[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        pairs[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
-        pairs[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
-        quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
-        quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
-        quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        rows[i] = (vec)_mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
-        rows[i + 4] = (vec)_mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
-    }
 #else
     for (int i = 0; i < LANES; i++)
         for (int j = 0; j < i; j++) {
@@ -166,6 +168,40 @@ INLINE void transpose(vec *rows) {
             rows[i][j] = rows[j][i];
             rows[j][i] = other;
         }
+#endif
+}
+
+/* What LANES rows have at `offset` bytes, LANES times 32 bits of each, as columns. */
+INLINE void load_columns(const void *const *rows, int64_t offset, vec *columns) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    /* Halves of rows four apart share a vector as they are loaded: two passes are left of three. */
+    __m256 halves[8], pairs[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const float *low = (const void *)((const char *)rows[i] + offset);
+            const float *high = (const void *)((const char *)rows[i + 4] + offset);
+            __m256 first = _mm256_castps128_ps256(_mm_loadu_ps(low + 4 * half));
+            halves[4 * half + i] = _mm256_insertf128_ps(first, _mm_loadu_ps(high + 4 * half), 1);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(halves[i], halves[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(halves[i], halves[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        columns[i] = (vec)_mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+        columns[i + 1] = (vec)_mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+        columns[i + 2] = (vec)_mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+        columns[i + 3] = (vec)_mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+    }
+#else
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        columns[i] = *(const vec_any *)((const char *)rows[i] + offset);
+    transpose(columns);
 #endif
 }
 
@@ -189,13 +225,15 @@ INLINE uint16_t to_bf16(float x) {
     return x != x ? 0x7fc0 : (uint16_t)rounded;
 }
 
-INLINE float from_fp16(uint16_t x) {
-    /* The exponent moves by 112; subnormals and what is no number get theirs by a product. */
-    union { uint32_t bits; float value; } u = {(uint32_t)(x & 0x7fff) << 13};
-    u.value *= 0x1p112f;
-    if ((x & 0x7c00) == 0x7c00) u.bits |= 0x7f800000;
-    u.bits |= (uint32_t)(x & 0x8000) << 16;
-    return u.value;
+/* To the nearest, ties to even; what is too large becomes infinity. */
+INLINE uint16_t to_fp16(float x) {
+    union { float value; uint32_t bits; } u = {x}, low;
+    uint32_t sign = u.bits >> 16 & 0x8000, is_nan = x != x;
+    u.bits &= 0x7fffffff;
+    low.value = u.value + 0.5f; /* whose last place is 2^-24, the smallest number */
+    uint32_t high = ((u.bits + 0xfff + (u.bits >> 13 & 1)) >> 13) - (112u << 10);
+    uint32_t rounded = u.value < 0x1p-14f ? low.bits & 0x7ff : u.value >= 65520.0f ? 0x7c00 : high;
+    return (uint16_t)(is_nan ? 0x7e00 : sign | rounded);
 }
 
 /* e4m3 (Micikevicius et al., arXiv:2209.05433): exponents of 7, no infinity, 0x7f is not a number.
@@ -244,6 +282,10 @@ INLINE void write_row(int type, const float *from, void *to, int64_t size) {
         uint16_t *p = to;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) p[i] = to_bf16(from[i]);
+    } else if (type == FLOAT16) {
+        uint16_t *p = to;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) p[i] = to_fp16(from[i]);
     } else if (type == FLOAT8) {
         uint8_t *p = to;
 #pragma omp simd
@@ -254,7 +296,9 @@ INLINE void write_row(int type, const float *from, void *to, int64_t size) {
 }
 
 INLINE float round_to(int type, float x) {
-    return type == BFLOAT16 ? from_bf16(to_bf16(x)) : x;
+    return type == BFLOAT16  ? from_bf16(to_bf16(x))
+           : type == FLOAT16 ? from_fp16(to_fp16(x))
+                             : x;
 }
 
 /* x where `mask` is set, else 0. */
@@ -263,13 +307,17 @@ INLINE vec choose(vec_i32 mask, vec x, vec other) {
     return (vec)((mask & (vec_i32)x) | (~mask & (vec_i32)other));
 }
 
-/* To a row of `type`, rounded as to_bf16 does. */
+/* To a row of `type`, rounded as to_bf16 and to_fp16 do. */
 INLINE void store_as(int type, void *p, int64_t index, vec x) {
     if (type == BFLOAT16) {
         vec_u32 bits = (vec_u32)x, nan = (vec_u32)(x != x);
         bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
         bits = (bits & ~nan) | (nan & 0x7fc0);
         *(vec_u16_any *)((uint16_t *)p + index) = __builtin_convertvector(bits, vec_u16_any);
+    } else if (type == FLOAT16) {
+        float row[LANES];
+        store(row, x);
+        write_row(FLOAT16, row, (uint16_t *)p + index, LANES);
     } else {
         store((float *)p + index, x);
     }

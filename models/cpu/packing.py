@@ -170,14 +170,18 @@ class _Packing:
     def _exact_format(self, parts: Sequence[WeightPart]) -> WeightFormat:
         """Return the smallest format of which products are those of the model's dtype, to the bit.
 
-        A checkpoint in bfloat16 that is computed with in float32 takes half of the memory so.
+        A checkpoint of 16 bits that is computed with in float32 takes half of the memory so.
         """
-        is_small = self._packer.dtype == torch.bfloat16 or all(_is_bfloat16(one) for one in parts)
-        return WeightFormat.BF16 if is_small else WeightFormat.FP32
+        own = WeightFormat.of(self._packer.dtype)
+        if own != WeightFormat.FP32:
+            return own or WeightFormat.FP32
+        if all(_is_float16(one) for one in parts):
+            return WeightFormat.FP16
+        return WeightFormat.BF16 if all(_is_bfloat16(one) for one in parts) else own
 
     def _keeps_numbers(self, format_: WeightFormat, parts: Sequence[WeightPart]) -> bool:
         """Say whether rows that are packed so are the embedding's, in the model's dtype."""
-        if format_ == WeightFormat.BF16:
+        if format_ in (WeightFormat.BF16, WeightFormat.FP16):
             return self._exact_format(parts) == format_
         return format_ == WeightFormat.FP32
 
@@ -194,6 +198,10 @@ def _common_layout(parts: Sequence[WeightPart]) -> tuple[WeightFormat, int, torc
         part.content.layout if isinstance(part.content, GroupedIntegers) else None for part in parts
     }
     return found.pop() if len(found) == 1 else None
+
+
+def _is_float16(part: WeightPart) -> bool:
+    return isinstance(part.content, Tensor) and part.content.dtype == torch.float16
 
 
 def _is_bfloat16(part: WeightPart) -> bool:

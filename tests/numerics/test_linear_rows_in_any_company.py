@@ -15,7 +15,7 @@ from baton_kernels import dispatch
 from baton_kernels.packed import PackedWeight, WeightFormat
 
 MOST_ROWS = 70
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
 

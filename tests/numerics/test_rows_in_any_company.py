@@ -23,8 +23,10 @@ LENGTHS = (1, 2, TILE - 1, TILE, TILE + 1, SPAN, SPAN + 1, 2 * SPAN + 9)
 KINDS = {
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float16": (torch.float16, torch.float16),
     "float32 over fp8": (torch.float32, FP8),
     "bfloat16 over fp8": (torch.bfloat16, FP8),
+    "float16 over fp8": (torch.float16, FP8),
 }
 
 pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")

@@ -46,6 +46,7 @@ pytestmark = [
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
     "int8 weights": {"dtype": "bfloat16", "weights": "int8"},
     "int4 weights": {"dtype": "bfloat16", "weights": "int4"},
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},

@@ -1,7 +1,8 @@
 """The ops on CPU tensors by the C library; what it does not take goes to the reference.
 
-Every function means what its namesake in ``baton_kernels.reference`` means. float32 and bfloat16,
-contiguous rows; arithmetic is in float32. Refuses to know: who decides to come here.
+Every function means what its namesake in ``baton_kernels.reference`` means. float32, bfloat16 and
+float16, contiguous rows; arithmetic is in float32. A row's result is the same alone and in company.
+Refuses to know: who decides to come here.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from baton_kernels.reference import FP8
 
 # As in vectors.h.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,
+    WeightFormat.FP16: 4,
     WeightFormat.INT8_WEIGHT_ONLY: 2,
     WeightFormat.INT8: 5,
     WeightFormat.INT4: 6,
@@ -139,7 +142,7 @@ class NativeOps:
 
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: Tensor) -> None:
         """See the reference."""
-        fits = rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and rows.stride(1) == 1
+        fits = rows.dtype in _FLOATS and rows.stride(1) == 1
         fits = fits and weight.has_own_groups and weight.width == self.panel_width
         if not fits:
             reference.pack_rows(weight, first_row, rows)
@@ -174,14 +177,14 @@ class NativeOps:
 
     def packed_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """See the reference."""
-        if x.dtype not in (torch.float32, torch.bfloat16):
+        if x.dtype not in _FLOATS:
             return self.packed_linear(x.float(), weight).to(x.dtype)
         return self._linear(x, weight, weight.out_features, gated=False)
 
     def packed_gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """See the reference; one pass where both halves are whole panels."""
         num_columns = weight.out_features // 2
-        if x.dtype not in (torch.float32, torch.bfloat16) or num_columns % self.panel_width:
+        if x.dtype not in _FLOATS or num_columns % self.panel_width:
             return self.silu_mul(self.packed_linear(x, weight))
         return self._linear(x, weight, num_columns, gated=True)
 
@@ -265,6 +268,6 @@ def load_native_ops() -> NativeOps | None:
 def _plain(*tensors: Tensor) -> bool:
     """Say whether all are contiguous and of one type that the library computes with."""
     dtype = tensors[0].dtype
-    return dtype in (torch.float32, torch.bfloat16) and all(
+    return dtype in _FLOATS and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
     )

@@ -78,7 +78,7 @@ def test_packed_on_the_way_equals_packed_afterwards(
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", ["auto", *(one.value for one in WeightFormat)])
 def test_a_tied_embedding_is_exact_and_kept_once_where_the_head_is(
     tmp_path: Path, weights: str, dtype: torch.dtype, stored: torch.dtype
@@ -90,8 +90,11 @@ def test_a_tied_embedding_is_exact_and_kept_once_where_the_head_is(
     embedding = model.model.embed_tokens
     rows = theirs.model.embed_tokens.weight.detach().to(dtype)
     assert torch.equal(embedding(torch.arange(len(rows))), rows)
-    small = torch.bfloat16 in (stored, dtype)
-    is_shared = weights in ("auto", "fp32") or (weights == "bf16" and small)
+    exact = {"bf16": torch.bfloat16 in (stored, dtype), "fp16": torch.float16 in (stored, dtype)}
+    # What is in another type of 16 bits than that of the computation was rounded already.
+    exact["fp16"] &= dtype != torch.bfloat16
+    exact["bf16"] &= dtype != torch.float16
+    is_shared = weights in ("auto", "fp32") or exact.get(weights, False)
     assert isinstance(embedding, PackedEmbedding) == is_shared
     is_narrow = not is_shared and stored == torch.bfloat16 and dtype == torch.float32
     assert isinstance(embedding, NarrowEmbedding) == is_narrow

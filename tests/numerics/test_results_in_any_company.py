@@ -1,0 +1,146 @@
+"""A request's tokens and logprobs, to the bit, alone and in company, in every type on a CPU.
+
+In company it is cut into chunks, loses its blocks to others and is computed again, finds prefixes,
+and is decoded beside others. BATON_REQUESTS says how many requests each case draws in all (the
+usual 400 of all cases together); `make company-long` draws many.
+Refuses to know: kernels (``test_rows_in_any_company.py``), the split system.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.api.outputs import Completion
+from baton.api.sampling_params import SamplingParams
+from baton_kernels import dispatch
+from engine import LLM
+from tests.numerics.tiny_models import make_hugging_face_model, save
+
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8 weights": {"dtype": "bfloat16", "weights": "int8"},
+    "int4 weights": {"dtype": "float32", "weights": "int4"},
+    "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+}
+WINDOWS = {"full attention": None, "sliding window": 210}
+# Some texts are longer than the tiles (192 keys) and spans (576) by which attention sums.
+MAX_MODEL_LEN, VOCABULARY, BLOCK_SIZE = 700, 61, 16
+LENGTHS = (1, 5, 17, 40, 90, 185, 190, 200, 400, 560, 570, 590)
+GROUP = 10  # requests of one company
+NUM_GROUPS = max(1, int(os.environ.get("BATON_REQUESTS") or 400) // (GROUP * 2 * len(KINDS)))
+
+pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
+
+
+@functools.cache
+def _saved(window: int | None) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="baton-test-")
+    model = make_hugging_face_model(
+        "MistralForCausalLM",
+        max_position_embeddings=MAX_MODEL_LEN,
+        sliding_window=window,
+        num_attention_heads=6,
+        head_dim=24,
+    )
+    save(model, Path(folder.name))
+    return folder
+
+
+def load(kind: str, window: int | None, **options: Any) -> LLM:
+    return LLM(
+        _saved(window).name,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        **(KINDS[kind] | options),
+    )
+
+
+def draw_requests(random_: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Some prompts are prefixes of others; most outputs are sampled."""
+    family = [random_.randrange(3, VOCABULARY) for _ in range(max(LENGTHS))]
+    prompts, params = [], []
+    for _ in range(GROUP):
+        length = max(1, random_.choice(LENGTHS) - random_.randrange(5))
+        own = [random_.randrange(3, VOCABULARY) for _ in range(length)]
+        shared = random_.choice([0, 0, length // 2, length])
+        prompts.append(family[:shared] + own[shared:])
+        params.append(
+            SamplingParams(
+                max_tokens=random_.choice([1, 5, 20, 70]),
+                temperature=random_.choice([0.0, 1.0]),
+                top_k=random_.choice([0, 20]),
+                top_p=random_.choice([1.0, 0.9]),
+                seed=random_.randrange(1000),
+                ignore_eos=True,
+                logprobs=2,
+                prompt_logprobs=1 if shared == 0 else None,
+            )
+        )
+    return prompts, params
+
+
+def results(completions: Sequence[Completion]) -> list[object]:
+    """Floats are compared as they are: one bit is a difference."""
+    return [(one.token_ids, one.logprobs, one.prompt_logprobs) for one in completions]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_and_in_company(kind: str, window: int | None) -> None:
+    """Alone on one thread, in company on one or two."""
+    preemptions = 0
+    alone = load(kind, window, num_blocks=60, num_threads=1, prefix_cache=False)
+    for number in range(NUM_GROUPS):
+        random_ = random.Random(f"{kind} {window} {number}")
+        prompts, params = draw_requests(random_)
+        torch.set_num_threads(1)
+        expected = [
+            alone.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)
+        ]
+        company = load(
+            kind,
+            window,
+            num_threads=1 + number % 2,
+            num_blocks=random_.choice([46, 50, 60]),
+            preemption="recompute",
+            max_num_requests=GROUP,
+            max_num_batched_tokens=random_.choice([11, 64, 300, 1024]),
+            long_prefill_token_threshold=random_.choice([7, 50, 193, 512]),
+            prefix_cache=random_.random() < 0.5,
+        )
+        found = company.generate(prompts, params)
+        assert results(found) == results(expected)
+        preemptions += company.engine.metrics().preemptions_total
+    assert preemptions, "nobody lost its blocks"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_as_a_prompt_scores_what_decoding_it_gave(kind: str) -> None:
+    """Logprobs of an output, and of the same tokens as a part of a prompt."""
+    llm = load(kind, None, num_blocks=60)
+    random_ = random.Random(kind)
+    prompt = [random_.randrange(3, VOCABULARY) for _ in range(560)]
+    params = SamplingParams(max_tokens=60, seed=1, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    [decoded] = llm.generate([prompt], params)
+    text = [*prompt, *decoded.token_ids]
+    [scored] = llm.generate([text], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert scored.prompt_logprobs[len(prompt) :] == decoded.logprobs
+    assert scored.prompt_logprobs[: len(prompt)] == decoded.prompt_logprobs
