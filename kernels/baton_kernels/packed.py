@@ -255,7 +255,8 @@ def rounded_inputs(x: Tensor) -> Tensor:
     filled = torch.nn.functional.pad(x.float(), (0, -size % INPUT_BLOCK))
     blocks = filled.reshape(*x.shape[:-1], filled.shape[-1] // INPUT_BLOCK, INPUT_BLOCK)
     limits = blocks.abs().amax(dim=-1, keepdim=True)
-    factors = torch.where(limits > 1e-30, INT8_LIMIT / limits, 0.0)
+    # A number over a tensor would be rounded twice: its reciprocal first.
+    factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)
     # In float64 a product of two floats is exact, as in a fused multiply-add.
     numbers = (blocks.double() * factors.double()).round().float()
     rounded = numbers * (limits * (1 / INT8_LIMIT))

@@ -65,7 +65,8 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, char
     header->scale = limit * (1.0f / 127) + sum_lanes(lost);
     for (int64_t i = 0; i < BLOCK; i += LANES) {
         /* What 1.5 * 2^23 is added to is rounded to the nearest, ties to even. */
-        vec_i32 rounded = (vec_i32)(load(FLOAT32, values, i) * inverse + 12582912.0f) - 0x4b400000;
+        vec shifted = multiply_add(load(FLOAT32, values, i), splat(inverse), splat(12582912.0f));
+        vec_i32 rounded = (vec_i32)shifted - 0x4b400000;
         memcpy(numbers + i, &rounded, sizeof rounded);
     }
     for (int s = 0; s < BLOCK / SPAN; s++) {
@@ -242,16 +243,17 @@ INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, int6
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            total[r][0] += to_float(sum[r][0]) * first;
-            total[r][1] += to_float(sum[r][1]) * second;
+            total[r][0] = multiply_add(to_float(sum[r][0]), first, total[r][0]);
+            total[r][1] = multiply_add(to_float(sum[r][1]), second, total[r][1]);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         const block_header *header = (const void *)(x + r * block_bytes(bits));
         vec scale = splat(header->scale);
-        store(tile + r * PANEL, load(FLOAT32, tile, r * PANEL) + total[r][0] * scale);
-        store(tile + r * PANEL + LANES, load(FLOAT32, tile, r * PANEL + LANES) + total[r][1] * scale);
+        vec low = load(FLOAT32, tile, r * PANEL), high = load(FLOAT32, tile, r * PANEL + LANES);
+        store(tile + r * PANEL, multiply_add(total[r][0], scale, low));
+        store(tile + r * PANEL + LANES, multiply_add(total[r][1], scale, high));
     }
 }
 

@@ -36,8 +36,8 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             vec input = splat(x[r * X_STRIDE + k]);
-            sum[r][0] += input * first;
-            sum[r][1] += input * second;
+            sum[r][0] = multiply_add(input, first, sum[r][0]);
+            sum[r][1] = multiply_add(input, second, sum[r][1]);
         }
     }
 #pragma GCC unroll 12

