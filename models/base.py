@@ -14,6 +14,9 @@ from torch import Tensor
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from models.config import ModelConfig
 
+# Cosines and sines of a step, each [num_tokens, rotary_dim], by each rotary embedding of the model.
+Rotations = tuple[tuple[Tensor, Tensor], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:

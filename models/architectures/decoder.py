@@ -5,28 +5,59 @@ Refuses to know: architecture names, files, weights' origin.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.base import ForwardContext
+from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import DecodeTapes
 from models.layers.attention import Attention, AttentionOptions
 from models.layers.mlp import GatedMLP
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
+from models.rope_config import RopeConfig
+
+# Makes a part of one layer, of the model's shape and the layer's index.
+LayerPart = Callable[[ModelConfig, int], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderOptions:
-    """The differences between the architectures."""
+    """The differences between the architectures.
+
+    Attributes:
+        attention: of the layers that `mixer` does not make.
+        mlp_bias: of the feed-forward parts that `feed_forward` does not make.
+        sliding_windows: of each layer; None: no layer has one.
+        mixer: makes what mixes the tokens of a layer, called as ``Attention`` is; None: attention.
+        feed_forward: makes what follows, `[num_tokens, hidden_size]` to the same; None: a gated
+            MLP.
+        ropes: of the rotations that a step's layers choose from; None: the config's one.
+    """
 
     attention: AttentionOptions = field(default_factory=AttentionOptions)
     mlp_bias: bool = False
-    sliding_windows: tuple[int | None, ...] | None = None  # per layer; None: no layer has one
+    sliding_windows: tuple[int | None, ...] | None = None
+    mixer: LayerPart | None = None
+    feed_forward: LayerPart | None = None
+    ropes: tuple[RopeConfig, ...] | None = None
+
+    def make_mixer(self, config: ModelConfig, layer_index: int) -> nn.Module:
+        """Make the part of a layer in which tokens see others."""
+        if self.mixer is not None:
+            return self.mixer(config, layer_index)
+        windows = self.sliding_windows
+        window = windows[layer_index] if windows else None
+        return Attention(config, self.attention, layer_index, window)
+
+    def make_feed_forward(self, config: ModelConfig, layer_index: int) -> nn.Module:
+        """Make the part of a layer that takes each token alone."""
+        if self.feed_forward is not None:
+            return self.feed_forward(config, layer_index)
+        return GatedMLP(config.hidden_size, config.intermediate_size, bias=self.mlp_bias)
 
 
 class DecoderLayer(nn.Module):
@@ -34,23 +65,20 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, layer_index: int) -> None:
         super().__init__()
-        windows = options.sliding_windows
-        window = windows[layer_index] if windows else None
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, options.attention, layer_index, window)
+        self.self_attn = options.make_mixer(config, layer_index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=options.mlp_bias)
+        self.mlp = options.make_feed_forward(config, layer_index)
 
     def forward(
-        self, delta: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: ForwardContext
+        self, delta: Tensor, residual: Tensor | None, rotations: Rotations, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Compute one layer; the addition of its result is left to the next norm, which fuses it.
 
         Args:
             delta: ``[num_tokens, hidden_size]``, what the layer before adds to the stream.
             residual: ``[num_tokens, hidden_size]``, the stream; None in the first layer.
-            cos: ``[num_tokens, rotary_dim]``.
-            sin: ``[num_tokens, rotary_dim]``.
+            rotations: of the step.
             step: the forward context.
 
         Returns:
@@ -60,7 +88,7 @@ class DecoderLayer(nn.Module):
             normed, residual = self.input_layernorm(delta), delta
         else:
             normed, residual = self.input_layernorm.add(delta, residual)
-        attended = self.self_attn(normed, cos, sin, step)  # [num_tokens, hidden_size]
+        attended = self.self_attn(normed, rotations, step)  # [num_tokens, hidden_size]
         normed, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(normed), residual
 
@@ -71,7 +99,10 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len)
+        self.rotary_embs = nn.ModuleList(
+            RotaryEmbedding(rope, config.head_dim, config.max_model_len)
+            for rope in options.ropes or (config.rope,)
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, options, index) for index in range(config.num_layers)
         )
@@ -81,17 +112,20 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
         delta: Tensor = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]
-        # each [num_tokens, rotary_dim]
-        cos, sin = self.rotary_emb(context.positions, context.max_seq_len, delta.dtype)
+        inputs = [delta]
+        for rotary_emb in self.rotary_embs:  # each [num_tokens, rotary_dim]
+            inputs += rotary_emb(context.positions, context.max_seq_len, delta.dtype)
         if self.tapes is None:
-            return self._layers(delta, cos, sin, context)
-        return self.tapes.run(self._layers, (delta, cos, sin), context)
+            return self._layers(inputs, context)
+        return self.tapes.run(self._layers, inputs, context)
 
-    def _layers(self, delta: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
+    def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> Tensor:
         """Compute all layers: ``[num_tokens, hidden_size]``, after the last norm."""
+        delta, *angles = inputs
+        rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            delta, residual = layer(delta, residual, cos, sin, context)
+            delta, residual = layer(delta, residual, rotations, context)
             if context.after_layer is not None:
                 context.after_layer(index)
         assert residual is not None, "a decoder has at least one layer"
@@ -118,8 +152,15 @@ class DecoderForCausalLM(nn.Module):
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
         """See ``CausalLM.kv_scales``."""
-        layers = [cast(DecoderLayer, layer).self_attn for layer in self.model.layers]
-        return tuple((layer.k_scale, layer.v_scale) for layer in layers)
+        mixers = [layer.self_attn for layer in self.model.layers]
+        return tuple(
+            (mixer.k_scale, mixer.v_scale) if isinstance(mixer, Attention) else (1.0, 1.0)
+            for mixer in mixers
+        )
+
+    def checkpoint_name(self, name: str) -> str:
+        """Return how checkpoints call the parameter that is ``name`` here; others override it."""
+        return name
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
@@ -129,7 +170,8 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See ``CausalLM.compute_logits``."""
         if self.lm_head is None:
-            embedding = cast(nn.Embedding, self.model.embed_tokens)
+            embedding = self.model.embed_tokens
+            assert isinstance(embedding, nn.Embedding), "packed ones come with a head"
             return functional.linear(hidden, embedding.weight)  # [n, vocab_size]
         logits: Tensor = self.lm_head(hidden)
         return logits

@@ -5,7 +5,7 @@ Refuses to know: what the layers compute, and which requests there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from baton_kernels.native.ops import NativeOps
 from baton_kernels.native.tape import Tape, TapeError
 from models.base import ForwardContext
 
-Inputs = tuple[Tensor, Tensor, Tensor]  # delta, cosines, sines, each [num_tokens, ...]
-Layers = Callable[[Tensor, Tensor, Tensor, ForwardContext], Tensor]
+Inputs = Sequence[Tensor]  # each [num_tokens, ...]
+Layers = Callable[[Inputs, ForwardContext], Tensor]
 # Of all tapes together: a row keeps what all layers compute of it.
 MAX_ROWS_KEPT = 64
 _Key = tuple[Any, ...]
@@ -52,18 +52,18 @@ class DecodeTapes:
 
     @torch.no_grad()
     def run(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> Tensor:
-        """Compute ``layers(*inputs, context)``, by a tape if there is one or can be."""
+        """Compute ``layers(inputs, context)``, by a tape if there is one or can be."""
         key = _key(inputs, context) if native_ops() is self._ops else None
         repeated, self._last_key = key == self._last_key, key
         if key is None or not (repeated or key in self._tapes):
-            return layers(*inputs, context)
+            return layers(inputs, context)
         if key not in self._tapes:
             # What is recorded is also computed, and then once more: the same into the same places.
             self._tapes[key] = self._record(layers, inputs, context)
             self._forget()
         taped = self._tapes[key] = self._tapes.pop(key)
         if taped is None:
-            return layers(*inputs, context)
+            return layers(inputs, context)
         for place, tensor in zip(taped.inputs, inputs, strict=True):
             place.copy_(tensor)
         for static, (metadata, _) in zip(taped.metadata, context.groups, strict=True):
@@ -73,20 +73,18 @@ class DecodeTapes:
 
     def _record(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> _Taped | None:
         with torch.inference_mode(mode=False):
-            delta, cos, sin = (torch.empty_like(tensor).copy_(tensor) for tensor in inputs)
+            places = [torch.empty_like(tensor).copy_(tensor) for tensor in inputs]
             statics = tuple(_static(metadata) for metadata, _ in context.groups)
         groups = tuple(
             (static, backend) for static, (_, backend) in zip(statics, context.groups, strict=True)
         )
         try:
             _plan(groups)
-            tape, result = self._ops.record(
-                lambda: layers(delta, cos, sin, replace(context, groups=groups))
-            )
+            tape, result = self._ops.record(lambda: layers(places, replace(context, groups=groups)))
         except TapeError:
             _plan(context.groups)
             return None
-        return _Taped(tape, (delta, cos, sin), statics, result)
+        return _Taped(tape, places, statics, result)
 
     def _forget(self) -> None:
         """Delete the least recently used tapes, until few rows are kept."""

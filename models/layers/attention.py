@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 import baton_kernels as ops
-from models.base import ForwardContext
+from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.layers.linear import JoinedLinear
 from models.layers.norm import RMSNorm
@@ -64,18 +64,18 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, hidden: Tensor, rotations: Rotations, context: ForwardContext) -> Tensor:
         """Attend for all tokens of the step.
 
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
-            cos: ``[num_tokens, rotary_dim]``.
-            sin: ``[num_tokens, rotary_dim]``.
+            rotations: of the step; the first is taken.
             context: the step.
 
         Returns:
             ``[num_tokens, hidden_size]``.
         """
+        cos, sin = rotations[0]
         # kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]
         attention, backend, kv_cache = context.layer(self._layer_index)
         k_scale, v_scale = self.k_scale, self.v_scale

@@ -126,27 +126,28 @@ class _Place:
         return parameter[self.rows].shape
 
 
-def _checkpoint_parameters(model: nn.Module) -> Iterator[tuple[str, _Place]]:
+def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Place]]:
     """Return every tensor that a checkpoint must have, by its name there."""
+    rename = model.checkpoint_name
     for path, module in model.named_modules():
         for attribute, _ in module.named_parameters(recurse=False):
             if isinstance(module, JoinedLinear):
                 parent = path.rpartition(".")[0]
                 for part, rows in module.part_rows():
-                    yield f"{parent}.{part}.{attribute}", _Place(module, attribute, rows)
+                    yield rename(f"{parent}.{part}.{attribute}"), _Place(module, attribute, rows)
             else:
-                yield f"{path}.{attribute}", _Place(module, attribute, slice(None))
+                yield rename(f"{path}.{attribute}"), _Place(module, attribute, slice(None))
 
 
-def checkpoint_shapes(model: nn.Module) -> dict[str, torch.Size]:
+def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, torch.Size]:
     """Return what a checkpoint of a model must have: the shape of every tensor, by its name."""
     return {name: place.shape for name, place in _checkpoint_parameters(model)}
 
 
-def _kv_scales(model: nn.Module) -> dict[str, tuple[Attention, str]]:
+def _kv_scales(model: DecoderForCausalLM) -> dict[str, tuple[Attention, str]]:
     """Return every scale that a checkpoint may have, by its names there."""
     return {
-        f"{path}.{name}": (module, attribute)
+        model.checkpoint_name(f"{path}.{name}"): (module, attribute)
         for path, module in model.named_modules()
         if isinstance(module, Attention)
         for name, attribute in _SCALES.items()
