@@ -110,8 +110,6 @@ def _gguf_bytes(config: ModelConfig, file: GgufFile, dtype: str) -> int:
             total += tensor.num_bytes if kind == "BF16" else wide
             continue
         total += tensor.num_bytes if kind in (*_KEPT_INTEGERS, "BF16", "F16") else wide
-        if name == _EMBEDDING and kind in _KEPT_INTEGERS:
-            total += wide  # beside the head
     return total
 
 
@@ -121,7 +119,7 @@ def _weight_bytes(config: ModelConfig, format_: str, dtype: str) -> int:
     layers = sum(_matrix_bytes(one, format_, dtype) for one in _layer(config)) * config.num_layers
     head_format = _HEADS_FORMATS.get(format_, format_)
     total = norms + layers + _matrix_bytes(head, head_format, dtype)
-    if not (config.tie_word_embeddings and _holds_embedding(config, head_format, dtype)):
+    if not config.tie_word_embeddings:
         is_narrow = format_ in _FORMATS and _is_narrow(config)
         total += head[0] * head[1] * (2 if is_narrow else _DTYPE_BYTES[dtype])
     return total
@@ -139,13 +137,6 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool)
     if not native_kernels:
         return dtype
     return _OF_DTYPES[config.dtype if dtype == "float32" else dtype]
-
-
-def _holds_embedding(config: ModelConfig, head_format: str, dtype: str) -> bool:
-    """Say whether a tied embedding is read out of the head."""
-    if head_format in ("bf16", "fp16"):
-        return head_format == _format(config, "auto", dtype, native_kernels=True)
-    return head_format == "fp32" or head_format in _DTYPE_BYTES
 
 
 def _layer(config: ModelConfig) -> list[_Matrix]:

@@ -39,8 +39,8 @@ class WeightFormat(Enum):
         return {WeightFormat.INT8: 8, WeightFormat.INT4: 4}.get(self)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether weights are kept as numbers, which rows can be read out of."""
+    def keeps_numbers(self) -> bool:
+        """Whether weights are floating-point numbers, without scales."""
         return self in (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.FP16)
 
     @property
@@ -223,27 +223,21 @@ class PackedWeight:
         _put_rows(self.panels, ids, _bytes_of_codes(rows.numbers, rows.bits))
 
     def read_rows(self, ids: Tensor) -> Tensor:
-        """Read rows of numbers, ``[..., in_features]``, where these are kept as they are."""
-        assert self.format.is_exact
-        return self.panels.transpose(1, 2)[ids // self.width, ids % self.width]
+        """Read rows ``[...]`` as numbers: ``[..., in_features]``, as kept, or float32 of codes."""
+        rows = _take_rows(self.panels, ids)
+        bits = self.format.code_bits
+        if bits:  # rows: [..., steps, 4]
+            if bits == 4:
+                rows = torch.stack([rows & 15, rows >> 4], dim=-2).flatten(-3, -2)
+            rows = rows.flatten(-2)[..., : self.in_features].float() - 2 ** (bits - 1)
+        if self.group_scales is not None:
+            groups = _take_rows(self.group_scales, ids).float()  # [..., groups]
+            rows = rows * groups.repeat_interleave(self.group_size, dim=-1)[..., : self.in_features]
+        return rows if self.scales is None else rows * self.scales[ids].unsqueeze(-1)
 
     def unpacked(self) -> Tensor:
         """Unpack to ``[out_features, in_features]`` float32."""
-        bits = self.format.code_bits
-        if not bits:
-            rows = self.panels.transpose(1, 2).flatten(0, 1).float()
-        else:
-            codes = self.panels  # [panels, steps, width, 4]
-            if bits == 4:
-                codes = torch.stack([codes & 15, codes >> 4], dim=2)
-                codes = codes.flatten(1, 2)
-            rows = codes.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:, : self.in_features]
-            rows = rows.float() - 2 ** (bits - 1)
-        rows = rows[: self.out_features]
-        if self.group_scales is not None:
-            groups = self.group_scales.transpose(1, 2).flatten(0, 1)[: self.out_features].float()
-            rows = rows * groups.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
-        return rows if self.scales is None else rows * self.scales.unsqueeze(1)
+        return self.read_rows(torch.arange(self.out_features)).float()
 
 
 def rounded_inputs(x: Tensor) -> Tensor:
@@ -261,6 +255,12 @@ def rounded_inputs(x: Tensor) -> Tensor:
     numbers = (blocks.double() * factors.double()).round().float()
     rounded = numbers * (limits * (1 / INT8_LIMIT))
     return rounded.view(filled.shape)[..., :size]
+
+
+def _take_rows(panels: Tensor, ids: Tensor) -> Tensor:
+    """Read rows ``[...]`` of ``panels``, ``[panels, ..., width, ...]``: ``[..., ...]``."""
+    width = panels.shape[2]
+    return panels.transpose(1, 2)[ids // width, ids % width]
 
 
 def _put_rows(panels: Tensor, ids: Tensor, rows: Tensor) -> None:

@@ -195,14 +195,14 @@ def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
 
 
 def unpack_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
-    """Read rows of a weight that is kept in float32 or bfloat16.
+    """Read rows of a weight.
 
     Args:
         weight: which is read.
         ids: ``[...]`` int64, outputs of it.
 
     Returns:
-        ``[..., in_features]`` as they are kept.
+        ``[..., in_features]`` as they are kept; of integers float32.
 
     Raises:
         IndexError: an output that the weight does not have.

@@ -94,12 +94,11 @@ class _Packing:
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep the embedding within the head or in 16 bits, where either has its numbers."""
+        """Keep a tied embedding within the head, another in 16 bits where these are its numbers."""
         if self._model.lm_head is None:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
-            if self._keeps_numbers(weight.format, parts):
-                self._embedding = PackedEmbedding(weight, self._packer.dtype)
-                return True
+            self._embedding = PackedEmbedding(weight, self._packer.dtype)
+            return True
         if self._packer.dtype != torch.float32 or not all(map(_is_bfloat16, parts)):
             return False
         self._embedding = NarrowEmbedding(_narrow(parts), self._packer.dtype)
@@ -113,9 +112,7 @@ class _Packing:
             head = self._packed.pop(decoder.embed_tokens)
             model.lm_head = PackedLinear(head)
             size = sum(tensor.numel() * tensor.itemsize for tensor in model.lm_head.parameters())
-            is_shared = isinstance(self._embedding, PackedEmbedding)
-            kept = "is the embedding too" if is_shared else "is apart from the embedding"
-            logger.info("the tied output head %s: %.0f MiB", kept, size / _MIB)
+            logger.info("the tied output head is the embedding too: %.0f MiB", size / _MIB)
         for parent in list(model.modules()):
             for name, child in parent.named_children():
                 if child in self._packed:
@@ -178,12 +175,6 @@ class _Packing:
         if all(_is_float16(one) for one in parts):
             return WeightFormat.FP16
         return WeightFormat.BF16 if all(_is_bfloat16(one) for one in parts) else own
-
-    def _keeps_numbers(self, format_: WeightFormat, parts: Sequence[WeightPart]) -> bool:
-        """Say whether rows that are packed so are the embedding's, in the model's dtype."""
-        if format_ in (WeightFormat.BF16, WeightFormat.FP16):
-            return self._exact_format(parts) == format_
-        return format_ == WeightFormat.FP32
 
 
 def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:

@@ -16,7 +16,7 @@ class PackedEmbedding(nn.Module):
     """Rows out of the head's panels: the numbers are in memory once.
 
     Args:
-        weight: the head's, in a format that keeps numbers.
+        weight: the head's.
         dtype: of what is returned.
     """
 

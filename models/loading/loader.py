@@ -41,6 +41,7 @@ _INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Buffers that old checkpoints carry and that every model computes itself.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN_NAMES = 3
 # Where checkpoints keep the scales of an fp8 KV cache, within a layer's attention: one number each.
 _SCALES = {
@@ -163,8 +164,9 @@ def _load_weights(
     packer: WeightPacker | None,
 ) -> None:
     places, scales = dict(_checkpoint_parameters(model)), _kv_scales(model)
-    tied_head = stored.get("lm_head.weight") if model.lm_head is None else None
     _check_names(folder, stored, places, scales)
+    if model.lm_head is None and _HEAD in stored:
+        _check_tied(folder, stored)
     for name in scales.keys() & stored.keys():
         owner, attribute = scales[name]
         setattr(owner, attribute, _read_scale(stored[name]))
@@ -177,8 +179,6 @@ def _load_weights(
             _fill_parameter(owner, attribute, parts, dtype, device)
     if packing is not None:
         packing.finish()
-    if tied_head is not None:
-        _check_tied(folder, model, tied_head, device)
 
 
 def _check_names(
@@ -191,7 +191,7 @@ def _check_names(
     missing = [name for name in places if name not in stored]
     if missing:
         raise ModelLoadError(f"{folder}: weights are missing: {_first_of(missing)}")
-    known = {*places, *scales, "lm_head.weight"}
+    known = {*places, *scales, _HEAD}
     unknown = [
         f"{name} in {one.path.name}"
         for name, one in stored.items()
@@ -271,21 +271,18 @@ def _read_scale(stored: StoredTensor) -> float:
     return scale
 
 
-def _check_tied(
-    folder: Path, model: DecoderForCausalLM, stored: StoredTensor, device: torch.device
-) -> None:
+def _check_tied(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
     """Raise ModelLoadError if a tied head was saved and is not what the embedding is."""
-    embed, config = model.model.embed_tokens, model.config
-    head = WeightPart(0, stored.read(), stored.is_mapped)
+    head = WeightPart(0, stored[_HEAD].read(), stored[_HEAD].is_mapped)
+    embedding = stored[_EMBED].read()
 
     def is_embedding(first_row: int, rows: Tensor) -> bool:
-        embedded = embed(torch.arange(first_row, first_row + len(rows), device=device))
-        return torch.equal(rows.to(embedded), embedded)
+        return torch.equal(rows.to(embedding), embedding[first_row : first_row + len(rows)])
 
-    same = head.tensor.shape == (config.vocab_size, config.hidden_size)
+    same = head.shape == embedding.shape
     if not (same and all(is_embedding(first_row, rows) for first_row, rows in head.pieces())):
-        problem = "differs from model.embed_tokens.weight although tie_word_embeddings is true"
-        raise ModelLoadError(f"{folder}: lm_head.weight: {problem}")
+        problem = f"differs from {_EMBED} although tie_word_embeddings is true"
+        raise ModelLoadError(f"{folder}: {_HEAD}: {problem}")
 
 
 def _first_of(names: Iterable[str]) -> str:

@@ -161,12 +161,12 @@ class NativeOps:
 
     def unpack_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
         """See the reference."""
-        if weight.width != self.panel_width or ids.dtype != torch.int64:
-            return reference.unpack_rows(weight, ids)
-        assert weight.format.is_exact
-        ids = ids.contiguous()
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
             raise IndexError(f"a row that is not one of {weight.out_features}")
+        is_taken = weight.format.keeps_numbers and weight.width == self.panel_width
+        if not is_taken or ids.dtype != torch.int64:
+            return reference.unpack_rows(weight, ids)
+        ids = ids.contiguous()
         out = torch.empty(*ids.shape, weight.in_features, dtype=weight.panels.dtype)
         call = UnpackCall(
             *(_CODES[out.dtype], torch.get_num_threads(), ids.numel(), weight.in_features),
