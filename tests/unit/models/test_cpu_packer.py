@@ -88,7 +88,8 @@ def test_a_tied_embedding_is_the_head_in_the_heads_format(
     theirs = make_hugging_face_model("Qwen3ForCausalLM", tie_word_embeddings=True).to(stored)
     model = load(save(theirs, tmp_path), weights, dtype)
     embedding, head = model.model.embed_tokens, model.lm_head
-    assert isinstance(embedding, PackedEmbedding) and isinstance(head, PackedLinear)
+    assert isinstance(embedding, PackedEmbedding)
+    assert isinstance(head, PackedLinear)
     rows = theirs.model.embed_tokens.weight.detach()
     found = embedding(torch.arange(len(rows)))
     assert found.dtype == dtype
