@@ -1,0 +1,89 @@
+"""Every registered architecture, split over real processes: the tokens of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton import AsyncClient, Completion, SamplingParams
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from loadtest.drills.audit import Auditor
+from tests.integration.conftest import READY_TIMEOUT_S, free_address
+from tests.numerics.family_checkpoints import (
+    Example,
+    TinyCheckpoint,
+    make_tiny_checkpoint,
+    richest_variants,
+)
+
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
+
+NUM_TOKENS = 40
+BLOCK_SIZE = 4
+QUIET_TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module", params=richest_variants(), ids=", ".join)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    architecture, variant = request.param
+    return make_tiny_checkpoint(architecture, variant, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: TinyCheckpoint) -> Iterator[LocalDeployment]:
+    """Blocks and chunks so small that every prompt is several of both."""
+    config = LocalDeploymentConfig(
+        model=str(checkpoint.folder),
+        listen=free_address(),
+        router_args=["--no-local-prefill"],  # what is tested is the split
+        node_args=[
+            "--dtype", "float32", "--block-size", str(BLOCK_SIZE),
+            "--long-prefill-token-threshold", "16", "--kv-cache-memory", "16M",
+        ],
+    )  # fmt: skip
+    with LocalDeployment(config) as running:
+        running.wait_ready(READY_TIMEOUT_S)
+        yield running
+
+
+def complete_all(address: str, examples: list[Example]) -> list[Completion]:
+    """All at once."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+
+    async def run() -> list[Completion]:
+        async with AsyncClient(address) as client:
+            calls = [client.generate(example.prompt, params) for example in examples]
+            return await asyncio.gather(*calls)
+
+    return asyncio.run(run())
+
+
+def test_split_gives_the_tokens_of_transformers_and_computes_no_prompt_twice(
+    deployment: LocalDeployment, checkpoint: TinyCheckpoint
+) -> None:
+    address = deployment.config.listen
+    examples = checkpoint.examples + checkpoint.short_examples
+    # The second time both nodes know prompts, the third time outputs are parts of prompts, too.
+    later = [example.later(index) for index, example in enumerate(checkpoint.examples, 20)]
+    num_pushed = num_cached = 0
+    for batch in (examples, examples, later):
+        for example, completion in zip(batch, complete_all(address, batch), strict=True):
+            assert list(completion.token_ids) == example.output[:NUM_TOKENS]
+            assert completion.receipt is not None
+            decode = completion.receipt.decode
+            assert decode is not None
+            num_cached += decode.num_cached_tokens
+            if decode.push.transport:
+                num_pushed += 1
+                assert decode.num_prompt_tokens_computed == 0
+                assert decode.num_forwards == NUM_TOKENS - 1
+            else:  # the short-cut: its own cache had so much that it computed the rest itself
+                num_left = len(example.prompt) - decode.num_cached_tokens
+                assert decode.num_prompt_tokens_computed == num_left < len(example.prompt)
+    assert num_cached > 0
+    assert num_pushed > 0
+    found = asyncio.run(Auditor(address, token="").look_until_free(QUIET_TIMEOUT_S)).audit
+    assert (found.num_held, found.num_orphans, found.problems) == (0, 0, ())

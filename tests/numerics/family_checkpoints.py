@@ -1,0 +1,201 @@
+"""The tiny checkpoint of every architecture, made by transformers, which is also its reference.
+
+A registered architecture without a row in FAMILIES fails tests/numerics/test_families.py.
+Refuses to know: what is asserted about ours.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.registry import MODELS
+from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
+
+VOCAB_SIZE = 61
+MAX_MODEL_LEN = 256
+WINDOW = 12  # shorter than every prompt that is cut in chunks
+# Float noise between two ways to sum is about 1e-5 of a logit; a token is certain beyond this.
+CLEAR_CUT = 1e-3
+NUM_DIFFERENT = 4  # tokens that an output has at least: one that repeats a token shows nothing
+
+NUM_CANDIDATES = 16
+NUM_SHARED_TOKENS = 24  # of the prompts' first ones
+NUM_PROMPT_TOKENS = 40
+NUM_OUTPUTS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is tested of one architecture.
+
+    Attributes:
+        variants: their names -> fields of their config, beyond those of `make_hugging_face_model`.
+            The plainest first; the last, with layers of every kind, also runs split.
+        refused: fields of config.json -> values that change what transformers computes, and that
+            ours must therefore refuse, naming the field; beyond `REFUSED`. A name with a dot is a
+            field of an object.
+    """
+
+    variants: Mapping[str, Mapping[str, Any]]
+    refused: Mapping[str, Any] = field(default_factory=dict)
+
+
+def layers(pattern: str) -> dict[str, Any]:
+    """A layer per letter: s has a window, f has full attention."""
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    return {
+        "num_hidden_layers": len(pattern),
+        "layer_types": [names[letter] for letter in pattern],
+        "sliding_window": WINDOW,
+    }
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        {
+            "plain": {},
+            "every bias, tied": {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": True,
+            },
+        }
+    ),
+    "MistralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
+    "Qwen2ForCausalLM": Family(
+        {
+            "plain": {},
+            "windows 2:1": {
+                "num_hidden_layers": 3,
+                "sliding_window": WINDOW,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+        }
+    ),
+    "Qwen3ForCausalLM": Family(
+        {
+            "plain": {},
+            "windows 1:1": layers("sfsf") | {"use_sliding_window": True},
+            "empty places": layers("sfsssfsssfs") | {"use_sliding_window": True},
+            "windows 5:1": layers("sssssf") | {"use_sliding_window": True, "intermediate_size": 44},
+        }
+    ),
+}
+
+# Of every architecture whose config has the field.
+REFUSED: dict[str, Any] = {
+    "hidden_act": "tanh",
+    "hidden_activation": "tanh",
+    "layer_types": "spiral_attention",
+    "rope_parameters": {"rope_type": "spiral"},
+}
+
+
+def all_variants() -> list[tuple[str, str]]:
+    """Architecture and variant of every tiny checkpoint; what has no row is not among them."""
+    return [
+        (architecture, variant)
+        for architecture in MODELS.names()
+        if architecture in FAMILIES
+        for variant in FAMILIES[architecture].variants
+    ]
+
+
+def richest_variants() -> list[tuple[str, str]]:
+    """The last variant of every family."""
+    last = dict(all_variants())
+    return list(last.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt, and what transformers makes of it greedily; every token of that is certain."""
+
+    prompt: list[int]
+    output: list[int]
+
+    def later(self, num_tokens: int) -> Example:
+        """Take the first tokens of the output for the end of the prompt."""
+        return Example(self.prompt + self.output[:num_tokens], self.output[num_tokens:])
+
+
+@dataclass(frozen=True, slots=True)
+class TinyCheckpoint:
+    """A random model on disk, and the same model in transformers.
+
+    Attributes:
+        examples: they share their first NUM_SHARED_TOKENS tokens.
+        short_examples: of few tokens, so that they grow.
+    """
+
+    folder: Path
+    theirs: Any
+    examples: list[Example]
+    short_examples: list[Example]
+
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """``[num_tokens, vocab_size]``, by transformers."""
+        return hugging_face_logits(self.theirs, token_ids)
+
+
+def make_tiny_checkpoint(architecture: str, variant: str, folder: Path) -> TinyCheckpoint:
+    """Make one of `all_variants` and its examples."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "initializer_range": 0.5,
+        "attn_implementation": "eager",
+    }
+    theirs = make_hugging_face_model(
+        architecture, **(shape | dict(FAMILIES[architecture].variants[variant]))
+    )
+    return TinyCheckpoint(
+        save(theirs, folder),
+        theirs,
+        _make_examples(theirs, 4, NUM_SHARED_TOKENS, NUM_PROMPT_TOKENS, NUM_OUTPUTS),
+        _make_examples(theirs, 8, 3, 6, 40),
+    )
+
+
+@torch.inference_mode()
+def _make_examples(
+    theirs: Any, num_examples: int, num_shared: int, num_tokens: int, num_outputs: int
+) -> list[Example]:
+    """Draw prompts, and keep those whose outputs are certain and lively, by transformers alone."""
+    draw = random.Random(num_tokens)
+    shared = draw.choices(range(VOCAB_SIZE), k=num_shared)
+    prompts = [
+        shared + draw.choices(range(VOCAB_SIZE), k=num_tokens - num_shared)
+        for _ in range(NUM_CANDIDATES)
+    ]
+    made = theirs.generate(
+        torch.tensor(prompts),
+        attention_mask=torch.ones(NUM_CANDIDATES, num_tokens, dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=num_outputs,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(made.logits, 1).topk(2).values  # [num_candidates, num_outputs, 2]
+    margins = (best[..., 0] - best[..., 1]).amin(1).tolist()
+    outputs = made.sequences[:, num_tokens:].tolist()
+    examples = [
+        Example(prompt, output)
+        for prompt, output, margin in zip(prompts, outputs, margins, strict=True)
+        if margin > CLEAR_CUT and len(set(output)) >= NUM_DIFFERENT
+    ]
+    assert len(examples) >= num_examples, (
+        f"{len(examples)} of {NUM_CANDIDATES} random prompts have a certain and lively output "
+        f"(margins {margins}): give the row another initializer_range"
+    )
+    return examples[:num_examples]

@@ -1,0 +1,196 @@
+"""Every registered architecture computes what transformers does, whichever way it gets there.
+
+A new line in the registry is in this suite by a row in tests/numerics/family_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.api.errors import ModelLoadError
+from baton.api.outputs import TokenLogprobs
+from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine import LLM
+from engine.core.request import Request
+from models import MODELS, load_model
+from tests.numerics.family_checkpoints import (
+    FAMILIES,
+    REFUSED,
+    Example,
+    TinyCheckpoint,
+    all_variants,
+    make_tiny_checkpoint,
+)
+
+MAX_DIFFERENCE = 1e-4  # of a logprob
+TABLE = "tests/numerics/family_checkpoints.py"
+
+
+@pytest.fixture(scope="module", params=all_variants(), ids=", ".join)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    architecture, variant = request.param
+    return make_tiny_checkpoint(architecture, variant, tmp_path_factory.mktemp("model"))
+
+
+def make_llm(checkpoint: TinyCheckpoint, **options: Any) -> LLM:
+    """With room for all requests, unless ``num_blocks`` says otherwise."""
+    memory = {} if "num_blocks" in options else {"kv_cache_bytes": 2**23}
+    defaults = {"dtype": "float32", "max_num_requests": 8, "block_size": 4}
+    return LLM(str(checkpoint.folder), **(defaults | memory | options))
+
+
+def run(llm: LLM, examples: Sequence[Example], num_tokens: int) -> list[Request]:
+    """Complete all at once; the engine's invariants hold after each step, and nothing is kept."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    num_free = llm.engine.num_free_blocks
+    requests = [
+        Request.create(
+            f"r{index}",
+            list(example.prompt),
+            params,
+            seed=0,
+            eos_token_ids=frozenset(),
+            max_model_len=llm.engine.max_model_len,
+        )
+        for index, example in enumerate(examples)
+    ]
+    for request in requests:
+        llm.engine.add(request)
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine.check()
+    assert llm.engine.num_free_blocks == num_free
+    return requests
+
+
+def assert_right(llm: LLM, examples: Sequence[Example], num_tokens: int = 40) -> list[Request]:
+    """Greedy tokens are those of transformers; returns the requests."""
+    requests = run(llm, examples, num_tokens)
+    found = [request.output_token_ids for request in requests]
+    assert found == [example.output[:num_tokens] for example in examples]
+    return requests
+
+
+def test_every_architecture_has_a_row_in_the_table() -> None:
+    missing = sorted(set(MODELS.names()) - set(FAMILIES))
+    assert not missing, f"{', '.join(missing)}: add a row to FAMILIES in {TABLE}"
+    unknown = sorted(set(FAMILIES) - set(MODELS.names()))
+    assert not unknown, f"{', '.join(unknown)}: in FAMILIES of {TABLE}, but not registered"
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("threshold", [7, 64])
+def test_logprobs_at_every_position(checkpoint: TinyCheckpoint, threshold: int) -> None:
+    llm = make_llm(checkpoint, long_prefill_token_threshold=threshold)
+    prompt = checkpoint.examples[0].later(20).prompt
+    params = SamplingParams(
+        max_tokens=1, temperature=0, prompt_logprobs=MAX_LOGPROBS, logprobs=MAX_LOGPROBS
+    )
+    [completion] = llm.generate([prompt], params)
+    expected = checkpoint.logits(prompt).double().log_softmax(-1)  # [num_tokens, vocab_size]
+    found: list[TokenLogprobs | None] = [*completion.prompt_logprobs[1:], *completion.logprobs]
+    for position, (token_id, one) in enumerate(
+        zip([*prompt[1:], *completion.token_ids], found, strict=True)
+    ):
+        assert one is not None
+        assert len(one.top) == MAX_LOGPROBS
+        row = expected[position]
+        assert one.logprob == pytest.approx(float(row[token_id]), abs=MAX_DIFFERENCE)
+        for token_id, logprob in one.top:
+            assert logprob == pytest.approx(float(row[token_id]), abs=MAX_DIFFERENCE)
+
+
+# ---------------------------------------------------------------- tokens, by every way
+
+
+def test_two_hundred_tokens_alone(checkpoint: TinyCheckpoint) -> None:
+    example = checkpoint.examples[0]
+    assert_right(make_llm(checkpoint), [example], len(example.output))
+
+
+def test_in_a_batch_of_other_lengths(checkpoint: TinyCheckpoint) -> None:
+    llm = make_llm(checkpoint, prefix_cache=False, max_num_batched_tokens=50)
+    batch = [example.later(7 * index) for index, example in enumerate(checkpoint.examples)]
+    assert_right(llm, [*batch, checkpoint.short_examples[0]])
+
+
+@pytest.mark.parametrize("block_size", [2, 16])
+@pytest.mark.parametrize("threshold", [1, 11])
+def test_in_chunks(checkpoint: TinyCheckpoint, threshold: int, block_size: int) -> None:
+    llm = make_llm(checkpoint, block_size=block_size, long_prefill_token_threshold=threshold)
+    example = checkpoint.examples[1]
+    [request] = assert_right(llm, [example], 20)
+    assert request.num_forwards == -(-len(example.prompt) // threshold) + 20 - 1
+
+
+def test_with_prefix_hits(checkpoint: TinyCheckpoint) -> None:
+    llm = make_llm(checkpoint)
+    first, second, *_ = checkpoint.examples
+    [request] = assert_right(llm, [first])
+    assert request.num_cached_tokens == 0
+    [request] = assert_right(llm, [second])  # the shared beginning
+    assert 0 < request.num_cached_tokens < len(second.prompt)
+    shared = request.num_cached_tokens
+    [request] = assert_right(llm, [first.later(30)])  # what was generated, too
+    assert request.num_cached_tokens > max(len(first.prompt) - 1, shared)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preempted(checkpoint: TinyCheckpoint, prefix_cache: bool) -> None:
+    examples = checkpoint.short_examples
+    options = {"block_size": 2, "prefix_cache": prefix_cache, "long_prefill_token_threshold": 4}
+    llm = make_llm(checkpoint, num_blocks=2 * _blocks_of_one(checkpoint, **options), **options)
+    while llm.engine.max_model_len < len(examples[0].prompt + examples[0].output):
+        llm = make_llm(checkpoint, num_blocks=llm.engine.num_blocks + 4, **options)
+    requests = assert_right(llm, examples)
+    assert sum(request.num_preemptions for request in requests) > 0
+
+
+def _blocks_of_one(checkpoint: TinyCheckpoint, **options: Any) -> int:
+    """Blocks that one of the short examples holds at most, and those that nobody may have."""
+    llm = make_llm(checkpoint, **options)
+    example = checkpoint.short_examples[0]
+    params = SamplingParams(max_tokens=len(example.output), temperature=0, ignore_eos=True)
+    num_free = [llm.engine.num_free_blocks for _ in llm.stream(example.prompt, params)]
+    return llm.engine.num_blocks - min(num_free)
+
+
+def test_on_the_reference_of_the_kernels(checkpoint: TinyCheckpoint) -> None:
+    llm = make_llm(checkpoint, attention_backend="reference", long_prefill_token_threshold=17)
+    assert_right(llm, checkpoint.examples[:2], 12)
+
+
+# ---------------------------------------------------------------- what is not computed so
+
+
+def test_fields_that_would_change_results_are_refused(
+    checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    values = json.loads((checkpoint.folder / "config.json").read_text())
+    [architecture] = values["architectures"]
+    refused = {name: value for name, value in REFUSED.items() if values.get(name) is not None}
+    assert len(refused) >= 2
+    for name, value in (refused | dict(FAMILIES[architecture].refused)).items():
+        changed = _with(values, name.split("."), value)
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ModelLoadError, match=rf"\b{name.split('.')[-1]}\b") as caught:
+            load_model(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def _with(values: dict[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
+    """A copy with another value; of the first layer, where each layer has one."""
+    name, *rest = path
+    old = values.get(name)
+    if rest:
+        value = _with(old or {}, rest, value)
+    elif isinstance(old, list):
+        value = [value, *old[1:]]
+    return values | {name: value}
