@@ -10,6 +10,8 @@ from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
 from baton.options import check_limits, option, parse_bytes
 
 PREEMPTION = ("recompute", "hand-back")
+SPECULATIVE_METHODS = ("none", "ngram")
+MAX_SPECULATIVE_TOKENS = 32
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
@@ -142,6 +144,21 @@ class EngineConfig:
         True, help="Replay decode steps on a GPU instead of launching kernel by kernel."
     )
     cuda_graph_max_batch: int = option(512, least=1, help="Most requests in a replayed step.")
+    speculative_method: str = option(
+        "none",
+        choices=SPECULATIVE_METHODS,
+        help="Who guesses the next tokens, so that one step may sample several; no token changes. "
+        "ngram: what came, in prompt and output, behind the words that an output ends with.",
+    )
+    num_speculative_tokens: int = option(
+        5, least=1, most=MAX_SPECULATIVE_TOKENS, help="Most guesses for a request in a step."
+    )
+    ngram_min: int = option(
+        2, least=1, help="Fewest tokens that must be the same for ngram to guess what follows."
+    )
+    ngram_max: int = option(
+        4, least=1, help="Tokens that are the same, beyond which ngram looks for no better place."
+    )
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -153,6 +170,21 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be at least max_num_requests "
                 f"({self.max_num_requests}), got {self.max_num_batched_tokens}"
             )
+        if self.ngram_max < self.ngram_min:
+            raise ConfigError(
+                f"ngram_max: must be at least ngram_min ({self.ngram_min}), got {self.ngram_max}"
+            )
+
+    @property
+    def max_num_drafts(self) -> int:
+        """Most guesses for a request in a step; 0: nobody guesses."""
+        return 0 if self.speculative_method == "none" else self.num_speculative_tokens
+
+    @property
+    def max_decode_rows(self) -> int:
+        """Most tokens of a step that only decodes: one of each request, and its drafts."""
+        most = self.max_num_requests * (1 + self.max_num_drafts)
+        return max(min(most, self.max_num_batched_tokens), self.max_num_requests)
 
     def for_device(self, device_type: str) -> EngineConfig:
         """The same with a number for every limit of a batch: 64 requests, 1,024 tokens and 512 of

@@ -324,7 +324,7 @@ class Reservations:
         self._received_bytes += event.receipt.num_bytes if event.receipt else 0
         reservation.committed_at = self._clock()
         reservation.committed_at_step = self._engine.num_steps
-        self._engine.commit(request.request_id, record.token_id)
+        self._engine.commit(request.request_id, record.token_id, record.draft_token_ids)
         return True
 
     def _end(

@@ -8,7 +8,7 @@ asynchronous     schedule N+1, launch N+1 | wait, update N | schedule N+2, launc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,6 +26,7 @@ from engine.core.scheduler import Scheduler
 from engine.executors import EXECUTORS
 from engine.executors.base import PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.speculation.speculation import make_speculation
 
 _NOBODYS: Mapping[str, str] = MappingProxyType({})
 AfterLayer = Callable[[int], None]
@@ -90,6 +91,7 @@ class Engine:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             preemption=config.preemption,
         )
+        self._speculation = make_speculation(config, self.model_config.vocab_size)
         self._has_prefix_cache = config.prefix_cache
         self._made_at = time.monotonic()
         self._grammars = GrammarCompiler(
@@ -148,9 +150,18 @@ class Engine:
         """Places in ``Request.block_ids`` of the blocks that travel with a prompt."""
         return self._scheduler.kv_cache_manager.handoff_indices(num_prompt_tokens)
 
-    def commit(self, request_id: str, token_id: int) -> None:
-        """A parked request's KV is complete; it runs in the next step."""
-        self._scheduler.commit(request_id, token_id)
+    def commit(self, request_id: str, token_id: int, drafts: Sequence[int] = ()) -> None:
+        """A parked request's KV is complete; it runs in the next step.
+
+        Args:
+            drafts: what the remote node guesses to come behind that token.
+        """
+        taken = self._speculation.received(drafts) if self._speculation and drafts else ()
+        self._scheduler.commit(request_id, token_id, taken)
+
+    def first_drafts(self, request: Request) -> tuple[int, ...]:
+        """Guess what comes behind a request that another node goes on with."""
+        return () if self._speculation is None else self._speculation.first_drafts(request)
 
     def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
         """The grammar of a request to come, if it has one; waits for it.
@@ -274,7 +285,11 @@ class Engine:
         self._scheduler.counters.forward_s += computed_s
         self._busy_until = output.ended_at
         self.num_steps += 1
-        return self._scheduler.update(scheduled, output)
+        result = self._scheduler.update(scheduled, output)
+        if self._speculation is not None:
+            drafts = self._speculation.after_step(result, self.requests)
+            self._scheduler.keep_drafts(result.outputs, drafts)
+        return result
 
     @property
     def step_in_flight(self) -> bool:
@@ -306,6 +321,10 @@ class Engine:
             forward_seconds_total=counters.forward_s,
             step_seconds_total=counters.step_s,
             uptime_seconds=time.monotonic() - self._made_at,
+            draft_steps_total=counters.draft_steps,
+            drafts_total=counters.drafts,
+            accepted_drafts_total=sum(counters.accepted_drafts_by_place),
+            accepted_drafts_by_place=tuple(counters.accepted_drafts_by_place),
         )
 
     def block_ref_counts(self) -> dict[int, int]:

@@ -20,6 +20,8 @@ from kvconnector.blocks import LayerRange
 TransferKey = tuple[str, int]  # (request_id, epoch)
 NO_TRANSFER: TransferKey = ("", 0)
 HANDOFF_VERSION = 1
+MAX_DRAFTS = 32  # in a record
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -32,10 +34,12 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         version: of the record.
         num_tokens: whose KV has travelled: the position at which the next token stands.
         token_id: token 1, which stands there.
+        draft_token_ids: what the prefill node guesses to come behind it.
     """
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-    token_id: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    token_id: TokenId
+    draft_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = HANDOFF_VERSION
 
 

@@ -114,6 +114,12 @@ class NodeCollector(Collector):
             "prefix_lookup_tokens", "Their prompt tokens.", engine.prefix_lookup_tokens_total
         )
         yield counter("preemptions", "Requests that lost their blocks.", engine.preemptions_total)
+        yield counter("draft_steps", "Requests' steps with drafts.", engine.draft_steps_total)
+        yield counter("drafts", "Computed drafts.", engine.drafts_total)
+        places = {str(i): n for i, n in enumerate(engine.accepted_drafts_by_place, 1)}
+        yield self._family(
+            CounterMetricFamily, "accepted_drafts", "Right ones.", _by("place", places)
+        )
         yield counter(
             "forward_seconds", "Time in the model and the sampler.", engine.forward_seconds_total
         )

@@ -299,7 +299,11 @@ class PushTracker:
         num_tokens, record = num_logical_blocks * self._block_size, None
         if token_id is not None:
             num_tokens = handoff.request.num_computed_tokens
-            record = HandoffRecord(num_tokens=num_tokens, token_id=token_id)
+            record = HandoffRecord(
+                num_tokens=num_tokens,
+                token_id=token_id,
+                draft_token_ids=self._engine.first_drafts(handoff.request),
+            )
         self._sender.push(
             BlockPush(
                 request_id=handoff.request.request_id,

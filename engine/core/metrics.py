@@ -33,6 +33,10 @@ class EngineMetrics:
         blocks: of the KV cache.
         blocks_free: those that keep a cached prefix, and nobody holds, included.
         blocks_cached: different contents that the prefix cache can find.
+        draft_steps_total: times that a step computed drafts for a request.
+        drafts_total: that were computed.
+        accepted_drafts_total: of them, those that outputs went on with.
+        accepted_drafts_by_place: the first of a request in a step, the second, and so on.
         forward_seconds_total: in the model and the sampler.
         step_seconds_total: in whole steps.
         uptime_seconds: since the engine was made.
@@ -57,6 +61,15 @@ class EngineMetrics:
     forward_seconds_total: float
     step_seconds_total: float
     uptime_seconds: float
+    draft_steps_total: int = 0
+    drafts_total: int = 0
+    accepted_drafts_total: int = 0
+    accepted_drafts_by_place: tuple[int, ...] = ()
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a request got of a step which computed drafts for it; 1 without any."""
+        return 1 + self.accepted_drafts_total / max(self.draft_steps_total, 1)
 
 
 @dataclass(slots=True)
@@ -71,6 +84,9 @@ class EngineCounters:
     finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
+    draft_steps: int = 0
+    drafts: int = 0
+    accepted_drafts_by_place: list[int] = field(default_factory=list)
     forward_s: float = 0.0
     step_s: float = 0.0
 
@@ -79,3 +95,12 @@ class EngineCounters:
         self.prefix_lookups += 1
         self.prefix_lookup_tokens += request.num_prompt_tokens
         self.cached_prompt_tokens += request.num_cached_tokens
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """A step computed drafts for a request."""
+        by_place = self.accepted_drafts_by_place
+        by_place += [0] * (num_accepted - len(by_place))
+        for place in range(num_accepted):
+            by_place[place] += 1
+        self.draft_steps += 1
+        self.drafts += num_drafts

@@ -70,6 +70,8 @@ class Request:
         num_prompt_tokens_computed: prompt tokens computed by this engine, again and again if
             preempted. Stays 0 where all of the prompt's KV came from a remote node.
         num_forwards: steps that computed a part of this request.
+        num_drafts: that were computed, of tokens that nobody had sampled.
+        num_accepted_drafts: of them, those that the output goes on with.
         num_tokens_in_flight: tokens that steps (two at most) compute which have not ended.
         num_tokens_pending: tokens that they will sample; more than one of a step with drafts is
             not counted, and nothing is scheduled behind such a step before it ends.
@@ -101,6 +103,8 @@ class Request:
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0
     num_forwards: int = 0
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
     num_tokens_in_flight: int = 0
     num_tokens_pending: int = 0
     siblings: list[Request] = field(default_factory=list)

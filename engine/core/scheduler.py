@@ -115,14 +115,20 @@ class Scheduler:
         has_blocks = num_blocks + self._watermark_blocks <= manager.block_pool.num_free
         return has_slot and has_blocks and not self._room
 
-    def commit(self, request_id: str, token_id: int) -> None:
-        """The prompt's KV is complete and the remote node sampled ``token_id``: run from here."""
+    def commit(self, request_id: str, token_id: int, drafts: tuple[int, ...] = ()) -> None:
+        """The prompt's KV is complete and the remote node sampled ``token_id``: run from here.
+
+        Args:
+            drafts: what may come behind that token; its first step computes them.
+        """
         request = self.requests[request_id]
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         request.token_ids.append(token_id)
         request.num_computed_tokens = request.num_initial_tokens
         self.kv_cache_manager.cache_blocks(request)
         self._room.queue(request)
+        if drafts:
+            self._drafts[request_id] = drafts
         if request.grammar is not None and not request.grammar.accept(token_id):
             self._fail(request, request.grammar.problem)
 
@@ -257,10 +263,12 @@ class Scheduler:
             of_prompt = () if index else request.take_prompt_logprobs()
             own = logprobs.get(request_id, ()) if logprobs else ()
             if drafts:
+                num_right = len(sampled) - 1
                 sampled, own, status = self._take_several(request, sampled, own)
                 if not sampled:
                     continue
                 num_more += len(sampled) - 1
+                self._note_drafts(request, len(drafts), min(num_right, len(sampled)))
             else:
                 (token_id,) = sampled
                 if request.grammar is not None and not request.grammar.accept(token_id):
@@ -277,8 +285,19 @@ class Scheduler:
             self._running = [r for r in self._running if not r.status.is_finished]
         self.counters.output_tokens += len(outputs) + num_more
         if output.draft_token_ids or self._drafts:
-            self._keep_drafts(outputs, output.draft_token_ids)
+            self.keep_drafts(outputs, output.draft_token_ids)
         return StepResult(tuple(outputs), tuple(finished), scheduled)
+
+    def keep_drafts(
+        self, outputs: Sequence[RequestOutput], drafts: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Keep what may come behind the new tokens of the step that was updated last, for the
+        next one to compute; what came behind earlier ones is out of date.
+        """
+        for output in outputs:
+            self._drafts.pop(output.request_id, None)
+            if output.request_id in drafts and output.finish_reason is None:
+                self._drafts[output.request_id] = drafts[output.request_id]
 
     def check(self) -> None:
         """Assert the invariants; for tests and debug runs."""
@@ -431,14 +450,10 @@ class Scheduler:
         self.kv_cache_manager.free_slid_out(request)
         return token_ids[:num_taken], logprobs[:num_taken], status
 
-    def _keep_drafts(
-        self, outputs: Sequence[RequestOutput], drafts: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        """Keep what comes behind new tokens; what came behind earlier ones is out of date."""
-        for output in outputs:
-            self._drafts.pop(output.request_id, None)
-            if output.request_id in drafts and output.finish_reason is None:
-                self._drafts[output.request_id] = drafts[output.request_id]
+    def _note_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        request.num_drafts += num_drafts
+        request.num_accepted_drafts += num_accepted
+        self.counters.note_drafts(num_drafts, num_accepted)
 
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed_tokens

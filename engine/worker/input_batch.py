@@ -69,18 +69,18 @@ class _Buffers:
     """What one step is written into."""
 
     def __init__(
-        self, max_num_requests: int, max_num_tokens: int, max_blocks: int, groups: int, pin: bool
+        self, max_rows: int, max_num_tokens: int, max_blocks: int, groups: int, pin: bool
     ) -> None:
-        tables = max_num_requests * max_blocks
+        tables = max_rows * max_blocks
         self.input_ids = _Buffer(max_num_tokens, torch.int64, pin)
         self.positions = _Buffer(max_num_tokens, torch.int64, pin)
         self.slot_mappings = [_Buffer(max_num_tokens, torch.int64, pin) for _ in range(groups)]
         self.block_tables = [_Buffer(tables, torch.int32, pin) for _ in range(groups)]
-        self.query_start_loc = _Buffer(max_num_requests + 1, torch.int32, pin)
-        self.seq_lens = _Buffer(max_num_requests, torch.int32, pin)
+        self.query_start_loc = _Buffer(max_rows + 1, torch.int32, pin)
+        self.seq_lens = _Buffer(max_rows, torch.int32, pin)
         self.last_token_rows = _Buffer(max_num_tokens, torch.int64, pin)
         self.sampling_rows = _Buffer(max_num_tokens, torch.int64, pin)
-        self.unknown = _Buffer(2 * max_num_requests, torch.int64, pin)
+        self.unknown = _Buffer(2 * max_rows, torch.int64, pin)
 
 
 class _Columns:
@@ -93,7 +93,7 @@ class _Columns:
         draft_token_ids: see `SamplingInput`.
     """
 
-    def __init__(self, plan: StepPlan, max_num_requests: int) -> None:
+    def __init__(self, plan: StepPlan, max_decode_rows: int) -> None:
         # One flat list: numpy takes twice as long to look into as many tuples.
         columns = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE).T.copy()
         self.rows, self.starts, self.query_lens, self.num_known = columns
@@ -108,7 +108,7 @@ class _Columns:
             num_drafts = self.ends[self.sampling] - self.sampled_at
             if num_drafts.any():
                 self._sample_behind(num_drafts)
-                if len(self.token_ids) == len(self.sampling) <= max_num_requests:
+                if len(self.token_ids) == len(self.sampling) <= max_decode_rows:
                     self._spread()
 
     def _sample_behind(self, num_drafts: Ints) -> None:
@@ -156,6 +156,8 @@ class InputBatch:
     Args:
         max_num_requests: most requests in a step.
         max_num_tokens: most tokens in a step.
+        max_decode_rows: most tokens of a step that only decodes, drafts included; None: as many as
+            requests.
         sliding_windows: of each KV cache group; None: full attention.
         max_blocks: most blocks of one request in one group.
         block_size: tokens per block.
@@ -173,6 +175,7 @@ class InputBatch:
         *,
         max_num_requests: int,
         max_num_tokens: int,
+        max_decode_rows: int | None = None,
         sliding_windows: Sequence[int | None] = (None,),
         max_blocks: int,
         block_size: int,
@@ -183,6 +186,7 @@ class InputBatch:
         self._on_gpu = pin = device.type == "cuda"
         num_groups = len(sliding_windows)
         self._graph_inputs = graph_inputs
+        self._max_decode_rows = max_decode_rows or max_num_requests
         self.max_num_tokens = max_num_tokens
         self.last_tokens = (
             torch.zeros(max_num_requests + 1, dtype=torch.int64, device=device)
@@ -190,7 +194,7 @@ class InputBatch:
             else graph_inputs.last_tokens
         )
         self._spare, self._buffers = (
-            _Buffers(max_num_requests, max_num_tokens, max_blocks, num_groups, pin)
+            _Buffers(self._max_decode_rows, max_num_tokens, max_blocks, num_groups, pin)
             for _ in range(2)
         )
         self._block_tables = [
@@ -365,7 +369,7 @@ class InputBatch:
         for added in plan.new_blocks:
             for block_table in self._block_tables:
                 block_table.extend(added.row, added.block_ids)
-        columns = _Columns(plan, len(self._request_ids))
+        columns = _Columns(plan, self._max_decode_rows)
         if self._sliding_tables or self._known:
             self._note_computed(plan)
         return columns

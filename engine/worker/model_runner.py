@@ -256,7 +256,7 @@ def make_model_runner(
     """
     device = kv_cache.device
     max_blocks = -(-max_model_len // config.block_size) + 1
-    most = min(config.max_num_requests, config.cuda_graph_max_batch)
+    most = min(config.max_decode_rows, config.cuda_graph_max_batch)
     graph_inputs = None
     if with_graphs:
         graph_inputs = GraphInputs(
@@ -279,6 +279,7 @@ def make_model_runner(
         InputBatch(
             max_num_requests=config.max_num_requests,
             max_num_tokens=config.max_num_batched_tokens,
+            max_decode_rows=config.max_decode_rows,
             sliding_windows=spec.sliding_windows,
             max_blocks=max_blocks,
             block_size=config.block_size,

@@ -61,7 +61,11 @@ def compute_dummies(
 ) -> None:
     """Compute steps on a cache of their own; nothing is left of them."""
     steps = list(steps)
-    longest = max(num_known for step in steps for num_known in step.shares[SHARE - 1 :: SHARE])
+    longest = max(
+        start + num_tokens
+        for step in steps
+        for start, num_tokens in zip(step.shares[1::SHARE], step.shares[2::SHARE], strict=True)
+    )
     kv_cache = allocate_kv_cache(spec, 1, device)
     runner = make_model_runner(model, kv_cache, spec, config, backend_name, longest)
     for step in steps:
@@ -88,7 +92,7 @@ def largest_step(config: EngineConfig, max_seq_len: int, num_groups: int = 1) ->
         num_tokens = min(config.long_prefill_token_threshold, left - others, max_seq_len)
         left -= num_tokens
         dummies.append((max_seq_len if index == 0 else num_tokens, num_tokens))
-    return _plan(dummies, _WITH_LOGPROBS, config, num_groups)
+    return _plan(dummies, _WITH_LOGPROBS, config, num_groups, config.max_num_drafts)
 
 
 def small_steps(config: EngineConfig, num_groups: int = 1) -> Iterator[StepPlan]:
@@ -99,10 +103,16 @@ def small_steps(config: EngineConfig, num_groups: int = 1) -> Iterator[StepPlan]
     """
     most = config.max_num_requests
     counts = {1, 2, most} | {2**power for power in range(4, most.bit_length())}
+    # (tokens of a request, computed ones, drafts among them); a step of the last kind is a decode.
+    kinds = [(_PROMPT_TOKENS, _PROMPT_TOKENS, 0), (_PROMPT_TOKENS, 1, 0)]
+    if config.max_num_drafts:
+        num_computed = 1 + config.max_num_drafts
+        kinds.append((1 + num_computed, num_computed, config.max_num_drafts))
     for num_requests in sorted(count for count in counts if count <= most):
-        fits = num_requests * _PROMPT_TOKENS <= config.max_num_batched_tokens
-        for num_tokens in (_PROMPT_TOKENS, 1) if fits else (1,):
-            yield _plan([(_PROMPT_TOKENS, num_tokens)] * num_requests, _SAMPLED, config, num_groups)
+        for seq_len, num_tokens, num_drafts in kinds:
+            if num_tokens == 1 or num_requests * num_tokens <= config.max_num_batched_tokens:
+                dummies = [(seq_len, num_tokens)] * num_requests
+                yield _plan(dummies, _SAMPLED, config, num_groups, num_drafts)
 
 
 def _plan(
@@ -110,20 +120,22 @@ def _plan(
     params: SamplingParams,
     config: EngineConfig,
     num_groups: int,
+    num_drafts: int = 0,
 ) -> StepPlan:
     """Requests in block 0, all of which sample.
 
     Args:
         dummies: of each, its tokens, and how many of them, the last ones, are computed.
+        num_drafts: of these, how many at most are drafts, behind which they sample, too.
     """
     shares: list[int] = []
+    new_rows: list[NewRow] = []
     for row, (seq_len, num_tokens) in enumerate(dummies):
-        shares += (row, seq_len - num_tokens, num_tokens, seq_len)
+        num_known = seq_len - min(num_drafts, num_tokens - 1)
+        shares += (row, seq_len - num_tokens, num_tokens, num_known)
+        new_rows.append(NewRow(row, f"dummy-{row}", params, 0, num_known, frozenset(), []))
     return StepPlan(
-        tuple(
-            NewRow(row, f"dummy-{row}", params, 0, seq_len, frozenset(), [])
-            for row, (seq_len, _) in enumerate(dummies)
-        ),
+        tuple(new_rows),
         tuple(
             NewBlocks(row, [0] * (-(-seq_len // config.block_size) * num_groups))
             for row, (seq_len, _) in enumerate(dummies)

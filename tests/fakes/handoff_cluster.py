@@ -110,14 +110,14 @@ class CheckedEngine(Engine):
         assert all(i.request.status is RequestStatus.RUNNING for i in scheduled.scheduled)
         return scheduled
 
-    def commit(self, request_id: str, token_id: int) -> None:
+    def commit(self, request_id: str, token_id: int, drafts: Sequence[int] = ()) -> None:
         request = self.requests[request_id]
         prompt = request.token_ids[: request.num_initial_tokens]
         found = kv_of(self, request.block_ids, len(prompt))
         expected = self.expected_kv(prompt)
         torch.testing.assert_close(found.float(), expected.float(), rtol=1e-4, atol=1e-4)
         self.num_commits += 1
-        super().commit(request_id, token_id)
+        super().commit(request_id, token_id, drafts)
 
 
 def kv_of(engine: Engine, block_ids: list[int], num_tokens: int) -> torch.Tensor:
@@ -160,6 +160,7 @@ class Cluster:
         push_mode: of the prefill node.
         kv_digests: whether what arrives is checked.
         options, preemption: of the decode node.
+        engine_options: of both nodes' engines.
 
     Attributes:
         p_id: the prefill node's engine id; a restarted one has another.
@@ -177,6 +178,7 @@ class Cluster:
         kv_digests: bool = False,
         options: DecodeOptions = DECODE_OPTIONS,
         preemption: str = "recompute",
+        engine_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.network = ScriptedNetwork()
         self.may_be_short = options.local_prefill_threshold > 0
@@ -196,6 +198,7 @@ class Cluster:
             max_num_batched_tokens=12,
             long_prefill_token_threshold=5,
             async_scheduling=async_scheduling,
+            **engine_options,
         )
         self._start_prefill_node("p")
         d_config = dataclasses.replace(config, preemption=preemption)

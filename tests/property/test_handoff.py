@@ -11,7 +11,9 @@ import functools
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -102,10 +104,12 @@ def make_cluster(
     options: DecodeOptions = DECODE_OPTIONS,
     preemption: str = "recompute",
     num_drafts: int = 0,
+    engine_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Cluster:
     """Two nodes; a mixed model has three KV cache groups.
 
     Args:
+        engine_options: of both nodes' engines.
         num_drafts: most drafts of a request in a step of the decode node; every third is wrong.
     """
     cluster = Cluster(
@@ -118,6 +122,7 @@ def make_cluster(
         kv_digests=kv_digests,
         options=options,
         preemption=preemption,
+        engine_options=engine_options,
     )
 
     def output_of(request_id: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import pytest
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.link.words import AbortAll, PeerUpdate
+from engine.core.outputs import SchedulerOutput
 from kvconnector.base import TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess
@@ -23,6 +24,8 @@ from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+TWELVE = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+NGRAM = {"speculative_method": "ngram", "ngram_min": 1, "num_speculative_tokens": 4}
 
 
 def place(cluster: Cluster, request_id: str, num_tokens: int, epoch: int = 1) -> None:
@@ -439,4 +442,39 @@ def test_drafts_on_a_decode_node_change_no_token(temperature: float, asynchronou
         assert tuple(tokens[index] for index in sorted(tokens)) == token_ids
         assert cluster.receipts[name].num_forwards < len(token_ids) - 1
     assert 0 < executor.num_accepted < executor.num_computed
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_prefill_node_guesses_first_and_the_decode_node_s_first_step_looks(
+    asynchronous: bool,
+) -> None:
+    cluster = make_cluster(20, async_scheduling=asynchronous, engine_options=NGRAM)
+    prompt = prompt_of(12, 13)
+    expected = reference_tokens(tuple(prompt), TWELVE)
+    assert expected[0] == prompt[7]  # so that there is something to guess behind it
+    computed: list[tuple[int, ...]] = []
+    schedule = cluster.d_engine.schedule
+
+    def note() -> SchedulerOutput:
+        scheduled = schedule()
+        computed.extend(item.draft_token_ids for item in scheduled.scheduled)
+        return scheduled
+
+    cluster.d_engine.schedule = note  # type: ignore[method-assign]
+    cluster.place("a", 1, prompt, TWELVE)
+    cluster.settle()
+    assert_right(cluster)
+    assert computed[0] == tuple(prompt[8:12])
+    assert cluster.receipts["a"].num_forwards < 11
+    assert_clean(cluster)
+
+
+def test_a_decode_node_that_does_not_guess_does_without_the_drafts_that_come() -> None:
+    cluster = make_cluster(20, engine_options=NGRAM)
+    cluster.d_engine._speculation = None
+    cluster.place("a", 1, prompt_of(12, 13), TWELVE)
+    cluster.settle()
+    assert_right(cluster)
+    assert cluster.receipts["a"].num_forwards == 11
     assert_clean(cluster)

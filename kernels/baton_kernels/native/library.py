@@ -119,6 +119,7 @@ _SIGNATURES = {
     "baton_silu_mul": (c_int, [POINTER(SiluCall)]),
     "baton_norm_rotary_store": (c_int, [POINTER(StoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
+    "baton_find_run": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
 }
 
 

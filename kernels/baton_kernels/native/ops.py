@@ -244,6 +244,12 @@ class NativeOps:
         self._run(self._library.baton_attention, call, query, kv_cache, out, *tensors)
         return out
 
+    @property
+    def find_run(self) -> Callable[[int, int, int, int], int]:
+        """`lookup.find_run` of int32 tokens at an address: it, their number, least, most."""
+        found: Callable[[int, int, int, int], int] = self._library.baton_find_run
+        return found
+
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
         """See ``tape.record``: the native calls of this thread in ``compute``."""
         return record(self._recorder, self._library, compute)

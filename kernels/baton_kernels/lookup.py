@@ -1,0 +1,79 @@
+"""Look up in a text what it ends with: where that came before. On the host, in C where it can be.
+
+Refuses to know: requests, what becomes of the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_kernels.dispatch import native_ops
+
+
+def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
+    """Find where the longest run of tokens that a text ends with came before.
+
+    Args:
+        tokens: `[num_tokens]`.
+        least, most: tokens of the run; a place where more than ``most`` are the same is no better.
+
+    Returns:
+        The position behind that run, of several places the last one; -1 where there is none.
+    """
+    num = len(tokens)
+    if num < 2:
+        return -1
+    ends = np.flatnonzero(tokens[: num - 1] == tokens[num - 1]) + 1
+    length = 1
+    while length < most:
+        longer = ends[ends > length]
+        longer = longer[tokens[longer - 1 - length] == tokens[num - 1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return int(ends[-1]) if len(ends) and length >= least else -1
+
+
+class Text:
+    """Tokens that only grow, and look-ups of what they end with."""
+
+    def __init__(self) -> None:
+        ops = native_ops()
+        self._find_run = None if ops is None else ops.find_run
+        self._tokens = np.empty(0, np.int32)
+        self._address = 0
+        self.num_tokens = 0
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens."""
+        num_tokens = self.num_tokens + len(token_ids)
+        if num_tokens > len(self._tokens):
+            grown = np.empty(2 * num_tokens, np.int32)
+            grown[: self.num_tokens] = self._tokens[: self.num_tokens]
+            self._tokens, self._address = grown, grown.ctypes.data
+        self._tokens[self.num_tokens : num_tokens] = token_ids
+        self.num_tokens = num_tokens
+
+    def continuation(self, num_tokens: int, least: int, most: int) -> tuple[int, ...]:
+        """What came behind the longest run that the text ends with; see `find_run`.
+
+        Where that place is so near that the text ends there, it goes on from its beginning: what
+        repeats itself is taken to go on doing so. Nothing where there is no such place.
+
+        Args:
+            num_tokens: how many of these tokens.
+        """
+        num = self.num_tokens
+        if self._find_run is None:
+            place = find_run(self._tokens[:num], least, most)
+        else:
+            place = self._find_run(self._address, num, least, most)
+        if place < 0:
+            return ()
+        found: list[int] = self._tokens[place : min(place + num_tokens, num)].tolist()
+        while len(found) < num_tokens:
+            found += found[: num_tokens - len(found)]
+        return tuple(found)

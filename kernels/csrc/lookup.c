@@ -1,0 +1,37 @@
+/* Looking up what a text ends with in the text itself.
+ *
+ * The meaning is find_run of baton_kernels/lookup.py.
+ * Refuses to know: requests, what becomes of the place.
+ */
+#include "vectors.h"
+
+#define STRIDE 64 /* tokens that are compared together */
+
+INLINE int has_token(const int32_t *tokens, int64_t num, int32_t token) {
+    int found = 0;
+#pragma omp simd reduction(| : found)
+    for (int64_t i = 0; i < num; i++) found |= tokens[i] == token;
+    return found;
+}
+
+/* Where the longest run of tokens (least to most of them) that the text ends with ends before that,
+ * the latest such place; -1: nowhere. */
+int64_t baton_find_run(const int32_t *tokens, int64_t num, int64_t least, int64_t most) {
+    int64_t best = -1, best_length = least - 1;
+    if (num < 2) return -1;
+    int32_t last = tokens[num - 1];
+    for (int64_t high = num - 1; high > 0; high -= STRIDE) {
+        int64_t low = high > STRIDE ? high - STRIDE : 0;
+        if (!has_token(tokens + low, high - low, last)) continue;
+        for (int64_t end = high; end > low; end--) {
+            if (tokens[end - 1] != last) continue;
+            int64_t length = 1;
+            while (length < most && length < end &&
+                   tokens[end - 1 - length] == tokens[num - 1 - length])
+                length++;
+            if (length > best_length) best = end, best_length = length;
+            if (best_length >= most) return best;
+        }
+    }
+    return best;
+}

@@ -1,0 +1,58 @@
+"""Contract of every proposer: what it guesses, whatever that is, changes no token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.api.outputs import Completion
+from baton.engine_config import SPECULATIVE_METHODS
+from engine import LLM
+from engine.speculation import PROPOSERS
+from tests.unit.engine.test_several_samples import DEMO, REQUESTS, SMALL
+
+pytestmark = pytest.mark.medium
+
+# Tokens that come again: the outputs of a small model do, and those of random prompts soon.
+OPTIONS: dict[str, dict[str, Any]] = {"ngram": {"ngram_min": 1}}
+
+
+def test_the_option_names_all_of_them() -> None:
+    assert ("none", *PROPOSERS.names()) == SPECULATIVE_METHODS
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[Completion], int]:
+    llm = LLM(str(DEMO), **SMALL)
+    return llm.generate(*REQUESTS), llm.engine.num_steps
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+@pytest.mark.parametrize("method", PROPOSERS.names())
+def test_speculation_changes_no_token(
+    method: str, num_drafts: int, asynchronous: bool, plain: tuple[list[Completion], int]
+) -> None:
+    expected, num_steps = plain
+    llm = LLM(
+        str(DEMO),
+        async_scheduling=asynchronous,
+        speculative_method=method,
+        num_speculative_tokens=num_drafts,
+        **OPTIONS[method],
+        **SMALL,
+    )
+    found = llm.generate(*REQUESTS)
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine.token_ids, mine.finish_reason) == (other.token_ids, other.finish_reason)
+        assert (mine.text, mine.logprobs) == (other.text, other.logprobs)
+        assert mine.prompt_logprobs == other.prompt_logprobs
+    metrics = llm.metrics()
+    assert metrics.preemptions_total > 0
+    assert metrics.blocks_free == SMALL["num_blocks"]
+    assert 0 < metrics.accepted_drafts_total < metrics.drafts_total
+    assert len(metrics.accepted_drafts_by_place) <= num_drafts
+    assert 1 < metrics.mean_acceptance_length < 1 + num_drafts
+    if not asynchronous:
+        assert llm.engine.num_steps < num_steps
