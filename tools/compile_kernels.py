@@ -107,9 +107,9 @@ def compile_all(only: str) -> Found:
 
 
 def modules() -> list[str]:
-    """Import every module of the package."""
+    """List every module of the package, and of those within."""
     package = import_module(PACKAGE)
-    return sorted(f"{PACKAGE}.{module.name}" for module in pkgutil.iter_modules(package.__path__))
+    return sorted(module.name for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."))
 
 
 def cases_of(module: str) -> tuple[AotCase, ...]:
@@ -242,7 +242,7 @@ def made_of() -> dict[str, str]:
     import triton
 
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "kernels" / "baton_kernels" / "triton").glob("*.py")):
+    for path in sorted((ROOT / "kernels" / "baton_kernels" / "triton").rglob("*.py")):
         digest.update(code_of(path.read_text(encoding="utf-8")).encode())
     return {"triton": triton.__version__, "sources": digest.hexdigest()[:16]}
 

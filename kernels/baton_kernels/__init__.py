@@ -11,6 +11,7 @@ from torch import Tensor
 from baton_kernels.dispatch import ops_for
 from baton_kernels.packed import GroupedIntegers, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
+from baton_kernels.state_metadata import StateMetadata
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,6 +58,77 @@ def norm_rotary_store(
     return query
 
 
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    group_size: int,
+    norm_before_gate: bool,
+) -> Tensor:
+    """Root-mean-square norm of groups, times ``silu(gate)``."""
+    normed: Tensor = ops_for(x).gated_rms_norm(
+        x, gate, weight, eps, group_size=group_size, norm_before_gate=norm_before_gate
+    )
+    return normed
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    *,
+    has_silu: bool,
+    in_gate: Tensor | None = None,
+    out_gate: Tensor | None = None,
+) -> Tensor:
+    """Convolution of each channel with its newest inputs."""
+    out: Tensor = ops_for(x).causal_conv(
+        *(x, weight, bias, states, metadata),
+        has_silu=has_silu,
+        in_gate=in_gate,
+        out_gate=out_gate,
+    )
+    return out
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    d: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+) -> Tensor:
+    """Mamba 2's state space."""
+    out: Tensor = ops_for(x).selective_scan(x, dt, b, c, a_log, dt_bias, d, states, metadata)
+    return out
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+) -> Tensor:
+    """Gated DeltaNet's recurrence."""
+    out: Tensor = ops_for(value).gated_delta_rule(
+        query, key, value, a, b, a_log, dt_bias, states, metadata
+    )
+    return out
+
+
 def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
     """Write rows of a linear layer's weight into its panels."""
     ops_for(rows).pack_rows(weight, first_row, rows)
@@ -84,8 +156,12 @@ __all__ = [
     "FP8",
     "GroupedIntegers",
     "PackedWeight",
+    "StateMetadata",
     "WeightFormat",
     "add_rms_norm",
+    "causal_conv",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "gather_kv",
     "norm_rotary_store",
     "pack_rows",
@@ -94,6 +170,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary",
+    "selective_scan",
     "silu_mul",
     "store_kv",
     "unpack_rows",

@@ -61,6 +61,10 @@ _TRITON = {
     "add_rms_norm": "norm",
     "silu_mul": "silu_mul",
     "norm_rotary_store": "norm_rotary_store",
+    "gated_rms_norm": "recurrent.gated_norm",
+    "causal_conv": "recurrent.causal_conv",
+    "selective_scan": "recurrent.recurrence",
+    "gated_delta_rule": "recurrent.recurrence",
 }
 
 

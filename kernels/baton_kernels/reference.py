@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_kernels.packed import PackedWeight, rounded_inputs
+from baton_kernels.recurrent import causal_conv as causal_conv
+from baton_kernels.recurrent import gated_delta_rule as gated_delta_rule
+from baton_kernels.recurrent import gated_rms_norm as gated_rms_norm
+from baton_kernels.recurrent import selective_scan as selective_scan
 
 # What a quantized KV cache stores (Micikevicius et al., arXiv:2209.05433). A float8 number is also
 # one of every wider type, so that reading it rounds nothing.

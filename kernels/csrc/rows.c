@@ -108,6 +108,58 @@ int baton_silu_mul(const silu_call *c) {
     return 0;
 }
 
+typedef struct {
+    int64_t type, num_threads, num_rows, size, group_size, weight_size, norm_before_gate;
+    int64_t x_stride, gate_stride; /* in elements, from one row to the next */
+    const void *x, *gate, *weight; /* weight_size repeats along a row */
+    void *out;
+    double eps;
+} gated_norm_call;
+
+INLINE void gated_norm_row(int type, const gated_norm_call *c, int64_t i) {
+    int64_t size = c->size, group = c->group_size;
+    float row[size], gate[size], weight[c->weight_size];
+    read_row(type, at(type, c->x, i * c->x_stride), row, size);
+    read_row(type, at(type, c->gate, i * c->gate_stride), gate, size);
+    read_row(type, c->weight, weight, c->weight_size);
+    int64_t whole = size - size % LANES;
+    for (int64_t j = 0; j < whole; j += LANES) store(gate + j, silu(load(FLOAT32, gate, j)));
+    if (whole < size) {
+        float last[LANES] = {0};
+        memcpy(last, gate + whole, (size - whole) * sizeof(float));
+        store(last, silu(load(FLOAT32, last, 0)));
+        memcpy(gate + whole, last, (size - whole) * sizeof(float));
+    }
+    for (int64_t first = 0; first < size; first += group) {
+        float *x = row + first, *gated = gate + first, squares = 0;
+        const float *w = weight + first % c->weight_size;
+        if (!c->norm_before_gate)
+            for (int64_t j = 0; j < group; j++) x[j] *= gated[j];
+#pragma omp simd reduction(+ : squares)
+        for (int64_t j = 0; j < group; j++) squares += x[j] * x[j];
+        float inverse_rms = 1.0f / sqrtf(squares / group + (float)c->eps);
+        for (int64_t j = 0; j < group; j++)
+            x[j] = round_to(type, round_to(type, x[j] * inverse_rms) * w[j]);
+        if (c->norm_before_gate)
+            for (int64_t j = 0; j < group; j++) x[j] *= gated[j];
+    }
+    write_row(type, row, (void *)at(type, c->out, i * size), size);
+}
+
+int baton_gated_rms_norm(const gated_norm_call *c) {
+    int team = threads_for(c->num_threads, c->num_rows * c->size);
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t i = 0; i < c->num_rows; i++) {
+        if (c->type == BFLOAT16)
+            gated_norm_row(BFLOAT16, c, i);
+        else if (c->type == FLOAT16)
+            gated_norm_row(FLOAT16, c, i);
+        else
+            gated_norm_row(FLOAT32, c, i);
+    }
+    return 0;
+}
+
 /* The first rotary_dim of a head turn, half-split; the rest stays. */
 INLINE void rotate(float *head, const float *cos, const float *sin, int64_t rotary_dim) {
     int64_t half = rotary_dim / 2;

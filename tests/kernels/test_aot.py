@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -19,10 +17,9 @@ import torch
 
 pytest.importorskip("triton")
 
-import baton_kernels.triton
 from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.tile_sizes import shared_kib, varlen_tile
-from tools.compile_kernels import code_of, pending_groups
+from tools.compile_kernels import cases_of, code_of, modules, pending_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "compile_kernels.py"
@@ -113,10 +110,8 @@ def test_what_is_recorded_is_cut_as_the_kernels_are_now(release: str) -> None:
     }
     assert recorded == {
         (case.name, f"sm_{capability}"): (case.num_warps, case.num_stages)
-        for module in pkgutil.iter_modules(baton_kernels.triton.__path__)
-        for case in getattr(
-            importlib.import_module(f"baton_kernels.triton.{module.name}"), "AOT_CASES", ()
-        )
+        for module in modules()
+        for case in cases_of(module)
         for capability in case.capabilities
     }
 

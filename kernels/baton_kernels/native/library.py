@@ -101,6 +101,47 @@ class AttentionCall(Structure):
     )
 
 
+class GatedNormCall(Structure):
+    """``gated_norm_call`` in rows.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_rows size group_size weight_size"),
+        *_fields(c_int64, "norm_before_gate x_stride gate_stride"),
+        *_fields(c_void_p, "x gate weight out"),
+        ("eps", c_double),
+    )
+
+
+_STATE_STEP = (
+    *_fields(c_int64, "num_requests num_tokens"),
+    *_fields(c_void_p, "segment_start_loc read_slots write_slots request_start_loc"),
+)
+
+
+class ConvCall(Structure):
+    """``conv_call`` in states.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_channels kernel_size has_silu"),
+        *_fields(c_int64, "x_stride in_gate_stride out_gate_stride"),
+        *_fields(c_int64, "slot_stride channel_stride tap_stride"),
+        *_fields(c_void_p, "x weight bias in_gate out_gate states out"),
+        *_STATE_STEP,
+    )
+
+
+class RecurrenceCall(Structure):
+    """``recurrence_call`` in states.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_heads num_key_heads key_dim value_dim"),
+        *_fields(c_int64, "query_stride key_stride value_stride rate_stride beta_stride"),
+        *_fields(c_int64, "slot_stride"),
+        *_fields(c_void_p, "query key value rate rate_bias log_decay beta skip states out"),
+        *_STATE_STEP,
+    )
+
+
 class TapeEntry(Structure):
     """``tape_entry`` in tape.c."""
 
@@ -117,6 +158,9 @@ _SIGNATURES = {
     "baton_unpack_rows": (c_int, [POINTER(UnpackCall)]),
     "baton_rms_norm": (c_int, [POINTER(NormCall)]),
     "baton_silu_mul": (c_int, [POINTER(SiluCall)]),
+    "baton_gated_rms_norm": (c_int, [POINTER(GatedNormCall)]),
+    "baton_causal_conv": (c_int, [POINTER(ConvCall)]),
+    "baton_recurrence": (c_int, [POINTER(RecurrenceCall)]),
     "baton_norm_rotary_store": (c_int, [POINTER(StoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
     "baton_find_run": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),

@@ -18,9 +18,12 @@ from baton_kernels import reference
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.native.library import (
     AttentionCall,
+    ConvCall,
+    GatedNormCall,
     LinearCall,
     NormCall,
     PackCall,
+    RecurrenceCall,
     SiluCall,
     StoreCall,
     UnpackCall,
@@ -29,10 +32,13 @@ from baton_kernels.native.library import (
 from baton_kernels.native.tape import Recorder, Tape, record
 from baton_kernels.packed import PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
+from baton_kernels.state_metadata import StateMetadata
 
 # As in vectors.h.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_KERNEL_SIZE = 16  # of a convolution: what a job keeps on its stack
+_MAX_KEY_DIM = 512  # of a recurrence, likewise
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,
@@ -250,6 +256,146 @@ class NativeOps:
         found: Callable[[int, int, int, int], int] = self._library.baton_find_run
         return found
 
+    def gated_rms_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        group_size: int,
+        norm_before_gate: bool,
+    ) -> Tensor:
+        """See the reference."""
+        num_rows, size = x.shape
+        assert size % group_size == 0
+        assert len(weight) in (size, group_size)
+        if not (_plain(weight) and _has_rows(weight.dtype, x, gate)):
+            return reference.gated_rms_norm(
+                x, gate, weight, eps, group_size=group_size, norm_before_gate=norm_before_gate
+            )
+        out = x.new_empty(num_rows, size)
+        call = GatedNormCall(
+            *(_CODES[x.dtype], torch.get_num_threads(), num_rows, size, group_size, len(weight)),
+            *(norm_before_gate, x.stride(0), gate.stride(0)),
+            *(x.data_ptr(), gate.data_ptr(), weight.data_ptr(), out.data_ptr(), eps),
+        )
+        self._run(self._library.baton_gated_rms_norm, call, x, gate, weight, out)
+        return out
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        states: Tensor,
+        metadata: StateMetadata,
+        *,
+        has_silu: bool,
+        in_gate: Tensor | None = None,
+        out_gate: Tensor | None = None,
+    ) -> Tensor:
+        """See the reference."""
+        num_tokens, num_channels = x.shape
+        gates = [gate for gate in (in_gate, out_gate) if gate is not None]
+        fits = _plain(weight, *([] if bias is None else [bias])) and _has_rows(x.dtype, x, *gates)
+        fits = fits and weight.dtype == states.dtype == x.dtype
+        if not (fits and weight.shape[1] <= _MAX_KERNEL_SIZE):
+            return reference.causal_conv(
+                *(x, weight, bias, states, metadata),
+                has_silu=has_silu,
+                in_gate=in_gate,
+                out_gate=out_gate,
+            )
+        out = x.new_empty(num_tokens, num_channels)
+        call = ConvCall(
+            *(_CODES[x.dtype], torch.get_num_threads(), num_channels, weight.shape[1], has_silu),
+            x.stride(0),
+            *(0 if gate is None else gate.stride(0) for gate in (in_gate, out_gate)),
+            *(*states.stride(), x.data_ptr(), weight.data_ptr()),
+            *(None if one is None else one.data_ptr() for one in (bias, in_gate, out_gate)),
+            *(states.data_ptr(), out.data_ptr(), *_step(metadata, num_tokens)),
+        )
+        tensors = (x, weight, bias, in_gate, out_gate, states, out, *_loc(metadata))
+        self._run(self._library.baton_causal_conv, call, *tensors)
+        return out
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        d: Tensor,
+        states: Tensor,
+        metadata: StateMetadata,
+    ) -> Tensor:
+        """See the reference."""
+        out = self._recurrence(c, b, x, dt, None, a_log, dt_bias, d, states, metadata)
+        if out is None:
+            return reference.selective_scan(x, dt, b, c, a_log, dt_bias, d, states, metadata)
+        return out
+
+    def gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        a: Tensor,
+        b: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        states: Tensor,
+        metadata: StateMetadata,
+    ) -> Tensor:
+        """See the reference."""
+        out = self._recurrence(query, key, value, a, b, a_log, dt_bias, None, states, metadata)
+        if out is None:
+            return reference.gated_delta_rule(
+                query, key, value, a, b, a_log, dt_bias, states, metadata
+            )
+        return out
+
+    def _recurrence(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rate: Tensor,
+        beta: Tensor | None,
+        log_decay: Tensor,
+        rate_bias: Tensor,
+        skip: Tensor | None,
+        states: Tensor,
+        metadata: StateMetadata,
+    ) -> Tensor | None:
+        """Compute the delta rule, without ``beta`` the selective scan; None: not of this kind."""
+        num_tokens, num_heads, value_dim = value.shape
+        num_key_heads, key_dim = key.shape[1:]
+        constants = [one for one in (log_decay, rate_bias, skip) if one is not None]
+        by_token = [one for one in (rate, beta) if one is not None]
+        fits = _plain(*constants) and log_decay.dtype == value.dtype == rate.dtype
+        fits = fits and _has_rows(value.dtype, query, key, value, *by_token)
+        fits = fits and states.dtype == torch.float32 and _is_gapless(states)
+        if not (fits and key_dim <= _MAX_KEY_DIM):
+            return None
+        assert num_heads % num_key_heads == 0
+        assert states.shape[1:] == (num_heads, key_dim, value_dim)
+        out = value.new_empty(num_tokens, num_heads, value_dim)
+        pointers = (query, key, value, rate, rate_bias, log_decay, beta, skip, states, out)
+        call = RecurrenceCall(
+            *(_CODES[value.dtype], torch.get_num_threads()),
+            *(num_heads, num_key_heads, key_dim, value_dim),
+            *(query.stride(0), key.stride(0), value.stride(0), rate.stride(0)),
+            *(0 if beta is None else beta.stride(0), states.stride(0)),
+            *(None if one is None else one.data_ptr() for one in pointers),
+            *_step(metadata, num_tokens),
+        )
+        self._run(self._library.baton_recurrence, call, *pointers, *_loc(metadata))
+        return out
+
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
         """See ``tape.record``: the native calls of this thread in ``compute``."""
         return record(self._recorder, self._library, compute)
@@ -277,3 +423,30 @@ def _plain(*tensors: Tensor) -> bool:
     return dtype in _FLOATS and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
     )
+
+
+def _has_rows(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Say whether all are of ``dtype`` and gapless but for the first dimension."""
+    return all(tensor.dtype == dtype and _is_gapless(tensor) for tensor in tensors)
+
+
+def _is_gapless(tensor: Tensor) -> bool:
+    """Say whether what lies under each index of the first dimension has no gaps."""
+    return tensor[:1].is_contiguous()
+
+
+def _loc(metadata: StateMetadata) -> tuple[Tensor, ...]:
+    """Return the tensors that say where a step's segments are."""
+    return (
+        metadata.segment_start_loc,
+        metadata.read_slots,
+        metadata.write_slots,
+        metadata.request_start_loc,
+    )
+
+
+def _step(metadata: StateMetadata, num_tokens: int) -> tuple[int, ...]:
+    """Return the fields of ``state_step`` in states.c."""
+    assert all(one.dtype == torch.int32 and one.is_contiguous() for one in _loc(metadata))
+    num_requests = len(metadata.request_start_loc) - 1
+    return (num_requests, num_tokens, *(one.data_ptr() for one in _loc(metadata)))

@@ -1,0 +1,249 @@
+"""What the ops of recurrent token mixers mean, in plain torch: convolutions, linear recurrences.
+
+A mixer of this kind keeps a state of fixed size where attention keeps keys and values. Each op
+reads the state that a request has come with, takes the request's tokens one after another, and
+writes the state after every segment, so that others can go on from there (`StateMetadata`)::
+
+    request      A                       B
+    segments     0       1       2       3
+    tokens       x x x x x x x x x x x   x        a segment ends where a block of the cache does
+    slots        r     w       w     w   r w      r: read_slots, w: write_slots
+
+The part of ``reference.py`` that has states. Refuses to know: models, who owns a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton_kernels.state_metadata import StateMetadata
+
+_LENGTH_EPS = 1e-6  # under the root that normalizes keys and queries of the delta rule
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    *,
+    has_silu: bool,
+    in_gate: Tensor | None = None,
+    out_gate: Tensor | None = None,
+) -> Tensor:
+    """Convolve each channel along its sequence: each token sees itself and those right before it.
+
+    Args:
+        x: ``[num_tokens, num_channels]``, its rows any distance apart.
+        weight: ``[num_channels, kernel_size]``, the newest token's last.
+        bias: ``[num_channels]``, or None.
+        states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any strides:
+            the inputs before a token, the newest last. Those after each segment are written.
+        metadata: the step.
+        has_silu: whether the sums go through ``silu``.
+        in_gate: ``[num_tokens, num_channels]``, multiplied with ``x`` before; None: nothing is.
+        out_gate: the same, with the result.
+
+    Returns:
+        ``[num_tokens, num_channels]`` in the dtype of ``x``, zeros behind the last segment.
+        Sums are in float32; each intermediate result is rounded.
+    """
+    gated = x if in_gate is None else in_gate * x  # [num_tokens, num_channels]
+    num_kept = weight.shape[1] - 1
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    for segments in _requests(metadata):
+        window = _initial(states, segments[0].read_slot)  # [num_channels, kernel_size - 1]
+        for segment in segments:
+            inputs = torch.cat((window, gated[segment.tokens].T), dim=1)
+            summed = x.new_zeros(1).float() if bias is None else bias.float().unsqueeze(1)
+            for tap in range(num_kept + 1):  # [num_channels, tokens]
+                seen = inputs[:, tap : inputs.shape[1] - num_kept + tap].float()
+                summed = summed + weight[:, tap : tap + 1].float() * seen
+            rounded = summed.to(x.dtype)
+            result = (functional.silu(rounded) if has_silu else rounded).T
+            out[segment.tokens] = result if out_gate is None else out_gate[segment.tokens] * result
+            window = inputs[:, inputs.shape[1] - num_kept :]
+            if segment.write_slot >= 0:
+                states[segment.write_slot] = window
+    return out
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    d: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+) -> Tensor:
+    """Scan by Mamba 2's state space (Dao and Gu, arXiv:2405.21060), a token after another.
+
+    A head's state ``S`` holds a column for each of its dimensions. With ``dt`` after bias and
+    softplus, for each token::
+
+        S = exp(-exp(a_log) * dt) * S + b (x) (dt * x)        result = c @ S + d * x
+
+    Args:
+        x: ``[num_tokens, num_heads, head_dim]``; tokens may be any distance apart, here and below.
+        dt: ``[num_tokens, num_heads]``, before bias and softplus.
+        b: ``[num_tokens, num_groups, state_dim]``; a group serves heads that follow each other.
+        c: like ``b``.
+        a_log: ``[num_heads]``.
+        dt_bias: ``[num_heads]``.
+        d: ``[num_heads]``.
+        states: ``[num_slots, num_heads, state_dim, head_dim]`` float32, gapless within a slot.
+        metadata: the step.
+
+    Returns:
+        ``[num_tokens, num_heads, head_dim]`` in the dtype of ``x``, zeros behind the last segment.
+        Computed in float32.
+    """
+    heads_per_group = x.shape[1] // b.shape[1]
+    b, c = (one.float().repeat_interleave(heads_per_group, dim=1) for one in (b, c))
+    wide = x.float()
+    dt = functional.softplus(dt.float() + dt_bias.float())  # [num_tokens, num_heads]
+    decay = torch.exp(-a_log.float().exp() * dt)[..., None, None]
+    written = dt.unsqueeze(-1) * wide  # [num_tokens, num_heads, head_dim]
+    out = torch.zeros_like(wide)
+    for segments in _requests(metadata):
+        state = _initial(states, segments[0].read_slot)  # [num_heads, state_dim, head_dim]
+        for segment in segments:
+            for token in range(segment.tokens.start, segment.tokens.stop):
+                state = state * decay[token] + b[token].unsqueeze(-1) * written[token].unsqueeze(1)
+                out[token] = (c[token].unsqueeze(-1) * state).sum(1) + d.float()[:, None] * (
+                    wide[token]
+                )
+            if segment.write_slot >= 0:
+                states[segment.write_slot] = state
+    return out.to(x.dtype)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+) -> Tensor:
+    """Recall and correct by the gated delta rule (Yang et al., arXiv:2412.06464).
+
+    Keys and queries have length 1, queries are divided by ``sqrt(key_dim)``. For each token::
+
+        S = exp(-exp(a_log) * softplus(a + dt_bias)) * S
+        S = S + key (x) sigmoid(b) * (value - key @ S)        result = query @ S
+
+    Args:
+        query: ``[num_tokens, num_key_heads, key_dim]``; tokens may be any distance apart, here and
+            below.
+        key: like ``query``.
+        value: ``[num_tokens, num_heads, value_dim]``; a key head serves value heads that follow
+            each other.
+        a: ``[num_tokens, num_heads]``.
+        b: like ``a``.
+        a_log: ``[num_heads]``.
+        dt_bias: ``[num_heads]``.
+        states: ``[num_slots, num_heads, key_dim, value_dim]`` float32, gapless within a slot.
+        metadata: the step.
+
+    Returns:
+        ``[num_tokens, num_heads, value_dim]`` in the dtype of ``value``, zeros behind the last
+        segment. Computed in float32, but ``sigmoid(b)`` is rounded to the dtype.
+    """
+    heads_per_key = value.shape[1] // key.shape[1]
+    query, key = (
+        _unit_length(one.float()).repeat_interleave(heads_per_key, dim=1) for one in (query, key)
+    )
+    query = query * query.shape[-1] ** -0.5  # [num_tokens, num_heads, key_dim]
+    wide = value.float()
+    decay = torch.exp(-a_log.float().exp() * functional.softplus(a.float() + dt_bias.float()))
+    beta = b.sigmoid().float()  # [num_tokens, num_heads]
+    out = torch.zeros_like(wide)
+    for segments in _requests(metadata):
+        state = _initial(states, segments[0].read_slot)  # [num_heads, key_dim, value_dim]
+        for segment in segments:
+            for token in range(segment.tokens.start, segment.tokens.stop):
+                state = state * decay[token][:, None, None]
+                known = (key[token].unsqueeze(-1) * state).sum(1)  # [num_heads, value_dim]
+                correction = (wide[token] - known) * beta[token].unsqueeze(-1)
+                state = state + key[token].unsqueeze(-1) * correction.unsqueeze(1)
+                out[token] = (query[token].unsqueeze(-1) * state).sum(1)
+            if segment.write_slot >= 0:
+                states[segment.write_slot] = state
+    return out.to(value.dtype)
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    group_size: int,
+    norm_before_gate: bool,
+) -> Tensor:
+    """Norm groups of a row, and multiply it with ``silu(gate)`` before or after.
+
+    Args:
+        x: ``[num_tokens, size]``, its rows any distance apart.
+        gate: like ``x``.
+        weight: ``[size]``, or ``[group_size]`` for every group.
+        eps: added to the mean square.
+        group_size: elements that are normalized together; divides ``size``.
+        norm_before_gate: whether the gate comes last.
+
+    Returns:
+        ``[num_tokens, size]`` in the dtype of ``x``; the normalized value is rounded to it before
+        the weight is applied, and after.
+    """
+    wide = x.float().contiguous()  # [num_tokens, size]
+    gated = functional.silu(gate.float())
+    if not norm_before_gate:
+        wide = wide * gated
+    num_groups = x.shape[1] // group_size
+    groups = wide.view(len(x), num_groups, group_size)  # [num_tokens, num_groups, group_size]
+    groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    normed = (weight.view(-1, group_size) * groups.to(x.dtype)).view(x.shape)
+    return (normed * gated).to(x.dtype) if norm_before_gate else normed
+
+
+class _Segment:
+    """A run of tokens, and the slots of the states before and after it."""
+
+    def __init__(self, tokens: slice, read_slot: int, write_slot: int) -> None:
+        self.tokens = tokens
+        self.read_slot = read_slot
+        self.write_slot = write_slot
+
+
+def _requests(metadata: StateMetadata) -> Iterator[list[_Segment]]:
+    """Yield the segments of each request that has any."""
+    starts, borders = metadata.segment_start_loc.tolist(), metadata.request_start_loc.tolist()
+    reads, writes = metadata.read_slots.tolist(), metadata.write_slots.tolist()
+    for first, end in pairwise(borders):
+        if first < end:
+            yield [
+                _Segment(slice(starts[one], starts[one + 1]), reads[one], writes[one])
+                for one in range(first, end)
+            ]
+
+
+def _initial(states: Tensor, slot: int) -> Tensor:
+    """Return a copy of a slot's state; of slot -1, zeros."""
+    return torch.zeros_like(states[0]) if slot < 0 else states[slot].clone()
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LENGTH_EPS)
