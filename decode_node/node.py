@@ -221,11 +221,9 @@ class DecodeNode:
 
     def _is_short(self, request: Request) -> bool:
         """Whether so much of a request is cached that the rest is computed here, and at once."""
-        if not self._options.local_prefill_threshold or request.wants_prompt_logprobs:
+        if not self._options.local_prefill_threshold:
             return False
-        num_cached, _ = self.engine.find_initial_prefix(request)
-        if num_cached == request.num_initial_tokens:  # its last token's logits are not cached
-            num_cached -= self.engine.kv_memory.spec.block_size
+        num_cached = self.engine.num_usable_cached_tokens(request)
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
         # A prompt that is short as a whole is no hit: computing prompts is not done here.

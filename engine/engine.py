@@ -138,6 +138,14 @@ class Engine:
         """How many of a request's initial tokens are cached; names of full blocks that are not."""
         return self._scheduler.kv_cache_manager.find_initial_prefix(request)
 
+    def num_usable_cached_tokens(self, request: Request) -> int:
+        """Tokens of a new request that need not be computed, were it to begin now.
+
+        Fewer than `find_initial_prefix` tells where that has the last token, which must be computed
+        for its logits; by far fewer where layers look at a window, of which no more is cached.
+        """
+        return self._scheduler.kv_cache_manager.num_usable_cached_tokens(request)
+
     def keep_received(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
         """Name what came of a granted request that is about to be aborted.
 

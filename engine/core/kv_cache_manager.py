@@ -81,6 +81,10 @@ class KVCacheManager:
             return []
         return self._longest_hit(request, request.num_tokens - 1)
 
+    def num_usable_cached_tokens(self, request: Request) -> int:
+        """Tokens in `find_cached_blocks`."""
+        return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
+
     def _longest_hit(self, request: Request, num_tokens: int) -> list[int]:
         """Cached blocks, of all groups, for as many of the first ``num_tokens`` as possible."""
         if self._hasher is None:

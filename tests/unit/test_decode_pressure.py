@@ -62,6 +62,22 @@ def test_a_short_rest_is_computed_here_and_the_prefill_nodes_leg_ends(
     assert_clean(cluster)
 
 
+@pytest.mark.parametrize(("mixed", "num_computed"), [(False, 4), (True, 0)])
+def test_a_prompt_that_is_known_to_its_end_is_received_where_less_of_it_is_not_known(
+    mixed: bool, num_computed: int
+) -> None:
+    """Its last token must be computed, and a window keeps nothing for a prefix of one block less:
+    all of the prompt would be computed here.
+    """
+    cluster = make_cluster(20, mixed=mixed, options=DecodeOptions(local_prefill_threshold=4))
+    for name in "ab":
+        cluster.place(name, 1, prompt_of(1, 12), GREEDY)
+        cluster.settle()
+        assert_right(cluster, (name, 1), mixed=mixed)
+    assert cluster.receipts["b"].num_prompt_tokens_computed == num_computed
+    assert_clean(cluster)
+
+
 def test_a_start_that_came_before_its_command_is_cancelled_when_the_rest_is_computed_here() -> None:
     cluster = make_cluster(20, options=SHORT)
     cluster.place("a", 1, prompt_of(1, 12), GREEDY)
