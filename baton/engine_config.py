@@ -153,6 +153,11 @@ class EngineConfig:
     num_speculative_tokens: int = option(
         5, least=1, most=MAX_SPECULATIVE_TOKENS, help="Most guesses for a request in a step."
     )
+    adaptive_speculation: bool = option(
+        True,
+        help="Compute so many of the guesses as pay, by what steps are measured to take and how "
+        "often guesses were right; none where batches are large. Off: all of them.",
+    )
     ngram_min: int = option(
         2, least=1, help="Fewest tokens that must be the same for ngram to guess what follows."
     )

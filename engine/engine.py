@@ -164,7 +164,7 @@ class Engine:
         Args:
             drafts: what the remote node guesses to come behind that token.
         """
-        taken = self._speculation.received(drafts) if self._speculation and drafts else ()
+        taken = self._speculation.received(request_id, drafts) if self._speculation else ()
         self._scheduler.commit(request_id, token_id, taken)
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
@@ -291,6 +291,8 @@ class Engine:
         # A step that was launched ahead has waited for the one before it.
         computed_s = output.ended_at - max(output.started_at, self._busy_until)
         self._scheduler.counters.forward_s += computed_s
+        if self._speculation is not None:
+            self._speculation.note_step(scheduled, output.ended_at - self._busy_until)
         self._busy_until = output.ended_at
         self.num_steps += 1
         result = self._scheduler.update(scheduled, output)

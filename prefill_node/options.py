@@ -23,8 +23,11 @@ class PushMode(StrEnum):
 class PrefillOptions(NodeOptions):
     """Options of a prefill node; raises ConfigError naming the field."""
 
-    # A prompt that lost its blocks is computed again here: nobody else has any.
-    engine: EngineConfig = group(lambda: EngineConfig(cuda_graphs=False), without=("preemption",))
+    # A prompt that lost its blocks is computed again here: nobody else has any. What is guessed
+    # behind it, the decode node computes, and says how much of it.
+    engine: EngineConfig = group(
+        lambda: EngineConfig(cuda_graphs=False), without=("preemption", "adaptive_speculation")
+    )
     push: PushMode = option(PushMode.LAYERS, help="When KV blocks are sent.")
     layer_groups: int = option(
         NUM_LAYER_GROUPS, least=1, help="Parts of a chunk that is sent layer-wise."

@@ -1,17 +1,20 @@
-"""Speculation: asks a proposer for drafts behind what a step sampled, and forgets who has ended.
+"""Speculation: asks a proposer for drafts behind what a step sampled, and says how many pay.
 
-Refuses to know: who schedules drafts, who computes them.
+Drafts that are not computed are looked at, too, when the token in their place is known: so it is
+known when they would pay again. Refuses to know: who schedules drafts, who computes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from baton.api.outputs import RequestOutput
 from baton.engine_config import EngineConfig
-from engine.core.outputs import StepResult
+from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.speculation import PROPOSERS
 from engine.speculation.base import Proposer
+from engine.speculation.draft_lengths import Acceptance, StepCosts, choose_lengths
 
 _SPARE = 16  # requests that may have ended without a word before anybody looks
 
@@ -23,12 +26,21 @@ class Speculation:
         proposer: guesses.
         num_drafts: most guesses for a request.
         vocab_size: of the model.
+        adaptive: keep back drafts that do not pay.
     """
 
-    def __init__(self, proposer: Proposer, num_drafts: int, vocab_size: int) -> None:
+    def __init__(
+        self, proposer: Proposer, num_drafts: int, vocab_size: int, *, adaptive: bool = False
+    ) -> None:
         self._proposer = proposer
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
+        self._adaptive = adaptive
         self._known: dict[str, Request] = {}  # those that the proposer may keep something of
+        self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts behind the known tokens
+        self._acceptance: dict[str, Acceptance] = {}
+        self._acceptance_of_all = Acceptance()
+        self._costs = StepCosts()
+        self._num_rows = 0  # requests that go on behind the step before
 
     def after_step(
         self, result: StepResult, requests: Mapping[str, Request]
@@ -39,13 +51,24 @@ class Speculation:
             requests: that have not ended.
         """
         self._forget_ended(requests)
+        for output in result.outputs:
+            self._look_at(output)
         going_on = [
             request
             for output in result.outputs
             if (request := requests.get(output.request_id)) is not None
             and request.max_num_tokens - request.num_tokens > 1
         ]
-        return self._propose(going_on) if going_on else {}
+        self._num_rows = len(result.outputs) - len(result.finished)
+        if not going_on:
+            return {}
+        self._proposed |= (drafts := self._propose(going_on))
+        return self._what_pays(drafts, self._num_rows)
+
+    def note_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        """A step ended so long after the one before it; call it before `after_step`."""
+        if self._num_rows and all(_only_decodes(item) for item in scheduled.scheduled):
+            self._costs.note(scheduled.num_scheduled_tokens, seconds)
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
         """Guess for a node that goes on with a request, which ends here."""
@@ -54,10 +77,40 @@ class Speculation:
         del self._known[request.request_id]
         return drafts
 
-    def received(self, drafts: Sequence[int]) -> tuple[int, ...]:
-        """What may be computed of drafts that another node has guessed."""
+    def received(self, request_id: str, drafts: Sequence[int]) -> tuple[int, ...]:
+        """What is to be computed of drafts that another node has guessed."""
         taken = tuple(drafts[: self._num_drafts])
-        return taken if all(0 <= token_id < self._vocab_size for token_id in taken) else ()
+        if not taken or not all(0 <= token_id < self._vocab_size for token_id in taken):
+            return ()
+        self._proposed[request_id] = taken
+        return self._what_pays({request_id: taken}, self._num_rows + 1).get(request_id, ())
+
+    def _look_at(self, output: RequestOutput) -> None:
+        """Note which drafts are what was sampled, up to the first that is not."""
+        drafts = self._proposed.pop(output.request_id, None)
+        if not drafts or not self._adaptive:
+            return
+        acceptance = self._acceptance.setdefault(output.request_id, Acceptance())
+        for draft, token_id in zip(drafts, output.token_ids, strict=False):
+            acceptance.note(draft == token_id)
+            self._acceptance_of_all.note(draft == token_id)
+            if draft != token_id:
+                break
+
+    def _what_pays(
+        self, drafts: dict[str, tuple[int, ...]], num_rows: int
+    ) -> dict[str, tuple[int, ...]]:
+        if not self._adaptive or not drafts:
+            return drafts
+        prior = self._acceptance_of_all.rate()
+        unknown = Acceptance()
+        rates = [self._acceptance.get(name, unknown).rate(prior) for name in drafts]
+        lengths = choose_lengths(self._costs, num_rows, [*map(len, drafts.values())], rates)
+        return {
+            name: own[:length]
+            for (name, own), length in zip(drafts.items(), lengths, strict=True)
+            if length
+        }
 
     def _propose(self, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
         for request in requests:
@@ -75,12 +128,19 @@ class Speculation:
 
     def _forget_ended(self, requests: Mapping[str, Request]) -> None:
         """Now and then: most requests end by themselves, and some are aborted."""
-        if len(self._known) <= 2 * len(requests) + _SPARE:
+        if max(len(self._known), len(self._proposed)) <= 2 * len(requests) + _SPARE:
             return
         for request_id, request in list(self._known.items()):
             if requests.get(request_id) is not request:
                 self._proposer.forget(request)
                 del self._known[request_id]
+        for kept in (self._proposed, self._acceptance):
+            for request_id in kept.keys() - requests.keys():
+                del kept[request_id]
+
+
+def _only_decodes(item: ScheduledRequest) -> bool:
+    return item.num_scheduled_tokens == 1 + len(item.draft_token_ids)
 
 
 def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | None:
@@ -88,4 +148,6 @@ def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | Non
     if not config.max_num_drafts:
         return None
     proposer = PROPOSERS.load(config.speculative_method)(config)
-    return Speculation(proposer, config.max_num_drafts, vocab_size)
+    return Speculation(
+        proposer, config.max_num_drafts, vocab_size, adaptive=config.adaptive_speculation
+    )

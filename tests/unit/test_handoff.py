@@ -25,7 +25,10 @@ from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, r
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 TWELVE = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-NGRAM = {"speculative_method": "ngram", "ngram_min": 1, "num_speculative_tokens": 4}
+NGRAM = {
+    "speculative_method": "ngram", "ngram_min": 1, "num_speculative_tokens": 4,
+    "adaptive_speculation": False,
+}  # fmt: skip
 
 
 def place(cluster: Cluster, request_id: str, num_tokens: int, epoch: int = 1) -> None:

@@ -129,10 +129,10 @@ def test_a_node_guesses_for_another_one_and_keeps_nothing() -> None:
 
 def test_of_drafts_that_another_node_guessed_those_are_taken_that_can_be_computed() -> None:
     speculation = Speculation(NotingProposer(EngineConfig()), 3, vocab_size=10)
-    assert speculation.received((1, 2, 3, 4)) == (1, 2, 3)
-    assert speculation.received((9,)) == (9,)
-    assert speculation.received((1, 10)) == ()
-    assert speculation.received((-1,)) == ()
+    assert speculation.received("a", (1, 2, 3, 4)) == (1, 2, 3)
+    assert speculation.received("a", (9,)) == (9,)
+    assert speculation.received("a", (1, 10)) == ()
+    assert speculation.received("a", (-1,)) == ()
 
 
 def test_drafts_are_counted_by_place() -> None:

@@ -1,0 +1,105 @@
+"""How many drafts pay: by what steps were measured to take, and how often drafts were right.
+
+A step gives a token of each request and one more for each draft that is right; with more drafts it
+takes longer. Chosen is what gives most tokens per second, which may be no draft at all. Refuses to
+know: requests' tokens, who guesses.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SAMPLES = 7  # latest ones of a size, whose median counts: a machine has other things to do
+_FORGET_AFTER = 1000  # steps; then a size is tried again, should it look as if it could pay
+_MEMORY = 0.93  # of a request's acceptance, per draft that was looked at
+_PRIOR_WEIGHT = 2.0  # drafts that those of all requests count for in one request's
+_FIRST_PRIOR = 0.7
+_MARGIN = 1.02  # by how much more tokens per second drafts must give
+
+
+class StepCosts:
+    """Seconds that a step of so many tokens takes, as far as steps were measured."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._noted_at: dict[int, int] = {}
+        self._num_noted = 0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step that only decoded took so long."""
+        size = _size_class(num_tokens)
+        self._samples.setdefault(size, deque(maxlen=_SAMPLES)).append(seconds)
+        self._num_noted += 1
+        self._noted_at[size] = self._num_noted
+        if self._num_noted % 64 == 0:
+            oldest = self._num_noted - _FORGET_AFTER
+            for old in [size for size, at in self._noted_at.items() if at < oldest]:
+                del self._samples[old], self._noted_at[old]
+
+    def seconds(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of steps of so many tokens, rising numbers; the first is about what is being computed.
+
+        Between measured sizes: a line. Beyond the largest: the line that leads there, or, where
+        one size alone is known, the same up to twice as many tokens, and beyond that too much.
+        """
+        sizes = sorted(self._samples)
+        if not sizes:
+            return np.ones(len(num_tokens))
+        costs = [statistics.median(self._samples[size]) for size in sizes]
+        found = np.interp(num_tokens, sizes, costs)
+        beyond = num_tokens > sizes[-1]
+        if len(sizes) > 1:
+            slope = max(costs[-1] - costs[-2], 0.0) / (sizes[-1] - sizes[-2])
+            return np.where(beyond, costs[-1] + slope * (num_tokens - sizes[-1]), found)
+        return np.where(num_tokens > 2 * sizes[-1], np.inf, found)
+
+
+def _size_class(num_tokens: int) -> int:
+    """Itself up to 16, then to the nearest of eight per doubling."""
+    step = 1 << max(num_tokens.bit_length() - 4, 0)
+    return (num_tokens + step // 2) // step * step
+
+
+class Acceptance:
+    """How often drafts are right: one request's, or all requests'."""
+
+    def __init__(self) -> None:
+        self._right = self._looked_at = 0.0
+
+    def note(self, is_right: bool) -> None:
+        """A draft was looked at; those behind a wrong one are not."""
+        self._right = self._right * _MEMORY + is_right
+        self._looked_at = self._looked_at * _MEMORY + 1
+
+    def rate(self, prior: float = _FIRST_PRIOR) -> float:
+        """Chance that a draft is right if all before it are; ``prior`` where little is known."""
+        rate = (self._right + _PRIOR_WEIGHT * prior) / (self._looked_at + _PRIOR_WEIGHT)
+        return min(rate, 0.99)
+
+
+def choose_lengths(
+    costs: StepCosts, num_rows: int, num_drafts: Sequence[int], rates: Sequence[float]
+) -> list[int]:
+    """How many drafts of each request the next step should compute.
+
+    Args:
+        num_rows: requests that it computes, those without drafts included.
+        num_drafts: that there are, by request.
+        rates: see `Acceptance.rate`, by request.
+    """
+    requests = np.repeat(np.arange(len(num_drafts)), num_drafts)
+    places = np.concatenate([np.arange(1, num + 1) for num in num_drafts])
+    chances = np.asarray(rates)[requests] ** places
+    order = np.argsort(-chances, kind="stable")  # of one request, earlier drafts come first
+    tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
+    speed = tokens / costs.seconds(num_rows + np.arange(len(tokens)))
+    best = int(np.argmax(speed))
+    if speed[best] < _MARGIN * speed[0]:
+        best = 0
+    lengths: list[int] = np.bincount(requests[order[:best]], minlength=len(num_drafts)).tolist()
+    return lengths

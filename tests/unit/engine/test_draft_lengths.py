@@ -1,0 +1,94 @@
+"""Unit tests of how many drafts pay: costs that were measured, rates, and what follows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from baton.engine_config import EngineConfig
+from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
+from engine.core.request import Request
+from engine.speculation.draft_lengths import Acceptance, StepCosts, choose_lengths
+from engine.speculation.speculation import Speculation
+from tests.fakes.engine_parts import make_request
+from tests.unit.engine.test_speculation import NotingProposer, by_id, output
+
+
+def costs_of(seconds: dict[int, float]) -> StepCosts:
+    costs = StepCosts()
+    for num_tokens, each in seconds.items():
+        costs.note(num_tokens, each)
+    return costs
+
+
+def test_costs_are_medians_and_lines_between_them() -> None:
+    costs = costs_of({1: 1.0, 5: 3.0})
+    for seconds in (1.0, 90.0, 1.0):
+        costs.note(1, seconds)
+    sizes = np.array([1, 2, 5, 7])
+    assert costs.seconds(sizes).tolist() == [1.0, 1.5, 3.0, 4.0]
+
+
+def test_a_size_that_was_not_tried_is_tried_if_it_is_not_far() -> None:
+    assert StepCosts().seconds(np.array([1, 9])).tolist() == [1.0, 1.0]
+    assert costs_of({4: 2.0}).seconds(np.array([4, 8, 9])).tolist() == [2.0, 2.0, np.inf]
+
+
+def test_what_was_measured_long_ago_is_forgotten() -> None:
+    costs = costs_of({1: 1.0, 8: 50.0})
+    for _ in range(1100):
+        costs.note(1, 1.0)
+    assert costs.seconds(np.array([1, 2])).tolist() == [1.0, 1.0]
+
+
+def test_a_rate_follows_what_is_seen_and_begins_with_what_others_have() -> None:
+    acceptance = Acceptance()
+    assert acceptance.rate(0.25) == 0.25
+    for _ in range(100):
+        acceptance.note(is_right=True)
+    assert acceptance.rate(0.25) > 0.85
+    for _ in range(30):
+        acceptance.note(is_right=False)
+    assert acceptance.rate(0.25) < 0.2
+
+
+FLAT = costs_of({1: 1.0, 64: 1.0})
+STEEP = costs_of({32: 32.0, 64: 64.0})
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_rows", "num_drafts", "rates", "chosen"),
+    [
+        (FLAT, 1, [5], [0.9], [5]),  # tokens beside the first cost nothing
+        (FLAT, 1, [5], [0.0], [0]),
+        (STEEP, 32, [5], [0.9], [0]),  # each costs what a token costs that is surely right
+        (costs_of({1: 1.0, 6: 2.0}), 1, [5], [0.9], [5]),
+        (costs_of({1: 1.0, 6: 2.0}), 1, [5], [0.6], [2]),  # 1.6 / 1.2, 1.96 / 1.4, 2.18 / 1.6
+        (costs_of({2: 1.0, 12: 3.0}), 2, [5, 5], [0.9, 0.1], [5, 0]),
+        (costs_of({2: 1.0, 12: 3.0}), 2, [1, 3], [0.9, 0.9], [1, 3]),
+    ],
+)
+def test_so_many_are_chosen_as_give_most_tokens_per_second(
+    costs: StepCosts, num_rows: int, num_drafts: list[int], rates: list[float], chosen: list[int]
+) -> None:
+    assert choose_lengths(costs, num_rows, num_drafts, rates) == chosen
+
+
+def play(speculation: Speculation, request: Request, sampled: int, seconds: float) -> int:
+    """A step that samples one token; how many drafts the next one is to compute."""
+    scheduled = SchedulerOutput((ScheduledRequest(request, 1),), 1)
+    speculation.note_step(scheduled, seconds)
+    drafts = speculation.after_step(StepResult((output(request, sampled),)), by_id(request))
+    return len(drafts.get(request.request_id, ()))
+
+
+def test_drafts_that_are_not_computed_are_looked_at_and_come_back_when_they_are_right() -> None:
+    speculation = Speculation(NotingProposer(EngineConfig()), 3, 10, adaptive=True)
+    speculation._costs = costs_of({1: 1.0, 4: 1.6})
+    request = make_request("a", 4, max_tokens=10_000)
+    assert play(speculation, request, 7, 1.0) > 0
+    lengths = [play(speculation, request, 2, 1.0) for _ in range(40)]  # never what was guessed
+    assert lengths[-1] == 0
+    lengths = [play(speculation, request, 7, 1.0) for _ in range(40)]
+    assert lengths[0] == 0
+    assert lengths[-1] == 3
