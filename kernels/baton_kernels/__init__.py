@@ -129,6 +129,34 @@ def gated_delta_rule(
     return out
 
 
+def norm_rotary_store_latent(
+    query: Tensor,
+    latent: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    weight: Tensor,
+    eps: float,
+    interleaved: bool,
+    out: Tensor,
+) -> None:
+    """Norm and storing of latents, rotation of what carries the position; ``out`` is written."""
+    ops_for(query).norm_rotary_store_latent(
+        *(query, latent, cos, sin, cache, slot_mapping),
+        weight=weight,
+        eps=eps,
+        interleaved=interleaved,
+        out=out,
+    )
+
+
+def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
+    """Multiply each group of inputs with outputs of its own, by a packed weight."""
+    ops_for(x).grouped_packed_linear(x, weight, out)
+
+
 def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
     """Write rows of a linear layer's weight into its panels."""
     ops_for(rows).pack_rows(weight, first_row, rows)
@@ -163,7 +191,9 @@ __all__ = [
     "gated_delta_rule",
     "gated_rms_norm",
     "gather_kv",
+    "grouped_packed_linear",
     "norm_rotary_store",
+    "norm_rotary_store_latent",
     "pack_rows",
     "packed_gated_linear",
     "packed_linear",

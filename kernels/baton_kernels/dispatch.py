@@ -72,7 +72,10 @@ _TRITON = {
 def _triton_ops() -> SimpleNamespace:
     """Load the ops in Triton, each from the reference where its module cannot be imported."""
     ops = SimpleNamespace(
-        packed_linear=reference.packed_linear, packed_gated_linear=reference.packed_gated_linear
+        packed_linear=reference.packed_linear,
+        packed_gated_linear=reference.packed_gated_linear,
+        grouped_packed_linear=reference.grouped_packed_linear,
+        norm_rotary_store_latent=reference.norm_rotary_store_latent,
     )
     for name, module in _TRITON.items():
         try:

@@ -187,6 +187,64 @@ def norm_rotary_store(
     return query
 
 
+def norm_rotary_store_latent(
+    query: Tensor,
+    latent: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    weight: Tensor,
+    eps: float,
+    interleaved: bool,
+    out: Tensor,
+) -> None:
+    """Do all that lies between projections and attention over latents: norm, rotation, storing.
+
+    Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
+
+    Args:
+        query: ``[num_tokens, num_heads, rotary_dim]``, the part of each head that is rotated; rows
+            of any strides.
+        latent: ``[num_tokens, rank + rotary_dim]``: what is normalized, and the key that all heads
+            share, which is rotated.
+        cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
+        sin: like ``cos``.
+        cache: ``[num_blocks, block_size, rank + rotary_dim]``, any strides of blocks and tokens;
+            this step's latents are written into it.
+        slot_mapping: see :func:`store_kv`.
+        weight: ``[rank]``, of the norm.
+        eps: of the norm.
+        interleaved: neighbours turn together, ``x0 y0 x1 y1 ..``, instead of halves; the result
+            has the pairs' halves apart, ``x0 x1 .. y0 y1 ..``, which changes no product.
+        out: like ``query``, which is written into it, rotated.
+    """
+    rank, block_size = len(weight), cache.shape[1]
+    key = latent[:, None, rank:]  # [num_tokens, 1, rotary_dim]
+    if interleaved:
+        query, key = (torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) for x in (query, key))
+    rotated, key = rotary(query, key, cos, sin)
+    out.copy_(rotated)
+    written = slot_mapping >= 0  # [num_tokens]
+    slots = slot_mapping[written]
+    row = torch.cat((rms_norm(latent[:, :rank], weight, eps), key[:, 0]), dim=-1)
+    cache[slots // block_size, slots % block_size] = row[written]
+
+
+def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
+    """Multiply each group of inputs with outputs of its own: a block-diagonal weight.
+
+    Args:
+        x: ``[num_tokens, num_groups, in_features]``, any strides.
+        weight: ``num_groups`` times as many outputs as ``out`` has in a group, without bias; it
+            keeps numbers.
+        out: ``[num_tokens, num_groups, n]``, any strides; is written to.
+    """
+    groups = weight.unpacked().view(x.shape[1], out.shape[2], -1)
+    out.copy_(torch.einsum("tgi,gni->tgn", x.float(), groups))
+
+
 def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
     """Write rows of a linear layer's weight into its panels.
 
@@ -268,6 +326,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Causal attention of each request's newest tokens over all of its cached tokens.
 
@@ -292,16 +351,18 @@ def paged_attention(
         sliding_window: each query sees at most this many newest keys, its own included.
         soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the
             softmax (Gemma 2, arXiv:2408.00118); None: they stay as they are.
+        value_dim: numbers of a value that count, the first ones; None: all of them.
 
     Returns:
-        ``[num_tokens, num_heads, head_dim]`` in the dtype of ``query``; computed in float32.
+        ``[num_tokens, num_heads, value_dim]`` in the dtype of ``query``; computed in float32.
     """
-    out = torch.zeros_like(query)  # [num_tokens, num_heads, head_dim]
+    out = query.new_zeros(*query.shape[:2], value_dim or query.shape[2])
     start = 0
     for blocks, query_len, seq_len in zip(block_table, query_lens, seq_lens, strict=True):
         end = start + query_len
         if query_len:
             key, value = gather_kv(kv_cache, blocks, seq_len)
+            value = value[..., :value_dim]
             out[start:end] = _attend(query[start:end], key, value, scale, sliding_window, soft_cap)
         start = end
     return out

@@ -10,6 +10,10 @@
 #include <float.h>
 #include "attention.h"
 
+/* Heads that share a key, from which packing it for the micro kernel costs a decode less than what
+ * it saves: its products, not reading it, take the time then. Either way gives the same bits. */
+#define PACKED_GROUP 8
+
 enum { SCRATCH_PIECES = 1, SCRATCH_PARTIALS = 2, SCRATCH_TILES = 3 };
 
 /* Rows of queries that share keys: a request's newest tokens, all heads of a KV head's group. */
@@ -63,9 +67,9 @@ static void join(const attention_call *c, const piece *p, const float *partials)
             baton_join(&state, sums, (softmax_state){part[0], part[1]}, part + 2,
                        padded_sum(c) / LANES, LANES);
         }
-        for (int64_t d = 0; d < c->head_dim; d++) sums[d] /= state.total;
-        int64_t to = (p->row * c->num_heads + p->kv_head * group + h) * c->head_dim;
-        write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->head_dim);
+        for (int64_t d = 0; d < c->value_dim; d++) sums[d] /= state.total;
+        int64_t to = (p->row * c->num_heads + p->kv_head * group + h) * c->value_dim;
+        write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->value_dim);
     }
 }
 
@@ -91,10 +95,13 @@ int baton_attention(const attention_call *c) {
         for (int64_t i = 0; i < num_pieces; i++) {
             const piece *p = pieces + i;
             if (p->num_tokens > 1 || c->query_start_loc[p->request + 1] - c->query_start_loc[p->request] > 1) {
-                if (tiles) baton_attend_prompt(c, p, tiles);
+                if (tiles) baton_attend_prompt(c, p, tiles, NULL);
                 else failed = 1;
             } else {
-                baton_attend_decode(c, p, p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c));
+                float *partial = p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c);
+                if (group < PACKED_GROUP) baton_attend_decode(c, p, partial);
+                else if (tiles) baton_attend_prompt(c, p, tiles, partial);
+                else failed = 1;
             }
         }
         if (num_partials) {
@@ -107,7 +114,7 @@ int baton_attention(const attention_call *c) {
             }
         }
     }
-    int64_t num_rows = c->query_start_loc[c->num_requests], row = c->num_heads * c->head_dim * size_of(c->type);
+    int64_t num_rows = c->query_start_loc[c->num_requests], row = c->num_heads * c->value_dim * size_of(c->type);
     memset((char *)c->out + num_rows * row, 0, (c->num_tokens - num_rows) * row);
     return failed;
 }

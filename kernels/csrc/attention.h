@@ -25,6 +25,7 @@ typedef struct {
     int64_t type, cache_type; /* of query and out; of the cache, FLOAT8 where it is another */
     int64_t num_threads, num_tokens, num_requests, max_blocks;
     int64_t num_heads, num_kv_heads, head_dim, block_size;
+    int64_t value_dim; /* of a value, and of the output: at most head_dim */
     int64_t block_stride, kv_stride, head_stride, token_stride; /* of the cache, in elements */
     int64_t sliding_window;                                     /* 0: none */
     const void *query, *kv_cache;
@@ -47,8 +48,8 @@ INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t po
                   position % c->block_size * c->token_stride);
 }
 
-/* Floats of a sum of values: head_dim filled up to whole vectors. */
-INLINE int64_t padded_sum(const attention_call *c) { return ceil_div(c->head_dim, LANES) * LANES; }
+/* Floats of a sum of values: value_dim filled up to whole vectors. */
+INLINE int64_t padded_sum(const attention_call *c) { return ceil_div(c->value_dim, LANES) * LANES; }
 /* Floats of a partial result per head: the largest score, the sum of weights, the weighted sum. */
 INLINE int64_t partial_size(const attention_call *c) { return 2 + padded_sum(c); }
 
@@ -64,7 +65,7 @@ void baton_join(softmax_state *state, float *sums, softmax_state span, const flo
                 int64_t num, int64_t stride);
 
 int64_t prompt_scratch_bytes(const attention_call *c);
-void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch);
+void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch, float *partial);
 void baton_attend_decode(const attention_call *c, const piece *p, float *partial);
 
 #endif

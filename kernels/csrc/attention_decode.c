@@ -11,10 +11,11 @@
 
 typedef struct {
     float *query; /* [group, padded], scaled */
-    float *sums;  /* [group, padded] */
+    float *sums;  /* [group, padded_value] */
     float *scores; /* [group, TILE] of this tile, in place weights */
     softmax_state *states;
-    int64_t group, padded; /* head_dim rounded up to whole vectors */
+    int64_t group;
+    int64_t padded, padded_value; /* head_dim and value_dim rounded up to whole vectors */
 } decode_state;
 
 /* sum[h][b] += query element j of head h times LANES keys' element j. */
@@ -94,13 +95,13 @@ INLINE void add_values(int type, const decode_state *d, int heads, float *sums,
                        const float *weights, const void *const *rows, const void *const *fetch,
                        int64_t num) {
     int64_t j = 0;
-    for (; j + WIDTH * LANES <= d->padded; j += WIDTH * LANES) {
+    for (; j + WIDTH * LANES <= d->padded_value; j += WIDTH * LANES) {
         vec sum[2][WIDTH];
 #pragma GCC unroll 2
         for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
             for (int w = 0; w < WIDTH; w++)
-                sum[h][w] = load(FLOAT32, sums, h * d->padded + j + w * LANES);
+                sum[h][w] = load(FLOAT32, sums, h * d->padded_value + j + w * LANES);
         for (int64_t i = 0; i < num; i++) {
             if (fetch)
 #pragma GCC unroll 4
@@ -118,14 +119,14 @@ INLINE void add_values(int type, const decode_state *d, int heads, float *sums,
 #pragma GCC unroll 2
         for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
-            for (int w = 0; w < WIDTH; w++) store(sums + h * d->padded + j + w * LANES, sum[h][w]);
+            for (int w = 0; w < WIDTH; w++) store(sums + h * d->padded_value + j + w * LANES, sum[h][w]);
     }
-    for (; j < d->padded; j += LANES)
+    for (; j < d->padded_value; j += LANES)
         for (int h = 0; h < heads; h++) {
-            vec sum = load(FLOAT32, sums, h * d->padded + j);
+            vec sum = load(FLOAT32, sums, h * d->padded_value + j);
             for (int64_t i = 0; i < num; i++)
                 sum = multiply_add(splat(weights[h * TILE + i]), load(type, rows[i], j), sum);
-            store(sums + h * d->padded + j, sum);
+            store(sums + h * d->padded_value + j, sum);
         }
 }
 
@@ -149,7 +150,7 @@ INLINE void score_all(int type, const decode_state *d, const void *const *rows,
 INLINE void add_all(int type, const decode_state *d, const void *const *rows,
                     const void *const *fetch, int64_t from, int64_t to) {
     for (int64_t h = 0; h < d->group; h += 2) {
-        float *sums = d->sums + h * d->padded;
+        float *sums = d->sums + h * d->padded_value;
         const float *weights = d->scores + h * TILE + from;
         const void *const *ahead = h == 0 && fetch ? fetch + from : NULL;
         if (h + 1 < d->group)
@@ -203,35 +204,37 @@ static void find_rows(const attention_call *c, const piece *p, int64_t tile, con
 /* Into the output, or into `partial` ([group, 2 + padded]) where there are more spans. */
 static void finish(const attention_call *c, const piece *p, const decode_state *d, float *partial) {
     for (int64_t h = 0; h < d->group; h++) {
-        float *sums = d->sums + h * d->padded;
+        float *sums = d->sums + h * d->padded_value;
         if (partial) {
             float *to = partial + h * partial_size(c);
             to[0] = d->states[h].top;
             to[1] = d->states[h].total;
-            memcpy(to + 2, sums, d->padded * sizeof(float));
+            memcpy(to + 2, sums, d->padded_value * sizeof(float));
         } else {
-            for (int64_t j = 0; j < c->head_dim; j++) sums[j] /= d->states[h].total;
-            int64_t to = (p->row * c->num_heads + p->kv_head * d->group + h) * c->head_dim;
-            write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->head_dim);
+            for (int64_t j = 0; j < c->value_dim; j++) sums[j] /= d->states[h].total;
+            int64_t to = (p->row * c->num_heads + p->kv_head * d->group + h) * c->value_dim;
+            write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->value_dim);
         }
     }
 }
 
-/* Floats of the keys [from, to) at `rows`, for whoever cannot read them where they are. */
-INLINE void widen(const attention_call *c, int cache_type, int64_t padded, const void **rows,
-                  int64_t from, int64_t to, float *wide) {
+/* Floats of the keys or values [from, to) at `rows`, `dim` of each, for whoever cannot read them
+ * where they are. */
+INLINE void widen(int64_t dim, int cache_type, int64_t padded, const void **rows, int64_t from,
+                  int64_t to, float *wide) {
     for (int64_t i = from; i < to; i++, wide += padded) {
-        read_row(cache_type, rows[i], wide, c->head_dim);
+        read_row(cache_type, rows[i], wide, dim);
         rows[i] = wide;
     }
 }
 
 INLINE void decode(int type, int cache_type, const attention_call *c, const piece *p,
                    float *partial) {
-    int64_t group = c->num_heads / c->num_kv_heads, padded = padded_sum(c);
-    float query[group * padded], sums[group * padded], scores[group * TILE];
+    int64_t group = c->num_heads / c->num_kv_heads, padded = ceil_div(c->head_dim, LANES) * LANES;
+    int64_t padded_value = padded_sum(c);
+    float query[group * padded], sums[group * padded_value], scores[group * TILE];
     softmax_state states[group];
-    decode_state d = {query, sums, scores, states, group, padded};
+    decode_state d = {query, sums, scores, states, group, padded, padded_value};
     memset(sums, 0, sizeof sums);
     memset(query, 0, sizeof query);
     for (int64_t h = 0; h < group; h++) {
@@ -242,7 +245,7 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
     }
     /* A vector would read the neighbour's, or nobody's, memory; and float8 is unpacked only once
      * for all heads. */
-    int copies = padded != c->head_dim || cache_type != type;
+    int copies = padded != c->head_dim || padded_value != c->value_dim || cache_type != type;
     float wide[copies ? KEYS * padded : 1];
     memset(wide, 0, sizeof wide);
     int read = copies ? FLOAT32 : type;
@@ -254,17 +257,17 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
         find_rows(c, p, tile, keys);
         for (int64_t i = skip / LANES * LANES, stop; i < num; i = stop) {
             stop = min64(ceil_div(num, LANES) * LANES, i + KEYS);
-            if (copies) widen(c, cache_type, padded, keys, i, stop, wide);
+            if (copies) widen(c->head_dim, cache_type, padded, keys, i, stop, wide);
             score(&d, keys, copies ? NULL : keys + KEYS, i, stop);
         }
         for (int64_t h = 0; h < group; h++) {
             float factor = baton_weigh(c->soft_cap, scores + h * TILE, skip, num, num, states + h);
             if (factor != 1)
-                for (int64_t j = 0; j < padded; j++) sums[h * padded + j] *= factor;
+                for (int64_t j = 0; j < padded_value; j++) sums[h * padded_value + j] *= factor;
         }
         for (int64_t i = skip, stop; i < num; i = stop) {
             stop = min64(num, i + KEYS);
-            if (copies) widen(c, cache_type, padded, values, i, stop, wide);
+            if (copies) widen(c->value_dim, cache_type, padded, values, i, stop, wide);
             add(&d, values, copies ? NULL : values + KEYS, i, stop);
         }
     }

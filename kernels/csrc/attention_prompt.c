@@ -9,14 +9,15 @@
 typedef struct {
     float *query;  /* [slice of head_dim][row][X_STRIDE], scaled */
     float *keys;   /* per panel of TILE: [head_dim][PANEL] */
-    float *values; /* per panel of padded: [TILE][PANEL] */
+    float *values; /* per panel of padded values: [TILE][PANEL] */
     float *scores; /* of one block of rows: [row][X_STRIDE], in place weights */
     float *sums;   /* of this span; per block of rows: [padded / PANEL][row][PANEL] */
     float *joined; /* of all spans before it, where there are any; likewise */
     softmax_state *states, *joined_states; /* [num_rows] */
 } tiles;
 
-INLINE int64_t padded_dim(const attention_call *c) { return ceil_div(c->head_dim, PANEL) * PANEL; }
+/* Of a value, filled up to whole panels. */
+INLINE int64_t padded_dim(const attention_call *c) { return ceil_div(c->value_dim, PANEL) * PANEL; }
 INLINE int64_t num_slices(const attention_call *c) { return ceil_div(c->head_dim, MAX_DEPTH); }
 INLINE int64_t max_rows(const attention_call *c) {
     return max64(PROMPT_ROWS, c->num_heads / c->num_kv_heads);
@@ -27,7 +28,7 @@ static float *place(const attention_call *c, float *at, tiles *t) {
     t->query = at, at += num_slices(c) * rows * X_STRIDE;
     t->sums = at, at += rows * padded;
     t->joined = at, at += rows * padded;
-    t->keys = at, at += TILE * padded;
+    t->keys = at, at += TILE * c->head_dim;
     t->values = at, at += TILE * padded;
     t->scores = at, at += MAX_ROWS * X_STRIDE;
     t->states = (softmax_state *)at, at += 2 * rows;
@@ -71,7 +72,7 @@ INLINE void pack_tile(int type, const attention_call *c, const piece *p, const t
     memset(row, 0, sizeof row);
     for (int64_t i = skip; i < num; i++) {
         const void *from = cache_row(c, p, tile + i, 1);
-        read_row(type, from, row, dim);
+        read_row(type, from, row, c->value_dim);
         for (int64_t j = 0; j < padded; j += PANEL)
             memcpy(t->values + j * TILE + i * PANEL, row + j, PANEL * sizeof(float));
     }
@@ -148,13 +149,29 @@ static void join_span(const attention_call *c, const tiles *t, int64_t count) {
     }
 }
 
+/* What a span of a decode gave, per head, as decodes leave it. */
+static void leave_partial(const attention_call *c, const tiles *t, int64_t count, float *partial) {
+    int64_t padded = padded_dim(c), num_blocks = ceil_div(count, MAX_ROWS);
+    for (int64_t b = 0; b < num_blocks; b++) {
+        int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
+        for (int64_t r = 0; r < rows; r++) {
+            const float *from = t->sums + sums_of(padded, start, r);
+            float *to = partial + (start + r) * partial_size(c);
+            to[0] = t->states[start + r].top;
+            to[1] = t->states[start + r].total;
+            for (int64_t j = 0; j < padded_sum(c); j += LANES)
+                store(to + 2 + j, load(FLOAT32, from, j / PANEL * PANEL * rows + j % PANEL));
+        }
+    }
+}
+
 INLINE void prompt(int type, int cache_type, const attention_call *c, const piece *p,
-                   float *scratch) {
+                   float *scratch, float *partial) {
     tiles t;
     place(c, scratch, &t);
     int64_t group = c->num_heads / c->num_kv_heads, dim = c->head_dim, padded = padded_dim(c);
     int64_t count = p->num_tokens * group, num_blocks = ceil_div(count, MAX_ROWS);
-    float row[padded];
+    float row[max64(dim, padded)];
     for (int64_t r = 0; r < count; r++) {
         int64_t token = p->row + r / group, head = p->kv_head * group + r % group;
         read_row(type, at(type, c->query, (token * c->num_heads + head) * dim), row, dim);
@@ -170,31 +187,37 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
                     min64(p->end, (s + 1) * SPAN));
         if (num_spans > 1) join_span(c, &t, count);
     }
+    if (partial) {
+        leave_partial(c, &t, count, partial);
+        return;
+    }
     const float *sums = num_spans > 1 ? t.joined : t.sums;
     const softmax_state *states = num_spans > 1 ? t.joined_states : t.states;
     for (int64_t b = 0; b < num_blocks; b++) {
         int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
         for (int64_t r = 0; r < rows; r++) {
             const float *from = sums + sums_of(padded, start, r);
-            for (int64_t j = 0; j < dim; j++)
+            for (int64_t j = 0; j < c->value_dim; j++)
                 row[j] = from[j / PANEL * PANEL * rows + j % PANEL] / states[start + r].total;
             int64_t token = p->row + (start + r) / group, head = p->kv_head * group + (start + r) % group;
-            write_row(type, row, (char *)c->out + (token * c->num_heads + head) * dim * size_of(type), dim);
+            int64_t to = (token * c->num_heads + head) * c->value_dim;
+            write_row(type, row, (char *)c->out + to * size_of(type), c->value_dim);
         }
     }
 }
 
-void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch) {
+/* `partial`: where a decode leaves its span if it has more of them ([group, partial_size]), or NULL. */
+void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch, float *partial) {
     if (c->cache_type == FLOAT8 && c->type == BFLOAT16)
-        prompt(BFLOAT16, FLOAT8, c, p, scratch);
+        prompt(BFLOAT16, FLOAT8, c, p, scratch, partial);
     else if (c->cache_type == FLOAT8 && c->type == FLOAT16)
-        prompt(FLOAT16, FLOAT8, c, p, scratch);
+        prompt(FLOAT16, FLOAT8, c, p, scratch, partial);
     else if (c->cache_type == FLOAT8)
-        prompt(FLOAT32, FLOAT8, c, p, scratch);
+        prompt(FLOAT32, FLOAT8, c, p, scratch, partial);
     else if (c->type == BFLOAT16)
-        prompt(BFLOAT16, BFLOAT16, c, p, scratch);
+        prompt(BFLOAT16, BFLOAT16, c, p, scratch, partial);
     else if (c->type == FLOAT16)
-        prompt(FLOAT16, FLOAT16, c, p, scratch);
+        prompt(FLOAT16, FLOAT16, c, p, scratch, partial);
     else
-        prompt(FLOAT32, FLOAT32, c, p, scratch);
+        prompt(FLOAT32, FLOAT32, c, p, scratch, partial);
 }

@@ -12,13 +12,14 @@
 #define MIN_CHUNK (8 * MAX_ROWS)
 #define CHUNK_FLOATS (1 << 18)
 #define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
+#define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
 #define FETCH_AHEAD 3072 /* bytes of a stream that is read once */
 #define WIDEN_FROM 3     /* blocks of rows that pay for converting a slice of bf16 or int8 once */
 
 typedef struct {
     int64_t x_type, w_type, out_type, num_threads;
     int64_t gated; /* the first half of W makes gates of the second: out[M, N / 2] */
-    int64_t num_rows, num_columns, depth, x_stride; /* num_columns: of out */
+    int64_t num_rows, num_columns, depth, x_stride, out_stride; /* num_columns: of out */
     const void *x, *w;
     const float *scales, *bias; /* one per row of W, or NULL */
     char *out;
@@ -161,7 +162,7 @@ INLINE void adjust(const linear_call *c, int64_t column, int64_t width, float *r
 /* A finished row of a tile into the output; `up` is its partner's where the layer is gated. */
 INLINE void finish(const linear_call *c, int type, int64_t row, int64_t column, float *tile, float *up) {
     int64_t width = min64(PANEL, c->num_columns - column);
-    void *to = c->out + (row * c->num_columns + column) * size_of(type);
+    void *to = c->out + (row * c->out_stride + column) * size_of(type);
     adjust(c, column, width, tile);
     if (!up) {
         write_row(type, tile, to, width);
@@ -238,7 +239,7 @@ static int rows_of(const linear_call *c, int64_t first, int64_t last) {
     for (int64_t i = 0; i < num_chunks; i++) {
         int64_t chunk = first + (last - first) * i / num_chunks;
         row_blocks b = cut(c, first + (last - first) * (i + 1) / num_chunks - chunk);
-        pack_rows(c, chunk, b.count, 0, b.count, packed);
+        if (!is_direct(c)) pack_rows(c, chunk, b.count, 0, b.count, packed);
         for (int64_t panel = 0; panel < num_panels(c); panel++)
             any_panel_of(c, panel, chunk, b, 0, b.num_blocks, packed);
     }
@@ -275,6 +276,28 @@ int baton_linear(const linear_call *c) {
             failed = rows_of(c, c->num_rows * thread / team, c->num_rows * (thread + 1) / team);
         else
             panels_of(c, packed);
+    }
+    return failed;
+}
+
+/* Products of a group of columns each with a group of outputs of its own: a block-diagonal W. */
+typedef struct {
+    linear_call first; /* of the first group; of numbers, without bias; num_columns whole panels */
+    int64_t num_groups, x_group_stride, out_group_stride;
+} grouped_call;
+
+/* Returns 0, or 1 when there is no memory for the packed input. */
+int baton_grouped_linear(const grouped_call *c) {
+    const linear_call *first = &c->first;
+    int64_t w_size = num_panels(first) * first->depth * PANEL;
+    int failed = 0, team = first->num_rows * w_size * c->num_groups < SERIAL_PRODUCTS ? 1 : first->num_threads;
+#pragma omp parallel for num_threads(team) reduction(+ : failed) if (team > 1)
+    for (int64_t g = 0; g < c->num_groups; g++) {
+        linear_call own = *first;
+        own.x = at(own.x_type, own.x, g * c->x_group_stride);
+        own.w = at(own.w_type, own.w, g * w_size);
+        own.out += g * c->out_group_stride * size_of(own.out_type);
+        failed += rows_of(&own, 0, own.num_rows);
     }
     return failed;
 }

@@ -239,3 +239,69 @@ int baton_norm_rotary_store(const store_call *c) {
     }
     return 0;
 }
+
+typedef struct {
+    int64_t type, num_threads, num_tokens, num_heads, rank, rotary_dim, interleaved;
+    /* In elements; strides of query and out are from token to token, and from head to head. */
+    int64_t latent_stride, query_stride, query_head_stride, out_stride, out_head_stride;
+    int64_t block_stride, token_stride, block_size; /* of the cache */
+    const void *query, *latent, *weight, *cos, *sin;
+    void *cache, *out;
+    const int64_t *slots;
+    double eps;
+} latent_call;
+
+/* Neighbours that turn together, x0 y0 x1 y1 .., as rotate has them: x0 x1 .. y0 y1 .. */
+INLINE void take_apart(float *head, int64_t size) {
+    float pairs[size];
+    memcpy(pairs, head, size * sizeof(float));
+    for (int64_t i = 0; i < size / 2; i++) {
+        head[i] = pairs[2 * i];
+        head[size / 2 + i] = pairs[2 * i + 1];
+    }
+}
+
+INLINE void turn(int type, const latent_call *c, const void *from, const float *cos,
+                 const float *sin, void *to) {
+    float head[c->rotary_dim];
+    read_row(type, from, head, c->rotary_dim);
+    if (c->interleaved) take_apart(head, c->rotary_dim);
+    rotate(head, cos, sin, c->rotary_dim);
+    write_row(type, head, to, c->rotary_dim);
+}
+
+INLINE void store_latent_token(int type, const latent_call *c, int64_t token) {
+    float row[c->rank], cos[c->rotary_dim], sin[c->rotary_dim];
+    read_row(type, at(type, c->cos, token * c->rotary_dim), cos, c->rotary_dim);
+    read_row(type, at(type, c->sin, token * c->rotary_dim), sin, c->rotary_dim);
+    for (int64_t h = 0; h < c->num_heads; h++) {
+        const void *from = at(type, c->query, token * c->query_stride + h * c->query_head_stride);
+        int64_t to = token * c->out_stride + h * c->out_head_stride;
+        turn(type, c, from, cos, sin, (void *)at(type, c->out, to));
+    }
+    int64_t slot = c->slots[token];
+    if (slot < 0) return;
+    int64_t place = slot / c->block_size * c->block_stride + slot % c->block_size * c->token_stride;
+    const void *latent = at(type, c->latent, token * c->latent_stride);
+    void *to = (void *)at(type, c->cache, place);
+    read_row(type, latent, row, c->rank);
+    norm_row(type, row, c->weight, c->rank, c->eps);
+    write_row(type, row, to, c->rank);
+    turn(type, c, at(type, latent, c->rank), cos, sin, (void *)at(type, to, c->rank));
+}
+
+/* norm_rotary_store_latent. */
+int baton_store_latent(const latent_call *c) {
+    int64_t elements = c->num_tokens * (c->num_heads * c->rotary_dim + c->rank);
+    int team = threads_for(c->num_threads, elements);
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t token = 0; token < c->num_tokens; token++) {
+        if (c->type == BFLOAT16)
+            store_latent_token(BFLOAT16, c, token);
+        else if (c->type == FLOAT16)
+            store_latent_token(FLOAT16, c, token);
+        else
+            store_latent_token(FLOAT32, c, token);
+    }
+    return 0;
+}

@@ -33,6 +33,18 @@ class AttentionMetadata:
     seq_lens_host: tuple[int, ...]  # host copy of seq_lens
 
 
+def as_keys_and_values(latents: Tensor) -> Tensor:
+    """View a cache of one vector per token (MLA) as one whose values are its keys, of one KV head.
+
+    Args:
+        latents: ``[num_blocks, block_size, width]``.
+
+    Returns:
+        ``[num_blocks, 2, 1, block_size, width]``, no copy.
+    """
+    return latents[:, None, None].expand(-1, 2, -1, -1, -1)
+
+
 class AttentionBackend(Protocol):
     """Paged causal attention in two calls: ``plan`` once per step, ``run`` once per layer.
 
@@ -60,6 +72,7 @@ class AttentionBackend(Protocol):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
         """Attend for one layer, whose keys and values of this step are already in the cache.
 
@@ -71,8 +84,10 @@ class AttentionBackend(Protocol):
             scale: factor on the dot products.
             sliding_window: each query sees at most this many newest keys, its own included.
             soft_cap: bends scores, see ``baton_kernels.reference.paged_attention``.
+            value_dim: of a value this many numbers count, the first ones; None: all. So a cache of
+                latents, seen as :func:`as_keys_and_values` does, gives them and not their keys.
 
         Returns:
-            ``[num_tokens, num_heads, head_dim]``; padding tokens get zeros.
+            ``[num_tokens, num_heads, value_dim]``; padding tokens get zeros.
         """
         ...

@@ -54,6 +54,7 @@ class CpuAttention:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
         """See ``AttentionBackend.run``."""
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
@@ -66,7 +67,7 @@ class CpuAttention:
         # [2, num_kv_heads, num_blocks, block_size, head_dim]: one gather along dim 2 then lands
         # in the order that SDPA reads, without a second copy.
         cache = kv_cache.permute(1, 2, 0, 3, 4)
-        out = query.new_empty(query.shape)  # [num_tokens, num_heads, head_dim]
+        out = query.new_empty(*query.shape[:2], value_dim or query.shape[2])
         if self._plan.num_rows < len(out):
             out[self._plan.num_rows :].zero_()
         for index, chunk in enumerate(self._plan.prompts):
@@ -92,12 +93,12 @@ class CpuAttention:
         attended = _attend(
             query[chunk.rows].transpose(0, 1).unsqueeze(0),  # [1, num_heads, query_len, head_dim]
             key,
-            value,
+            value[..., : out.shape[2]],
             mask,
             is_causal=mask is None,
             scale=scale,
             soft_cap=soft_cap,
-        )  # [1, num_heads, query_len, head_dim]
+        )  # [1, num_heads, query_len, value_dim]
         out[chunk.rows] = attended.squeeze(0).transpose(0, 1)
 
     def _run_decodes(
@@ -122,12 +123,12 @@ class CpuAttention:
         attended = _attend(
             query[group.rows].reshape(folded),
             key,
-            value,
+            value[..., : out.shape[2]],
             mask,
             is_causal=False,
             scale=scale,
             soft_cap=soft_cap,
-        )  # [num_requests, num_kv_heads, num_heads / num_kv_heads, head_dim]
+        )  # [num_requests, num_kv_heads, num_heads / num_kv_heads, value_dim]
         out[group.rows] = attended.flatten(1, 2)
 
     def _gather(self, cache: Tensor, block_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -64,8 +64,10 @@ class FlashAttention:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``."""
+        """See ``AttentionBackend.run``; there is none over latents."""
+        assert value_dim is None, "values are as long as keys"
         # [num_blocks, block_size, num_kv_heads, head_dim] each
         key, value = kv_cache.transpose(2, 3).unbind(1)
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)

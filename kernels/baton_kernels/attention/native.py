@@ -40,6 +40,7 @@ class NativeAttention:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
         """See ``AttentionBackend.run``."""
         if self._ops is not None:
@@ -48,6 +49,7 @@ class NativeAttention:
                 scale=scale,
                 sliding_window=sliding_window,
                 soft_cap=soft_cap,
+                value_dim=value_dim,
             )
             if out is not None:
                 return out
@@ -61,4 +63,5 @@ class NativeAttention:
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            value_dim=value_dim,
         )

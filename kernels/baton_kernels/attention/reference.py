@@ -32,6 +32,7 @@ class ReferenceAttention:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
         """See ``AttentionBackend.run``."""
         return reference.paged_attention(
@@ -43,4 +44,5 @@ class ReferenceAttention:
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            value_dim=value_dim,
         )

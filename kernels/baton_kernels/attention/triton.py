@@ -63,8 +63,10 @@ class TritonAttention:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.run``."""
+        """See ``AttentionBackend.run``; there is none over latents."""
+        assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         shape = PagedShape.of(query, kv_cache)

@@ -31,10 +31,19 @@ class LinearCall(Structure):
 
     _fields_ = (
         *_fields(c_int64, "x_type w_type out_type num_threads gated"),
-        *_fields(c_int64, "num_rows num_columns depth x_stride"),
+        *_fields(c_int64, "num_rows num_columns depth x_stride out_stride"),
         *_fields(c_void_p, "x w scales bias out"),
         *_fields(c_int64, "group scales_type"),
         *_fields(c_void_p, "group_scales"),
+    )
+
+
+class GroupedLinearCall(Structure):
+    """``grouped_call`` in linear.c."""
+
+    _fields_ = (
+        ("first", LinearCall),
+        *_fields(c_int64, "num_groups x_group_stride out_group_stride"),
     )
 
 
@@ -89,12 +98,25 @@ class StoreCall(Structure):
     )
 
 
+class LatentStoreCall(Structure):
+    """``latent_call`` in rows.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_tokens num_heads rank rotary_dim interleaved"),
+        *_fields(c_int64, "latent_stride query_stride query_head_stride"),
+        *_fields(c_int64, "out_stride out_head_stride"),
+        *_fields(c_int64, "block_stride token_stride block_size"),
+        *_fields(c_void_p, "query latent weight cos sin cache out slots"),
+        ("eps", c_double),
+    )
+
+
 class AttentionCall(Structure):
     """``attention_call`` in attention.h."""
 
     _fields_ = (
         *_fields(c_int64, "type cache_type num_threads num_tokens num_requests max_blocks"),
-        *_fields(c_int64, "num_heads num_kv_heads head_dim block_size"),
+        *_fields(c_int64, "num_heads num_kv_heads head_dim block_size value_dim"),
         *_fields(c_int64, "block_stride kv_stride head_stride token_stride sliding_window"),
         *_fields(c_void_p, "query kv_cache out query_start_loc seq_lens block_table"),
         *_fields(c_double, "scale soft_cap"),
@@ -154,6 +176,7 @@ _SIGNATURES = {
     "baton_huge_pages": (None, [c_void_p, c_int64]),
     "baton_run_tape": (c_int, [c_int64, POINTER(TapeEntry)]),
     "baton_linear": (c_int, [POINTER(LinearCall)]),
+    "baton_grouped_linear": (c_int, [POINTER(GroupedLinearCall)]),
     "baton_pack_rows": (c_int, [POINTER(PackCall)]),
     "baton_unpack_rows": (c_int, [POINTER(UnpackCall)]),
     "baton_rms_norm": (c_int, [POINTER(NormCall)]),
@@ -162,6 +185,7 @@ _SIGNATURES = {
     "baton_causal_conv": (c_int, [POINTER(ConvCall)]),
     "baton_recurrence": (c_int, [POINTER(RecurrenceCall)]),
     "baton_norm_rotary_store": (c_int, [POINTER(StoreCall)]),
+    "baton_store_latent": (c_int, [POINTER(LatentStoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
     "baton_find_run": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
 }

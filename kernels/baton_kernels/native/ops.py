@@ -20,6 +20,8 @@ from baton_kernels.native.library import (
     AttentionCall,
     ConvCall,
     GatedNormCall,
+    GroupedLinearCall,
+    LatentStoreCall,
     LinearCall,
     NormCall,
     PackCall,
@@ -207,7 +209,7 @@ class NativeOps:
             groups = weight.group_scales
             call = LinearCall(
                 *(code, _FORMATS[weight.format], code, torch.get_num_threads(), gated),
-                *(num_rows, num_columns, in_features, rows.stride(0)),
+                *(num_rows, num_columns, in_features, rows.stride(0), num_columns),
                 *(rows.data_ptr(), weight.panels.data_ptr()),
                 None if scales is None else scales.data_ptr(),
                 None if bias is None else bias.data_ptr(),
@@ -219,6 +221,73 @@ class NativeOps:
             self._run(self._library.baton_linear, call, *tensors)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
+    def grouped_packed_linear(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
+        """See the reference."""
+        num_tokens, num_groups, in_features = x.shape
+        num_columns = out.shape[2]
+        fits = x.dtype in _FLOATS and out.dtype == x.dtype and x.stride(2) == out.stride(2) == 1
+        fits = fits and weight.format.keeps_numbers and num_columns % self.panel_width == 0
+        if not (fits and weight.width == self.panel_width):
+            reference.grouped_packed_linear(x, weight, out)
+            return
+        assert weight.in_features == in_features
+        assert weight.out_features == num_groups * num_columns
+        assert out.shape[:2] == x.shape[:2]
+        if not num_tokens:
+            return
+        code = _CODES[x.dtype]
+        first = LinearCall(
+            *(code, _FORMATS[weight.format], code, torch.get_num_threads(), False),
+            *(num_tokens, num_columns, in_features, x.stride(0), out.stride(0)),
+            *(x.data_ptr(), weight.panels.data_ptr(), None, None, out.data_ptr()),
+            *(weight.group_size, 0, None),
+        )
+        call = GroupedLinearCall(first, num_groups, x.stride(1), out.stride(1))
+        self._run(self._library.baton_grouped_linear, call, x, weight.panels, out)
+
+    def norm_rotary_store_latent(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        weight: Tensor,
+        eps: float,
+        interleaved: bool,
+        out: Tensor,
+    ) -> None:
+        """See the reference."""
+        rows = (query, latent, cache, out)
+        fits = _plain(cos, sin, weight) and all(row.dtype == cos.dtype for row in rows)
+        fits = fits and all(row.stride(-1) == 1 for row in rows) and slot_mapping.is_contiguous()
+        if not fits:
+            reference.norm_rotary_store_latent(
+                *(query, latent, cos, sin, cache, slot_mapping),
+                weight=weight,
+                eps=eps,
+                interleaved=interleaved,
+                out=out,
+            )
+            return
+        assert slot_mapping.dtype == torch.int64
+        num_tokens, num_heads, rotary_dim = query.shape
+        assert out.shape == query.shape
+        assert cos.shape == sin.shape == (num_tokens, rotary_dim)
+        assert latent.shape[1] == cache.shape[2] == len(weight) + rotary_dim
+        call = LatentStoreCall(
+            *(_CODES[query.dtype], torch.get_num_threads()),
+            *(num_tokens, num_heads, len(weight), rotary_dim, interleaved),
+            *(latent.stride(0), *query.stride()[:2], *out.stride()[:2]),
+            *(*cache.stride()[:2], cache.shape[1], query.data_ptr(), latent.data_ptr()),
+            *(weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), cache.data_ptr()),
+            *(out.data_ptr(), slot_mapping.data_ptr(), eps),
+        )
+        tensors = (query, latent, weight, cos, sin, cache, out, slot_mapping)
+        self._run(self._library.baton_store_latent, call, *tensors)
+
     def attention(
         self,
         query: Tensor,
@@ -228,6 +297,7 @@ class NativeOps:
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
+        value_dim: int | None = None,
     ) -> Tensor | None:
         """``reference.paged_attention``; None where tensors are not of the kind this takes."""
         table = metadata.block_table
@@ -236,11 +306,13 @@ class NativeOps:
             return None
         num_tokens, num_heads, head_dim = query.shape
         block_stride, kv_stride, head_stride, token_stride, _ = kv_cache.stride()
-        out = torch.empty_like(query)
+        value_dim = head_dim if value_dim is None else value_dim
+        out = query.new_empty(num_tokens, num_heads, value_dim)
         call = AttentionCall(
             *(_CODES[query.dtype], _CODES[kv_cache.dtype]),
             *(torch.get_num_threads(), num_tokens, metadata.num_requests),
             *(table.stride(0), num_heads, kv_cache.shape[2], head_dim, kv_cache.shape[3]),
+            value_dim,
             *(block_stride, kv_stride, head_stride, token_stride, sliding_window or 0),
             *(query.data_ptr(), kv_cache.data_ptr(), out.data_ptr()),
             *(metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr()),

@@ -23,7 +23,7 @@ _HARMLESS = {
     "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
     "aten::new_empty_strided", "aten::view", "aten::_unsafe_view", "aten::slice", "aten::select",
     "aten::as_strided", "aten::alias", "aten::detach", "aten::unsqueeze", "aten::squeeze",
-    "aten::permute", "aten::transpose", "aten::t", "aten::_reshape_alias",
+    "aten::permute", "aten::expand", "aten::transpose", "aten::t", "aten::_reshape_alias",
 }  # fmt: skip
 
 
