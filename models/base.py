@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from baton_kernels.state_metadata import StateMetadata
 from models.config import ModelConfig
 
 # Cosines and sines of a step, each [num_tokens, rotary_dim], by each rotary embedding of the model.
@@ -38,6 +39,14 @@ class ForwardContext:
         """Return the step of one layer: metadata, the backend that planned it, and its cache."""
         attention, backend = self.groups[self.layer_groups[layer_index]]
         return attention, backend, self.layer_caches[layer_index]
+
+
+class StateContext(Protocol):
+    """What a layer with a state is told about a step."""
+
+    def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
+        """Return a layer's metadata, and the arrays of its state, each ``[num_slots, ...]``."""
+        ...
 
 
 class CausalLM(Protocol):

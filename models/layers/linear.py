@@ -5,8 +5,9 @@ One large product reads its input once and is launched once. Refuses to know: wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
@@ -31,6 +32,35 @@ class JoinedLinear(nn.Linear):
         for name, size in self._parts.items():
             yield name, slice(start, start + size)
             start += size
+
+
+class RegroupedLinear(JoinedLinear):
+    """Several projections of one input, whose rows checkpoints keep by group::
+
+        in a checkpoint    | a of group 0 | b of group 0 | a of group 1 | b of group 1 | ...
+        here               | a of group 0 | a of group 1 | ... | b of group 0 | b of group 1 | ...
+
+    Args:
+        in_features: of all of them.
+        num_groups: of each projection.
+        parts: name of each in the checkpoint -> rows of its pieces within a group.
+        bias: whether each has one.
+    """
+
+    def __init__(
+        self, in_features: int, num_groups: int, parts: Mapping[str, Sequence[int]], *, bias: bool
+    ) -> None:
+        sizes = {name: num_groups * sum(pieces) for name, pieces in parts.items()}
+        super().__init__(in_features, sizes, bias=bias)
+        self._num_groups = num_groups
+        self._pieces = dict(parts)
+
+    def row_order(self, name: str) -> Tensor:
+        """Return the checkpoint's row of each row of a part, int64."""
+        pieces = self._pieces[name]
+        rows = torch.arange(self._num_groups * sum(pieces), device="cpu")
+        by_group = torch.split(rows.view(self._num_groups, -1), list(pieces), dim=1)
+        return torch.cat([piece.flatten() for piece in by_group])
 
 
 class GatedLinear(JoinedLinear):
@@ -69,4 +99,4 @@ class PackedLinear(nn.Module):
         return self._compute(x, self.packed)
 
 
-__all__ = ["GatedLinear", "JoinedLinear", "PackedLinear"]
+__all__ = ["GatedLinear", "JoinedLinear", "PackedLinear", "RegroupedLinear"]

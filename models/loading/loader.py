@@ -28,7 +28,7 @@ from models.base import CausalLM
 from models.config import ModelConfig
 from models.fields import Fields
 from models.layers.attention import Attention
-from models.layers.linear import JoinedLinear
+from models.layers.linear import JoinedLinear, RegroupedLinear
 from models.loading.gguf_weights import read_gguf
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
@@ -119,6 +119,7 @@ class _Place:
     owner: nn.Module
     attribute: str
     rows: slice
+    order: Tensor | None = None  # the tensor's row for each of them; None: the same
 
     @property
     def shape(self) -> torch.Size:
@@ -135,7 +136,11 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
             if isinstance(module, JoinedLinear):
                 parent = path.rpartition(".")[0]
                 for part, rows in module.part_rows():
-                    yield rename(f"{parent}.{part}.{attribute}"), _Place(module, attribute, rows)
+                    order = None
+                    if isinstance(module, RegroupedLinear):
+                        order = module.row_order(part)
+                    place = _Place(module, attribute, rows, order)
+                    yield rename(f"{parent}.{part}.{attribute}"), place
             else:
                 yield rename(f"{path}.{attribute}"), _Place(module, attribute, slice(None))
 
@@ -203,7 +208,8 @@ def _check_names(
 
 def _read_part(stored: StoredTensor, place: _Place, *, integers: bool) -> WeightPart:
     kept = stored.read_integers() if integers and stored.read_integers is not None else None
-    part = WeightPart(place.rows.start or 0, kept or stored.read(), stored.is_mapped)
+    first_row = place.rows.start or 0
+    part = WeightPart(first_row, kept or stored.read(), stored.is_mapped)
     if part.shape != place.shape:
         found, expected = list(part.shape), list(place.shape)
         problem = f"shape {found}, but config.json means {expected}"
@@ -212,7 +218,7 @@ def _read_part(stored: StoredTensor, place: _Place, *, integers: bool) -> Weight
         kind = str(part.content.dtype).removeprefix("torch.")
         problem = f"dtype {kind} is not supported (quantized weights?)"
         raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
-    return part
+    return part if place.order is None else WeightPart(first_row, part.tensor[place.order])
 
 
 def _fill_parameter(

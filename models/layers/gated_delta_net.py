@@ -1,0 +1,77 @@
+"""Qwen3-Next's recurrent token mixer: a convolution and the gated delta rule (arXiv:2412.06464).
+
+Refuses to know: which layers have it, who owns a slot, how states are computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import baton_kernels as ops
+from models.base import Rotations, StateContext
+from models.layers.gated_norm import GatedRMSNorm
+from models.layers.linear import RegroupedLinear
+from models.layers.short_conv import ShortConv
+from models.recurrent_config import DeltaNetConfig
+
+
+class GatedDeltaNet(nn.Module):
+    """The mixer in attention's place.
+
+    Checkpoints keep the rows of a projection by key head, with those of its value heads; here they
+    lie as the convolution and the rule take them::
+
+        | query | key | value | gate (as value) | b (value heads) | a (the same) |
+
+    Args:
+        config: its shape.
+        hidden_size: of input and output.
+        eps: of the norm.
+        layer_index: which layer of the cache is this one's.
+    """
+
+    def __init__(
+        self, config: DeltaNetConfig, hidden_size: int, eps: float, layer_index: int
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._layer_index = layer_index
+        num_heads, key_dim = config.num_value_heads, config.key_dim
+        per_key = num_heads // config.num_key_heads
+        by_key = {
+            "in_proj_qkvz": (key_dim, key_dim, *(per_key * config.value_dim,) * 2),
+            "in_proj_ba": (per_key, per_key),
+        }
+        self._key_size = config.num_key_heads * key_dim
+        self._value_size = num_heads * config.value_dim
+        num_channels = 2 * self._key_size + self._value_size
+        self.in_proj = RegroupedLinear(hidden_size, config.num_key_heads, by_key, bias=False)
+        self.conv1d = ShortConv(num_channels, config.kernel_size, bias=False, has_silu=True)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        size = config.value_dim
+        self.norm = GatedRMSNorm(size, size, eps, norm_before_gate=True)
+        self.out_proj = nn.Linear(self._value_size, hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
+        """Mix the tokens of the step: ``[num_tokens, hidden_size]``; positions do not matter."""
+        config, num_tokens, num_heads = self._config, len(hidden), self._config.num_value_heads
+        # [num_slots, num_channels, kernel_size - 1], [num_slots, heads, key_dim, value_dim]
+        metadata, (conv_states, states) = context.state_layer(self._layer_index)
+        projected = self.in_proj(hidden)
+        keys_end, gate_start = 2 * self._key_size, 2 * self._key_size + self._value_size
+        gate_end = gate_start + self._value_size
+        mixed = self.conv1d(projected[:, :gate_start], conv_states, metadata)
+        by_key = (num_tokens, config.num_key_heads, config.key_dim)
+        recalled = ops.gated_delta_rule(
+            mixed[:, : self._key_size].view(by_key),
+            mixed[:, self._key_size : keys_end].view(by_key),
+            mixed[:, keys_end:].view(num_tokens, num_heads, config.value_dim),
+            projected[:, gate_end + num_heads :],
+            projected[:, gate_end : gate_end + num_heads],
+            *(self.A_log, self.dt_bias, states, metadata),
+        )  # [num_tokens, num_heads, value_dim]
+        gate = projected[:, gate_start:gate_end]
+        out: Tensor = self.out_proj(self.norm(recalled.view(num_tokens, self._value_size), gate))
+        return out

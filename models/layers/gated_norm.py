@@ -1,0 +1,36 @@
+"""A norm with a gate, as recurrent mixers end with. Refuses to know: what the gate is made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import baton_kernels as ops
+
+
+class GatedRMSNorm(nn.Module):
+    """Root-mean-square norm of groups, times ``silu(gate)``.
+
+    Args:
+        weight_size: of all groups together, or of one group if they share it.
+        group_size: elements that are normalized together.
+        eps: added to the mean square.
+        norm_before_gate: whether the gate comes last.
+    """
+
+    def __init__(
+        self, weight_size: int, group_size: int, eps: float, *, norm_before_gate: bool
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(weight_size))
+        self._group_size = group_size
+        self._eps = eps
+        self._norm_before_gate = norm_before_gate
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``[num_tokens, size]`` and as much of the gate -> ``[num_tokens, size]``."""
+        return ops.gated_rms_norm(
+            *(x, gate, self.weight, self._eps),
+            group_size=self._group_size,
+            norm_before_gate=self._norm_before_gate,
+        )

@@ -1,0 +1,72 @@
+"""Mamba 2's token mixer: a convolution, a state space, a gated norm (Dao and Gu, arXiv:2405.21060).
+
+Refuses to know: which layers have it, who owns a slot, how states are computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import baton_kernels as ops
+from models.base import Rotations, StateContext
+from models.layers.gated_norm import GatedRMSNorm
+from models.layers.short_conv import ShortConv
+from models.recurrent_config import Mamba2Config
+
+
+class Mamba2(nn.Module):
+    """The mixer in attention's place.
+
+    One projection makes all that a token brings along; the convolution takes the middle of it::
+
+        | gate (inner_size) | x (inner_size) | b (groups * state_dim) | c (the same) | dt (heads) |
+
+    Args:
+        config: its shape.
+        hidden_size: of input and output.
+        eps: of the norm.
+        layer_index: which layer of the cache is this one's.
+    """
+
+    def __init__(
+        self, config: Mamba2Config, hidden_size: int, eps: float, layer_index: int
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._layer_index = layer_index
+        inner_size, num_heads = config.inner_size, config.num_heads
+        num_channels = inner_size + 2 * config.num_groups * config.state_dim
+        size = inner_size + num_channels + num_heads
+        self.in_proj = nn.Linear(hidden_size, size, bias=config.proj_bias)
+        self.conv1d = ShortConv(
+            num_channels, config.kernel_size, bias=config.conv_bias, has_silu=True
+        )
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.D = nn.Parameter(torch.empty(num_heads))
+        group_size = inner_size // config.num_groups
+        self.norm = GatedRMSNorm(inner_size, group_size, eps, norm_before_gate=False)
+        self.out_proj = nn.Linear(inner_size, hidden_size, bias=config.proj_bias)
+
+    def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
+        """Mix the tokens of the step: ``[num_tokens, hidden_size]``; positions do not matter."""
+        config = self._config
+        # [num_slots, num_channels, kernel_size - 1], [num_slots, num_heads, state_dim, head_dim]
+        metadata, (conv_states, states) = context.state_layer(self._layer_index)
+        projected = self.in_proj(hidden)
+        inner_size, num_channels = config.inner_size, self.conv1d.state_shape[0]
+        gate, dt = projected[:, :inner_size], projected[:, inner_size + num_channels :]
+        mixed = projected[:, inner_size : inner_size + num_channels]
+        mixed = self.conv1d(mixed, conv_states, metadata)  # [num_tokens, num_channels]
+        by_group = (len(hidden), config.num_groups, config.state_dim)
+        b_end = inner_size + config.num_groups * config.state_dim
+        scanned = ops.selective_scan(
+            mixed[:, :inner_size].view(len(hidden), config.num_heads, config.head_dim),
+            dt,
+            mixed[:, inner_size:b_end].view(by_group),
+            mixed[:, b_end:].view(by_group),
+            *(self.A_log, self.dt_bias, self.D, states, metadata),
+        )  # [num_tokens, num_heads, head_dim]
+        out: Tensor = self.out_proj(self.norm(scanned.view(len(hidden), inner_size), gate))
+        return out

@@ -1,0 +1,122 @@
+"""What the recurrent token mixers of a model are, as config.json describes them.
+
+Defaults follow ``transformers``, whose results are the reference. Refuses to know: tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from models.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    """Mamba 2's mixers (Dao and Gu, arXiv:2405.21060).
+
+    Attributes:
+        num_heads: of the state.
+        head_dim: of a head's inputs and results.
+        num_groups: of heads that follow each other and share what writes and reads their states.
+        state_dim: rows of a head's state, each of ``head_dim``.
+        kernel_size: of the convolution.
+        conv_bias: whether the convolution has one.
+        proj_bias: whether the projections have one.
+        recurrent_layers: whether each layer has such a mixer; else it attends.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    kernel_size: int
+    conv_bias: bool
+    proj_bias: bool
+    recurrent_layers: tuple[bool, ...]
+
+    @property
+    def inner_size(self) -> int:
+        """Size of all heads."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """Gated delta nets (Yang et al., arXiv:2412.06464).
+
+    Attributes:
+        num_key_heads: each of which serves value heads that follow each other.
+        num_value_heads: heads of the state.
+        key_dim: rows of a head's state, each of ``value_dim``.
+        value_dim: of a head's values and results.
+        kernel_size: of the convolution.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+
+
+def parse_mamba2(
+    fields: Fields, hidden_size: int, recurrent_layers: tuple[bool, ...]
+) -> Mamba2Config:
+    """Read the fields ``mamba_...`` of Bamba and its relatives.
+
+    Raises:
+        ModelLoadError: sizes that do not fit, or a limit that is not computed here.
+    """
+    _refuse_time_step_limit(fields)
+    num_heads = fields.integer("mamba_n_heads", 128)
+    inner_size = fields.integer("mamba_expand", 2) * hidden_size
+    if inner_size % num_heads:
+        problem = f"{num_heads} does not divide mamba_expand * hidden_size = {inner_size}"
+        raise fields.wrong("mamba_n_heads", problem)
+    head_dim = inner_size // num_heads
+    if fields.get("mamba_d_head") not in (None, "auto", head_dim):
+        problem = f"{fields.get('mamba_d_head')!r}, but other fields mean {head_dim}"
+        raise fields.wrong("mamba_d_head", problem)
+    num_groups = fields.integer("mamba_n_groups", 1)
+    if num_heads % num_groups:
+        raise fields.wrong("mamba_n_groups", f"{num_groups} does not divide {num_heads} heads")
+    return Mamba2Config(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=num_groups,
+        state_dim=fields.integer("mamba_d_state", 256),
+        kernel_size=fields.integer("mamba_d_conv", 4, minimum=2),
+        conv_bias=fields.boolean("mamba_conv_bias", True),
+        proj_bias=fields.boolean("mamba_proj_bias", False),
+        recurrent_layers=recurrent_layers,
+    )
+
+
+def _refuse_time_step_limit(fields: Fields) -> None:
+    """Refuse a limit: transformers applies it to prompts and not to the tokens behind them."""
+    if not fields.has("time_step_limit"):
+        return
+    least, most = fields.numbers("time_step_limit", 2)
+    if least > 0 or most != math.inf:
+        raise fields.wrong("time_step_limit", f"[{least}, {most}] is not supported")
+
+
+def parse_delta_net(fields: Fields) -> DeltaNetConfig:
+    """Read the fields ``linear_...`` of Qwen3-Next.
+
+    Raises:
+        ModelLoadError: sizes that do not fit.
+    """
+    num_key_heads = fields.integer("linear_num_key_heads", 16)
+    num_value_heads = fields.integer("linear_num_value_heads", 32)
+    if num_value_heads % num_key_heads:
+        problem = f"{num_key_heads} does not divide {num_value_heads} value heads"
+        raise fields.wrong("linear_num_key_heads", problem)
+    return DeltaNetConfig(
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        kernel_size=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
+    )

@@ -1,0 +1,130 @@
+"""Recurrent mixers against transformers' modules: whole texts there, cut into steps here.
+
+Refuses to know: engines, checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BambaConfig, Qwen3NextConfig
+from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from baton.api.errors import ModelLoadError
+from baton_kernels import StateMetadata
+from models.fields import Fields
+from models.layers.gated_delta_net import GatedDeltaNet
+from models.layers.linear import RegroupedLinear
+from models.layers.mamba2 import Mamba2
+from models.recurrent_config import DeltaNetConfig, parse_delta_net, parse_mamba2
+from tests.numerics.state_steps import random_cuts, steps_of
+
+HIDDEN_SIZE, EPS = 32, 1e-5
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_expand": 2,
+    "mamba_d_conv": 4, "mamba_chunk_size": 8,
+}  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+LENGTHS = (1, 3, 40, 23)
+
+
+class Step:
+    """One step of a model with one layer."""
+
+    def __init__(self, metadata: StateMetadata, states: tuple[Tensor, ...]) -> None:
+        self._metadata, self._states = metadata, states
+
+    def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
+        assert layer_index == 5
+        return self._metadata, self._states
+
+
+def randomize(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5)
+
+
+def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:
+    """Fill every parameter of ours; all of theirs are taken."""
+    stored = dict(theirs.named_parameters())
+    for path, module in ours.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, RegroupedLinear):
+                for part, rows in module.part_rows():
+                    parameter.data[rows] = stored.pop(f"{part}.{name}")[module.row_order(part)]
+            else:
+                parameter.data[:] = stored.pop(f"{path}.{name}".removeprefix("."))
+    assert not stored
+
+
+@torch.inference_mode()
+def check(theirs: Any, ours: nn.Module, state_shapes: Sequence[tuple[int, ...]]) -> None:
+    """All texts at once, each cut at random; and a last step of single tokens."""
+    randomize(theirs)
+    copy_weights(theirs, ours)
+    texts = [torch.randn(length, HIDDEN_SIZE) for length in LENGTHS]
+    expected = [theirs(text[None])[0] for text in texts]
+    cuts = [random_cuts(length, length) for length in LENGTHS]
+    steps, num_slots = steps_of(cuts)
+    states = tuple(torch.full((num_slots, *shape), torch.nan) for shape in state_shapes)
+    found: list[list[Tensor]] = [[] for _ in texts]
+    for metadata, chunks in steps:
+        hidden = torch.cat([texts[text][begin:end] for text, begin, end in chunks])
+        out = ours(hidden, (), Step(metadata, states))
+        parts = torch.split(out, [end - begin for _, begin, end in chunks])
+        for (text, _, _), part in zip(chunks, parts, strict=True):
+            found[text].append(part)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.cat(one), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_mamba2(bias: bool) -> None:
+    torch.manual_seed(0)
+    values = MAMBA | {"mamba_conv_bias": bias, "mamba_proj_bias": bias}
+    theirs = BambaMixer(
+        BambaConfig(hidden_size=HIDDEN_SIZE, rms_norm_eps=EPS, num_hidden_layers=6, **values), 5
+    )
+    config = parse_mamba2(Fields(values, "config.json"), HIDDEN_SIZE, (True,))
+    ours = Mamba2(config, HIDDEN_SIZE, EPS, 5)
+    recurrent = (config.num_heads, config.state_dim, config.head_dim)
+    check(theirs, ours, (ours.conv1d.state_shape, recurrent))
+
+
+def test_gated_delta_net() -> None:
+    torch.manual_seed(0)
+    theirs = Qwen3NextGatedDeltaNet(
+        Qwen3NextConfig(hidden_size=HIDDEN_SIZE, rms_norm_eps=EPS, num_hidden_layers=8, **DELTA), 5
+    )
+    config = parse_delta_net(Fields(DELTA, "config.json"))
+    assert config == DeltaNetConfig(2, 6, 12, 8, 3)
+    ours = GatedDeltaNet(config, HIDDEN_SIZE, EPS, 5)
+    recurrent = (config.num_value_heads, config.key_dim, config.value_dim)
+    check(theirs, ours, (ours.conv1d.state_shape, recurrent))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mamba_n_heads", 7), ("mamba_n_groups", 3), ("mamba_d_head", 9),
+        ("time_step_limit", [0.1, float("inf")]), ("time_step_limit", [0.0, 2.0]),
+    ],
+)  # fmt: skip
+def test_mixers_that_are_not_computed_are_refused(name: str, value: object) -> None:
+    fields = Fields(MAMBA | {name: value}, "config.json")
+    with pytest.raises(ModelLoadError, match=rf"^config.json: {name}: "):
+        parse_mamba2(fields, HIDDEN_SIZE, (True,))
+
+
+def test_value_heads_belong_to_key_heads() -> None:
+    fields = Fields(DELTA | {"linear_num_key_heads": 4}, "config.json")
+    with pytest.raises(ModelLoadError, match=r"^config.json: linear_num_key_heads: "):
+        parse_delta_net(fields)
