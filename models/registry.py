@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
     "model architecture",
     {
+        "CwmForCausalLM": "models.architectures.cwm:CwmForCausalLM",
         "LlamaForCausalLM": "models.architectures.llama:LlamaForCausalLM",
         "MistralForCausalLM": "models.architectures.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "models.architectures.qwen2:Qwen2ForCausalLM",

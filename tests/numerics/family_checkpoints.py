@@ -58,6 +58,10 @@ def layers(pattern: str) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
+    "CwmForCausalLM": Family(
+        {"plain": layers("ff"), "windows 3:1": layers("fsss") | {"mlp_bias": True}},
+        refused={"sliding_window": None},
+    ),
     "LlamaForCausalLM": Family(
         {
             "plain": {},

@@ -83,6 +83,12 @@ def test_every_architecture_has_a_row_in_the_table() -> None:
     assert not unknown, f"{', '.join(unknown)}: in FAMILIES of {TABLE}, but not registered"
 
 
+def test_every_architecture_is_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    missing = [name for name in MODELS.names() if f"| `{name}` |" not in page]
+    assert not missing, f"{', '.join(missing)}: add a row to Families in docs/models.md"
+
+
 # ---------------------------------------------------------------- numbers
 
 

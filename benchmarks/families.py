@@ -1,0 +1,266 @@
+"""Families of models on a CPU: experts against a dense model, latent attention, and transformers.
+
+One row per family, random float32 weights of some hundred million parameters (or fewer, see
+``--layers``). Engines run alone, each in a process of its own, and take turns; the best of the
+rounds counts, as others on the machine only ever slow one down. A family joins by a row in SHAPES.
+Refuses to know: how an engine is called, see engine_cpu_subjects.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from environment import record_environment, write_results
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "families"
+CASES = ("prefill 512", "decode 1", "decode 8")
+ENGINES = ("baton", "transformers")
+SHORT_CONTEXT = 32
+RUN_LIMIT_S = 1800
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": 32768,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+_FOUR_OF_SIXTEEN = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+# Row -> architecture, and what its config has beyond _DENSE.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3": ("Qwen3ForCausalLM", {}),
+    "Mistral, window": ("MistralForCausalLM", {"sliding_window": 1024}),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", _FOUR_OF_SIXTEEN | {"norm_topk_prob": True}),
+    "Mixtral": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    ),
+    "Gemma 3": (
+        "Gemma3ForCausalLM",
+        {"sliding_window": 512, "tie_word_embeddings": True, "query_pre_attn_scalar": 64},
+    ),
+    "DeepSeek-V2": (
+        "DeepseekV2ForCausalLM",
+        {
+            "num_key_value_heads": 12,
+            "head_dim": 64,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 12,
+        },
+    ),
+}
+# Rows whose tokens take as many weights as the dense row's, experts that are not chosen aside.
+DENSE_ROW = "Qwen3"
+EXPERT_ROWS = ("Qwen3-MoE", "Mixtral")
+ATTENTION_ROWS = ("Qwen3", "DeepSeek-V2")
+TARGETS = {"experts over dense": 0.8, "attention's share of bandwidth": 0.7, "over peers": 1.0}
+
+
+def make_checkpoint(row: str, num_layers: int) -> Path:
+    """The random checkpoint of a row, made once."""
+    architecture, others = SHAPES[row]
+    folder = BUILD / f"{row}-{num_layers}"
+    if not (folder / "model.safetensors").exists():
+        import torch
+        import transformers
+
+        torch.manual_seed(0)
+        transformers.utils.logging.disable_progress_bar()
+        model_class = getattr(transformers, architecture)
+        shape = _DENSE | others | {"num_hidden_layers": num_layers}
+        model_class(model_class.config_class(**shape)).save_pretrained(folder)
+    return folder
+
+
+def run(script: Path, words: Sequence[object], num_threads: int) -> dict[str, float]:
+    """The last line that a script prints; raises SubprocessError or ValueError."""
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, words)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": str(num_threads),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels"))),
+        },
+    )
+    results: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return results
+
+
+def measure(rows: Sequence[str], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Tokens per second by row, engine and case; rows and engines take turns."""
+    script = Path(__file__).parent / "engine_cpu_subjects.py"
+    best: dict[str, dict[str, Any]] = {row: {engine: {} for engine in ENGINES} for row in rows}
+    for _ in range(arguments.rounds):
+        for row in rows:
+            folder = make_checkpoint(row, arguments.layers)
+            for engine in ENGINES:
+                words = (
+                    "--subject", engine, "--model", folder, "--threads", arguments.threads,
+                    "--tokens", arguments.tokens, "--repetitions", 1, "--cases", *CASES,
+                )  # fmt: skip
+                cases = best[row][engine]
+                for case, rate in run(script, words, arguments.threads).items():
+                    cases[case] = round(max(rate, cases.get(case, 0.0)), 1)
+                print(row, engine, cases, file=sys.stderr)
+    return best
+
+
+def measure_attention(row: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """What the KV of a long context adds to a token, as bytes per second."""
+    folder = make_checkpoint(row, arguments.layers)
+    words = (
+        "--attention-of", folder, "--threads", arguments.threads, "--tokens", arguments.tokens,
+        "--context", arguments.context,
+    )  # fmt: skip
+    found = run(Path(__file__), words, arguments.threads)
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("kv_lora_rank"):
+        num_values = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    else:
+        num_values = 2 * config["num_key_value_heads"] * config["head_dim"]
+    num_tokens = arguments.context - SHORT_CONTEXT
+    num_bytes = 4 * num_values * config["num_hidden_layers"] * num_tokens
+    attention_s = found["long_s"] - found["short_s"]
+    rate = num_bytes / attention_s / 1e9 if attention_s > 0 else 0.0
+    return {
+        "bytes_per_token_and_layer": 4 * num_values,
+        "milliseconds": round(1e3 * attention_s, 3),
+        "gb_s": round(rate, 2),
+        "read_gb_s": round(found["read_gb_s"], 2),
+        "share_of_bandwidth": round(rate / found["read_gb_s"], 3),
+    }
+
+
+def time_attention(arguments: argparse.Namespace) -> dict[str, float]:
+    """In a process of its own: seconds per token after both contexts, and how fast memory is."""
+    import torch
+
+    from baton.api.sampling_params import SamplingParams
+    from engine import LLM
+
+    llm = LLM(
+        arguments.attention_of,
+        dtype="float32",
+        num_threads=arguments.threads,
+        max_num_batched_tokens=2048,
+        kv_cache_bytes=2**29,
+    )
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=1 + arguments.tokens)
+
+    def seconds_per_token(context: int) -> float:
+        times = [time.perf_counter() for _ in llm.stream([3] * context, params)]
+        return statistics.median(after - before for before, after in pairwise(times))
+
+    seconds_per_token(SHORT_CONTEXT)
+    memory = torch.ones(2**26)  # 256 MiB
+
+    def read_s() -> float:
+        start = time.perf_counter()
+        memory.sum()
+        return time.perf_counter() - start
+
+    return {
+        "short_s": seconds_per_token(SHORT_CONTEXT),
+        "long_s": seconds_per_token(arguments.context),
+        "read_gb_s": 4 * memory.numel() / min(read_s() for _ in range(10)) / 1e9,
+    }
+
+
+def report(
+    console: Console, best: dict[str, dict[str, Any]], attention: dict[str, dict[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Print the tables; returns the ratios that have targets."""
+    table = Table("family", "engine", *CASES, title="tokens per second")
+    ratios: dict[str, dict[str, float]] = {}
+    for row, engines in best.items():
+        ours, theirs = engines["baton"], engines["transformers"]
+        for engine, cases in engines.items():
+            table.add_row(row, engine, *(str(cases[case]) for case in CASES))
+        ratios[row] = {case: round(ours[case] / theirs[case], 2) for case in CASES}
+        table.add_row(row, "ratio", *map(str, ratios[row].values()))
+    console.print(table)
+    for row in EXPERT_ROWS:
+        if row in best and DENSE_ROW in best:
+            dense = best[DENSE_ROW]["baton"]
+            over = {case: round(best[row]["baton"][case] / dense[case], 2) for case in CASES[1:]}
+            ratios[f"{row} over dense"] = over
+            console.print(f"{row} over a dense model of the same active weights: {over}")
+    for row, numbers in attention.items():
+        console.print(f"{row}, attention over a long context: {numbers}")
+    return ratios
+
+
+def main() -> None:
+    """Make, measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each engine and row")
+    parser.add_argument("--tokens", type=int, default=32, help="decode steps per case")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--context", type=int, default=4096, help="of the rows of attention")
+    parser.add_argument("--rows", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--dry", action="store_true", help="write no results")
+    parser.add_argument("--attention-of", help=argparse.SUPPRESS)  # what it starts itself with
+    arguments = parser.parse_args()
+    if arguments.attention_of:
+        print(json.dumps(time_attention(arguments)))
+        return
+    from models.registry import MODELS
+
+    environment = record_environment()
+    missing = [row for row in arguments.rows if SHAPES[row][0] not in MODELS.names()]
+    rows = [row for row in arguments.rows if row not in missing]
+    best = measure(rows, arguments)
+    attention = {row: measure_attention(row, arguments) for row in ATTENTION_ROWS if row in rows}
+    ratios = report(Console(highlight=False, width=120), best, attention)
+    if missing:
+        print(f"not supported: {', '.join(missing)}", file=sys.stderr)
+    if arguments.dry:
+        return
+    write_results(
+        "families",
+        environment,
+        {
+            "shapes": {row: {"architecture": SHAPES[row][0], **SHAPES[row][1]} for row in rows},
+            "shape_of_all": _DENSE | {"num_hidden_layers": arguments.layers},
+            "num_threads": arguments.threads,
+            "dtype": "float32",
+            "context": arguments.context,
+            "targets": TARGETS,
+            "tokens_per_second": best,
+            "ratios": ratios,
+            "attention": attention,
+            "not_supported": missing,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
