@@ -64,9 +64,9 @@ class EngineConfig:
         "auto",
         choices=WEIGHTS,
         help="How a CPU keeps the weights of linear layers; auto: as the checkpoint has them, if "
-        "16 or 32 bits. int8 (a scale per 128) and int4 (a scale per 32; the head is int8) round "
-        "inputs to 8 bits too, per row and 64 of them; int8-weight-only, a scale per output, does "
-        "not. The same on all nodes.",
+        "16 or 32 bits. int8 (a scale per 128) and int4 (scale and minimum per 32; the head is "
+        "int8) round inputs to 8 bits too, per row and 64 of them; int8-weight-only, a scale per "
+        "output, does not. The same on all nodes.",
     )
     check_memory: bool = option(
         True,

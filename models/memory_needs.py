@@ -23,11 +23,16 @@ _FORMATS = {
     "fp16": (2.0, 0.0, 1),
     "int8-weight-only": (1.0, 4.0, 0),
     "int8": (1.0, 2.0, 128),
-    "int4": (0.5, 2.0, 32),
+    "int4": (0.5, 2.5, 32),
 }
 _HEADS_FORMATS = {"int4": "int8"}  # others keep the head as they keep the layers
 _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_KEPT_INTEGERS = ("Q8_0", "Q4_0")
+# Bytes of a weight of a GGUF file's types as they are kept: codes of 4 or 8 bits, and groups.
+_KEPT_BYTES = {
+    **{"F16": 2.0, "BF16": 2.0, "Q8_0": 1.0625, "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 1.0625},
+    **{"Q5_1": 1.125, "Q2_K": 0.640625, "Q3_K": 0.5703125, "Q4_K": 0.578125},
+    **{"Q5_K": 1.078125, "Q6_K": 1.0703125},
+}
 _EMBEDDING = "token_embd.weight"
 # A matrix: outputs, inputs.
 _Matrix = tuple[int, int]
@@ -64,8 +69,8 @@ def memory_needs(
 ) -> MemoryNeeds:
     """Compute what a model takes on a CPU.
 
-    What ``auto`` makes of a quantized checkpoint is the sum of its files, at the least: symmetric
-    integers are kept, other formats dequantized. Of a GGUF file each tensor is looked at.
+    What ``auto`` makes of a quantized checkpoint is the sum of its files, at the least: integers in
+    groups are kept, other formats dequantized. Of a GGUF file each tensor is looked at.
 
     Args:
         config: of the model.
@@ -105,11 +110,12 @@ def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
 def _gguf_bytes(config: ModelConfig, file: GgufFile, dtype: str) -> int:
     total = 0
     for name, tensor in file.tensors.items():
-        kind, wide = TENSOR_TYPES[tensor.type_id].name, prod(tensor.shape) * _DTYPE_BYTES[dtype]
+        kind, size = TENSOR_TYPES[tensor.type_id].name, _DTYPE_BYTES[dtype]
         if name == _EMBEDDING and not config.tie_word_embeddings:
-            total += tensor.num_bytes if kind == "BF16" else wide
-            continue
-        total += tensor.num_bytes if kind in (*_KEPT_INTEGERS, "BF16", "F16") else wide
+            weight = 2.0 if kind == "BF16" else size
+        else:
+            weight = _KEPT_BYTES.get(kind, size)
+        total += int(prod(tensor.shape) * weight)
     return total
 
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from baton_kernels.dispatch import ops_for
-from baton_kernels.packed import GroupedIntegers, PackedWeight, WeightFormat
+from baton_kernels.packed import (
+    CodeLayout,
+    GroupedIntegers,
+    Groups,
+    PackedWeight,
+    WeightFormat,
+)
 from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
 from baton_kernels.state_metadata import StateMetadata
 
@@ -162,6 +168,11 @@ def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
     ops_for(rows).pack_rows(weight, first_row, rows)
 
 
+def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedIntegers) -> None:
+    """Write rows that a checkpoint keeps as integers into a weight's panels."""
+    ops_for(integers.numbers).pack_integers(weight, first_row, integers)
+
+
 def unpack_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
     """Read rows of a weight that is kept in float32 or bfloat16."""
     rows: Tensor = ops_for(ids).unpack_rows(weight, ids)
@@ -182,7 +193,9 @@ def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 __all__ = [
     "FP8",
+    "CodeLayout",
     "GroupedIntegers",
+    "Groups",
     "PackedWeight",
     "StateMetadata",
     "WeightFormat",
@@ -194,6 +207,7 @@ __all__ = [
     "grouped_packed_linear",
     "norm_rotary_store",
     "norm_rotary_store_latent",
+    "pack_integers",
     "pack_rows",
     "packed_gated_linear",
     "packed_linear",

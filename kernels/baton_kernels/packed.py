@@ -5,17 +5,21 @@ Refuses to know: what computes with it, and layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 INT8_LIMIT = 127
 # Inputs that are rounded with one scale where the weight is codes.
 INPUT_BLOCK = 64
-_SPAN = 32  # the smallest group
+# Inputs whose groups' scales are whole multiples of one factor, where they are multiples.
+SUPER_GROUP = 256
+_SMALL_GROUPS = (16, 32)
 _STEP = 8  # inputs by which codes are filled up
 _QUAD = 4  # codes of one output that lie together
 
@@ -28,9 +32,11 @@ class WeightFormat(Enum):
     FP16 = "fp16"
     # 8 bits, one scale per output; inputs stay what they are.
     INT8_WEIGHT_ONLY = "int8-weight-only"
-    # Codes of 8 bits, a bfloat16 scale for every 128 inputs; inputs are rounded to 8 bits too.
+    # Codes of 8 bits; those that are made have a bfloat16 scale for every 128 inputs. Inputs are
+    # rounded to 8 bits too.
     INT8 = "int8"
-    # Codes of 4 bits, a bfloat16 scale for every 32 inputs; inputs are rounded to 8 bits.
+    # Codes of 4 bits; those that are made have scale and minimum for every 32 inputs, of 8 bits.
+    # Inputs are rounded to 8 bits.
     INT4 = "int4"
 
     @property
@@ -61,49 +67,205 @@ _ELEMENTS = {
     WeightFormat.FP16: torch.float16,
     WeightFormat.INT8_WEIGHT_ONLY: torch.int8,
 }
-_GROUP_SIZES = {WeightFormat.INT8: 128, WeightFormat.INT4: 32}
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLayout:
+    """How a weight keeps its codes, and the numbers of their groups.
+
+    Attributes:
+        format: `INT8` or `INT4`.
+        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`.
+        scales: their type. int8: multiples of a factor that `SUPER_GROUP` inputs share.
+        minima: their type; None: there are none, and codes are symmetric. int8: multiples of a
+            factor of their own where scales are, else (zero points) of the group's scale.
+        factors: their type; None: there are none.
+    """
+
+    format: WeightFormat
+    group_size: int
+    scales: torch.dtype
+    minima: torch.dtype | None = None
+    factors: torch.dtype | None = None
+
+
+_OWN_LAYOUTS = {
+    WeightFormat.INT8: CodeLayout(WeightFormat.INT8, 128, torch.bfloat16),
+    WeightFormat.INT4: CodeLayout(WeightFormat.INT4, 32, torch.int8, torch.int8, torch.bfloat16),
+}
+_SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """The numbers of a weight's groups, see `CodeLayout`: ``[n, groups, ...]``.
+
+    Factors are ``[n, super groups, ...]``.
+    """
+
+    scales: Tensor
+    minima: Tensor | None = None
+    scale_factors: Tensor | None = None
+    minimum_factors: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in this order."""
+        return self.scales, self.minima, self.scale_factors, self.minimum_factors
+
+    def widened(self, group_size: int) -> tuple[Tensor, Tensor | None]:
+        """Return scales and minima in float32."""
+        scales = _in_units(self.scales, self.scale_factors, group_size)
+        if self.minima is None:
+            return scales, None
+        minima = _in_units(self.minima, self.minimum_factors, group_size)
+        if self.minima.dtype == torch.int8 and self.minimum_factors is None:
+            minima = minima * scales
+        return scales, minima
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Groups:
+        """Return what ``function`` makes of each."""
+        scales, *others = (None if one is None else function(one) for one in self.tensors)
+        assert scales is not None
+        return Groups(scales, *others)
+
+    def of_smaller(self, times: int) -> Groups:
+        """Return what each of ``times`` parts of every group has."""
+        minima = None if self.minima is None else self.minima.repeat_interleave(times, dim=1)
+        return replace(self, scales=self.scales.repeat_interleave(times, dim=1), minima=minima)
+
+
+def _in_units(numbers: Tensor, factors: Tensor | None, group_size: int) -> Tensor:
+    if factors is None:
+        return numbers.float()
+    units = factors.float().repeat_interleave(SUPER_GROUP // group_size, dim=-1)
+    return numbers.float() * units[..., : numbers.shape[-1]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedIntegers:
-    """Rows of a weight as a checkpoint keeps them: ``numbers * scales``, group by group.
+    """Rows of a weight as a checkpoint keeps them, group by group.
+
+    Without minima a weight is ``number * scale``, with them ``number * scale + minimum``.
 
     Attributes:
         bits: of a number: 4 or 8.
-        numbers: ``[n, in_features]`` int8, from ``-2 ** (bits - 1)`` to ``2 ** (bits - 1) - 1``.
-        scales: ``[n, groups]`` float32, bfloat16 or float16.
-        group_size: neighbouring inputs with one scale: 32, a multiple of ``INPUT_BLOCK``, or all.
+        numbers: ``[n, in_features]``: int8, from ``-2 ** (bits - 1)``; with minima uint8, from 0.
+        groups: of the rows.
+        group_size: neighbouring inputs with one scale, see `CodeLayout`; or all.
     """
 
     bits: int
     numbers: Tensor
-    scales: Tensor
+    groups: Groups
     group_size: int
 
     @classmethod
     def of(
-        cls, bits: int, numbers: Tensor, scales: Tensor, group_size: int
+        cls, bits: int, numbers: Tensor, groups: Groups | Tensor, group_size: int
     ) -> GroupedIntegers | None:
-        """Return None for what kernels do not take: other sizes of groups or numbers."""
+        """Return None for what kernels do not take: other sizes of groups or numbers.
+
+        Args:
+            bits: of a number.
+            numbers: of any type of integers.
+            groups: of the rows; or their scales.
+            group_size: of neighbours.
+        """
         in_features, fits = numbers.shape[1], bits in (4, 8)
-        if scales.shape[1] == 1:  # whatever its size is said to be
+        if isinstance(groups, Tensor):
+            groups = Groups(groups)
+        if groups.scales.shape[1] == 1:  # whatever its size is said to be
             group_size = -(-in_features // INPUT_BLOCK) * INPUT_BLOCK
-        fits = fits and (group_size == _SPAN or group_size % INPUT_BLOCK == 0)
-        fits = fits and scales.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        if not fits or scales.shape != (len(numbers), -(-in_features // group_size)):
+        fits = fits and (group_size in _SMALL_GROUPS or group_size % INPUT_BLOCK == 0)
+        for one in (groups.scales, groups.minima):
+            if one is not None:
+                fits = fits and one.dtype in _SCALE_TYPES
+                fits = fits and one.shape == (len(numbers), -(-in_features // group_size))
+        fits = fits and (groups.scale_factors is not None) == (groups.scales.dtype == torch.int8)
+        fits = fits and (groups.scale_factors is None or SUPER_GROUP % group_size == 0)
+        if not fits:
             return None
-        return cls(bits, numbers.to(torch.int8), scales, group_size)
+        dtype = torch.int8 if groups.minima is None else torch.uint8
+        return cls(bits, numbers.to(dtype), groups, group_size)
 
     @property
-    def layout(self) -> tuple[WeightFormat, int, torch.dtype]:
-        """What parts of one weight must have in common: format, group size, type of scales."""
-        format_ = WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
-        return format_, self.group_size, self.scales.dtype
+    def layout(self) -> CodeLayout:
+        """What parts of one weight must have in common."""
+        groups, format_ = self.groups, WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
+        minima = None if groups.minima is None else groups.minima.dtype
+        factors = None if groups.scale_factors is None else groups.scale_factors.dtype
+        return CodeLayout(format_, self.group_size, groups.scales.dtype, minima, factors)
 
     def dequantized(self) -> Tensor:
         """Return ``[n, in_features]`` float32."""
-        scales = self.scales.float().repeat_interleave(self.group_size, dim=1)
-        return self.numbers.float() * scales[:, : self.numbers.shape[1]]
+        scales, minima = self.groups.widened(self.group_size)
+        return _scaled(self.numbers.float(), scales, minima, self.group_size)
+
+    @classmethod
+    def alike(cls, parts: Sequence[GroupedIntegers]) -> list[GroupedIntegers]:
+        """Give parts of one weight the same layout; what they stand for stays, to the bit.
+
+        Where scales or minima are of different kinds, they become float32.
+        """
+        if len({part.layout for part in parts}) == 1:
+            return list(parts)
+        size = math.gcd(*(part.group_size for part in parts))
+        if size not in _SMALL_GROUPS and size % INPUT_BLOCK:
+            return list(parts)
+        parts = [
+            replace(
+                part,
+                bits=max(one.bits for one in parts),
+                group_size=size,
+                groups=_cut(part, size),
+            )
+            for part in parts
+        ]
+        kinds = {part.layout.minima for part in parts if part.groups.minima is not None}
+        if kinds:
+            zero_points = kinds == {torch.int8}
+            parts = [_with_minima(part, zero_points=zero_points) for part in parts]
+        if len({part.layout for part in parts}) > 1:
+            wide = [Groups(*part.groups.widened(size)) for part in parts]
+            parts = [replace(part, groups=one) for part, one in zip(parts, wide, strict=True)]
+        return parts
+
+
+def _cut(part: GroupedIntegers, group_size: int) -> Groups:
+    """Return the groups of a part that is cut into smaller ones."""
+    num_groups = -(-part.numbers.shape[1] // group_size)
+    groups = part.groups.of_smaller(part.group_size // group_size)
+    minima = None if groups.minima is None else groups.minima[:, :num_groups]
+    return replace(groups, scales=groups.scales[:, :num_groups], minima=minima)
+
+
+def _with_minima(part: GroupedIntegers, *, zero_points: bool) -> GroupedIntegers:
+    """Count from 0: what the numbers are below it becomes minima, integers if they are to be."""
+    groups = part.groups
+    if groups.minima is not None:
+        return part
+    shift = 1 << max(-int(part.numbers.min()) - 1, 0).bit_length()  # a power of 2: exact
+    factors, minima = groups.scale_factors, groups.scales * -shift
+    if factors is not None:  # the same multiples, of other factors
+        factors, minima = factors * -shift, groups.scales
+    elif zero_points and groups.scales.dtype != torch.float32:
+        minima = torch.full_like(groups.scales, -shift, dtype=torch.int8)
+    if not bool((minima if factors is None else factors).isfinite().all()):
+        scales, _ = groups.widened(part.group_size)
+        groups, factors, minima = Groups(scales), None, scales * -shift
+    numbers = (part.numbers.to(torch.int16) + shift).to(torch.uint8)
+    groups = replace(groups, minima=minima, minimum_factors=factors)
+    return replace(part, numbers=numbers, groups=groups)
+
+
+def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None, group_size: int) -> Tensor:
+    """Return ``numbers * scales + minima``, ``[n, in_features]``, group by group."""
+    size = numbers.shape[-1]
+    numbers = numbers * scales.repeat_interleave(group_size, dim=-1)[..., :size]
+    if minima is None:
+        return numbers
+    return numbers + minima.repeat_interleave(group_size, dim=-1)[..., :size]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,21 +276,21 @@ class PackedWeight:
 
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
-    The last panel is filled up with zeros. Numbers and codes of 8 bits are symmetric: the largest
-    weight of each output, or group, becomes 127. With 4 bits it becomes -8, whatever its sign.
+    The last panel is filled up with zeros. Numbers of 8 bits are symmetric: the largest weight of
+    each output becomes 127.
 
-    Codes lie as ``[panel, step, output, 4 bytes]``. A byte is a code plus 128 (8 bits, 4 inputs a
-    step), or two codes plus 8 each: of inputs 0 to 3 of the step's 8 in the low halves, of 4 to 7
-    in the high ones. Whoever multiplies by codes rounds its input, see ``rounded_inputs``.
+    Codes lie as ``[panel, step, output, 4 bytes]``: bytes (4 inputs a step), or two codes each: of
+    inputs 0 to 3 of the step's 8 in the low halves, of 4 to 7 in the high ones. A weight is
+    ``(code - 2 ** (bits - 1)) * scale``, or ``code * scale + minimum`` where groups have minima.
+    Whoever multiplies by codes rounds its input, see ``rounded_inputs``.
     """
 
     format: WeightFormat
     # [ceil(out_features / width), in_features, width] numbers, or codes as above.
     panels: Tensor
     scales: Tensor | None  # [out_features] float32; None: all are 1
-    # [panels, groups of the inputs, width] float32, bfloat16 or float16; of codes only.
-    group_scales: Tensor | None
-    group_size: int  # inputs of a group: 32, or a multiple of ``INPUT_BLOCK``
+    groups: Groups | None  # [panels, groups of the inputs, width]; of codes only
+    group_size: int  # inputs of a group, see `CodeLayout`
     bias: Tensor | None  # [out_features] float32
     out_features: int
     in_features: int
@@ -139,10 +301,19 @@ class PackedWeight:
         return self.panels.shape[2]
 
     @property
+    def layout(self) -> CodeLayout | None:
+        """How codes are kept; None where weights are numbers."""
+        if self.groups is None:
+            return None
+        scales, minima, factors, _ = self.groups.tensors
+        assert scales is not None
+        types = (one if one is None else one.dtype for one in (minima, factors))
+        return CodeLayout(self.format, self.group_size, scales.dtype, *types)
+
+    @property
     def has_own_groups(self) -> bool:
         """Whether groups, if there are any, are those that floating-point rows are cut into."""
-        groups, usual = self.group_scales, _GROUP_SIZES.get(self.format)
-        return groups is None or (groups.dtype, self.group_size) == (torch.bfloat16, usual)
+        return self.layout == _OWN_LAYOUTS.get(self.format)
 
     @classmethod
     def empty(
@@ -153,37 +324,30 @@ class PackedWeight:
         width: int,
         prepare: Callable[[Tensor], None] = lambda panels: None,
         *,
-        group_size: int | None = None,
-        scale_dtype: torch.dtype = torch.bfloat16,
+        layout: CodeLayout | None = None,
     ) -> PackedWeight:
         """Allocate one whose rows are to be written; what fills up its last panel is there.
 
         Args:
             prepare: given the panels' memory before it is written.
-            group_size: of codes; None: as `pack_rows` makes them.
-            scale_dtype: of the groups' scales.
+            layout: of codes; None: as `pack_rows` makes them.
         """
         num_panels = -(-out_features // width)
-        scales = group_scales = None
-        filling = 0
-        group_size = group_size or _GROUP_SIZES.get(format, INPUT_BLOCK)
+        scales = torch.empty(out_features) if format == WeightFormat.INT8_WEIGHT_ONLY else None
+        groups, filling = None, 0
+        layout = layout or _OWN_LAYOUTS.get(format)
         if format.code_bits:
+            assert layout is not None
             steps = -(-in_features // _STEP) * format.code_bits // _QUAD
             panels = torch.empty(num_panels, steps, width, _QUAD, dtype=format.element)
             filling = 128 if format.code_bits == 8 else 8 | 8 << 4
+            groups = _empty_groups(num_panels, in_features, width, layout)
         else:
             panels = torch.empty(num_panels, in_features, width, dtype=format.element)
-        if format == WeightFormat.INT8_WEIGHT_ONLY:
-            scales = torch.empty(out_features)
-        if format in _GROUP_SIZES:
-            groups = -(-in_features // group_size)
-            group_scales = torch.empty(num_panels, groups, width, dtype=scale_dtype)
-            group_scales[-1:] = 0
         prepare(panels)
         panels[-1:] = filling
-        return cls(
-            *(format, panels, scales, group_scales, group_size, None, out_features, in_features)
-        )
+        group_size = INPUT_BLOCK if layout is None else layout.group_size
+        return cls(*(format, panels, scales, groups, group_size, None, out_features, in_features))
 
     @classmethod
     def pack(
@@ -204,23 +368,32 @@ class PackedWeight:
         """Write the rows from ``first_row`` on, ``[n, in_features]`` of any floating dtype."""
         numbers = rows = rows.detach()
         ids = torch.arange(first_row, first_row + len(rows))
-        if self.group_scales is not None:
-            numbers, groups = _codes_of_groups(rows, self.format, self.group_size)
-            _put_rows(self.group_scales, ids, groups)
-        elif self.scales is not None:
+        if self.groups is not None:
+            assert self.has_own_groups
+            cut = _four_bits if self.format == WeightFormat.INT4 else _eight_bits
+            self.write_integers(first_row, cut(rows))
+            return
+        if self.scales is not None:
             limits = rows.abs().amax(dim=1).float().clamp(min=1e-30)  # [n]
             self.scales[ids] = limits / INT8_LIMIT
             numbers = (rows.float() / self.scales[ids].unsqueeze(1)).round()
-        if self.format.code_bits:
-            numbers = _bytes_of_codes(numbers, self.format.code_bits)
         _put_rows(self.panels, ids, numbers.to(self.panels.dtype))
 
     def write_integers(self, first_row: int, rows: GroupedIntegers) -> None:
         """Write rows that are integers already; their layout is this weight's."""
-        assert self.group_scales is not None
+        assert self.groups is not None
+        assert rows.layout == self.layout
         ids = torch.arange(first_row, first_row + len(rows.numbers))
-        _put_rows(self.group_scales, ids, rows.scales)
-        _put_rows(self.panels, ids, _bytes_of_codes(rows.numbers, rows.bits))
+        _put_rows(self.panels, ids, _bytes_of_codes(rows))
+        self.write_groups(first_row, rows.groups)
+
+    def write_groups(self, first_row: int, groups: Groups) -> None:
+        """Write the numbers of some rows' groups."""
+        assert self.groups is not None
+        ids = torch.arange(first_row, first_row + len(groups.scales))
+        for ours, theirs in zip(self.groups.tensors, groups.tensors, strict=True):
+            if ours is not None and theirs is not None:
+                _put_rows(ours, ids, theirs)
 
     def read_rows(self, ids: Tensor) -> Tensor:
         """Read rows ``[...]`` as numbers: ``[..., in_features]``, as kept, or float32 of codes."""
@@ -229,10 +402,14 @@ class PackedWeight:
         if bits:  # rows: [..., steps, 4]
             if bits == 4:
                 rows = torch.stack([rows & 15, rows >> 4], dim=-2).flatten(-3, -2)
-            rows = rows.flatten(-2)[..., : self.in_features].float() - 2 ** (bits - 1)
-        if self.group_scales is not None:
-            groups = _take_rows(self.group_scales, ids).float()  # [..., groups]
-            rows = rows * groups.repeat_interleave(self.group_size, dim=-1)[..., : self.in_features]
+            rows = rows.flatten(-2)[..., : self.in_features].float()
+        if self.groups is not None:
+            assert bits is not None
+            of_rows = self.groups.map(lambda one: _take_rows(one, ids))  # [..., groups]
+            scales, minima = of_rows.widened(self.group_size)
+            if minima is None:
+                rows = rows - 2 ** (bits - 1)
+            rows = _scaled(rows, scales, minima, self.group_size)
         return rows if self.scales is None else rows * self.scales[ids].unsqueeze(-1)
 
     def unpacked(self) -> Tensor:
@@ -246,7 +423,7 @@ def rounded_inputs(x: Tensor) -> Tensor:
     The largest value of every ``INPUT_BLOCK`` neighbours becomes 127.
     """
     size = x.shape[-1]
-    filled = torch.nn.functional.pad(x.float(), (0, -size % INPUT_BLOCK))
+    filled = functional.pad(x.float(), (0, -size % INPUT_BLOCK))
     blocks = filled.reshape(*x.shape[:-1], filled.shape[-1] // INPUT_BLOCK, INPUT_BLOCK)
     limits = blocks.abs().amax(dim=-1, keepdim=True)
     # A number over a tensor would be rounded twice: its reciprocal first.
@@ -269,29 +446,110 @@ def _put_rows(panels: Tensor, ids: Tensor, rows: Tensor) -> None:
     panels.transpose(1, 2)[ids // width, ids % width] = rows
 
 
-def _codes_of_groups(
-    weight: Tensor, format: WeightFormat, group_size: int
-) -> tuple[Tensor, Tensor]:
-    """Return signed numbers, ``[out_features, in_features]``, and the groups' scales."""
-    size = weight.shape[1]
-    filled = torch.nn.functional.pad(weight.float(), (0, -size % group_size))
-    groups = filled.reshape(len(weight), filled.shape[1] // group_size, group_size)
-    if format == WeightFormat.INT8:
-        least, most = -INT8_LIMIT, INT8_LIMIT
-        scales = groups.abs().amax(dim=2, keepdim=True) / most
-    else:
-        least, most = -8, 7
-        scales = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)) / least
-    rounded = scales.bfloat16()
-    exact = rounded.float()
-    numbers = torch.where(exact == 0, 0.0, groups / exact).round().clamp(least, most)
-    return numbers.flatten(1)[:, :size], rounded.squeeze(2)
+def _empty_groups(num_panels: int, in_features: int, width: int, layout: CodeLayout) -> Groups:
+    """Allocate the groups' numbers; what fills up the last panel is 0."""
+
+    def empty(size: int, dtype: torch.dtype | None) -> Tensor | None:
+        if dtype is None:
+            return None
+        numbers = torch.empty(num_panels, -(-in_features // size), width, dtype=dtype)
+        numbers[-1:] = 0
+        return numbers
+
+    scales = empty(layout.group_size, layout.scales)
+    assert scales is not None
+    minima = empty(layout.group_size, layout.minima)
+    factors = empty(SUPER_GROUP, layout.factors)
+    return Groups(
+        scales, minima, factors, None if factors is None or minima is None else factors.clone()
+    )
 
 
-def _bytes_of_codes(numbers: Tensor, bits: int) -> Tensor:
-    """Signed ``[n, in_features]`` -> ``[n, steps, 4]`` uint8."""
-    shift = 2 ** (bits - 1)
-    codes = (numbers.to(torch.int16) + shift).to(torch.uint8)
-    codes = torch.nn.functional.pad(codes, (0, -numbers.shape[1] % _STEP), value=shift)
+def _cut_into_groups(rows: Tensor, size: int) -> Tensor:
+    """``[n, in_features]`` -> ``[n, groups, size]`` float32, filled up with zeros."""
+    filled = functional.pad(rows.float(), (0, -rows.shape[1] % size))
+    return filled.reshape(len(rows), filled.shape[1] // size, size)
+
+
+def _eight_bits(rows: Tensor) -> GroupedIntegers:
+    """Symmetric ones: the largest weight of each group becomes 127."""
+    layout = _OWN_LAYOUTS[WeightFormat.INT8]
+    groups = _cut_into_groups(rows, layout.group_size)
+    scales = (groups.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.scales)
+    exact = scales.float()
+    numbers = torch.where(exact == 0, 0.0, groups / exact).round().clamp(-INT8_LIMIT, INT8_LIMIT)
+    numbers = numbers.flatten(1)[:, : rows.shape[1]].to(torch.int8)
+    return GroupedIntegers(8, numbers, Groups(scales.squeeze(2)), layout.group_size)
+
+
+def _four_bits(rows: Tensor) -> GroupedIntegers:
+    """Scales and minima of the least squared error, which become multiples of factors."""
+    layout = _OWN_LAYOUTS[WeightFormat.INT4]
+    groups = _cut_into_groups(rows, layout.group_size)
+    found, wide = [], []
+    for numbers in _searched_scales(groups):  # [n, groups]
+        multiples, factors = _multiples_of_factors(numbers, layout)
+        found.append((multiples, factors))
+        wide.append(_in_units(multiples, factors, layout.group_size).unsqueeze(2))
+    (scales, scale_factors), (minima, minimum_factors) = found
+    codes = torch.where(wide[0] == 0, 0.0, (groups - wide[1]) / wide[0]).clamp(0, 15).round()
+    codes = codes.flatten(1)[:, : rows.shape[1]].to(torch.uint8)
+    numbers_of_groups = Groups(scales, minima, scale_factors, minimum_factors)
+    return GroupedIntegers(4, codes, numbers_of_groups, layout.group_size)
+
+
+def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Search each group's scale and minimum, with the least squared error; ``[n, groups]``.
+
+    From the codes of each of twelve scales follow, by least squares, a scale and a minimum; so do
+    GGML's K-quants. Sums run in order, in float32: kernels find the same numbers, to the bit.
+    """
+    size = groups.shape[2]
+    values = groups.unbind(2)
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    total = _sum_in_order(values)
+    best, best_scale, best_minimum = torch.full_like(low, math.inf), torch.zeros_like(low), low
+    for candidate in range(12):
+        steps = torch.tensor(12.5 + 0.3125 * candidate)
+        inverse = torch.where(high > low, steps / (high - low), 0.0)
+        codes = [((value - low) * inverse).clamp(max=15).round() for value in values]
+        count = _sum_in_order(codes)
+        squares = _sum_in_order([code * code for code in codes])
+        products = _sum_in_order([code * value for code, value in zip(codes, values, strict=True)])
+        spread = size * squares - count * count
+        scale = (size * products - count * total) / spread
+        scale = torch.where((spread > 0) & (scale > 0), scale, 0.0)
+        minimum = (total - scale * count) / size
+        error = -(scale * products + minimum * total)  # less the squares of all values
+        better = error < best
+        best = torch.where(better, error, best)
+        best_scale = torch.where(better, scale, best_scale)
+        best_minimum = torch.where(better, minimum, best_minimum)
+    return best_scale, best_minimum
+
+
+def _sum_in_order(values: Sequence[Tensor]) -> Tensor:
+    total = torch.zeros_like(values[0])
+    for value in values:
+        total = total + value
+    return total
+
+
+def _multiples_of_factors(numbers: Tensor, layout: CodeLayout) -> tuple[Tensor, Tensor]:
+    """``[n, groups]`` as int8 multiples of factors, ``[n, super groups]``; the largest is 127."""
+    supers = _cut_into_groups(numbers, SUPER_GROUP // layout.group_size)
+    factors = (supers.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.factors)
+    exact = factors.float()
+    multiples = torch.where(exact == 0, 0.0, supers / exact).clamp(-INT8_LIMIT, INT8_LIMIT).round()
+    multiples = multiples.flatten(1)[:, : numbers.shape[1]].to(torch.int8)
+    return multiples, factors.squeeze(2)
+
+
+def _bytes_of_codes(rows: GroupedIntegers) -> Tensor:
+    """Return ``[n, steps, 4]`` uint8."""
+    middle = 2 ** (rows.bits - 1)
+    shift = middle if rows.groups.minima is None else 0
+    codes = (rows.numbers.to(torch.int16) + shift).to(torch.uint8)
+    codes = functional.pad(codes, (0, -codes.shape[1] % _STEP), value=middle)
     quads = codes.view(len(codes), -1, _QUAD)
-    return quads[:, 0::2] | quads[:, 1::2] << 4 if bits == 4 else quads
+    return quads[:, 0::2] | quads[:, 1::2] << 4 if rows.bits == 4 else quads

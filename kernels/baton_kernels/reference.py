@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.packed import PackedWeight, rounded_inputs
+from baton_kernels.packed import GroupedIntegers, PackedWeight, rounded_inputs
 from baton_kernels.recurrent import causal_conv as causal_conv
 from baton_kernels.recurrent import gated_delta_rule as gated_delta_rule
 from baton_kernels.recurrent import gated_rms_norm as gated_rms_norm
@@ -254,6 +254,17 @@ def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
         rows: ``[n, in_features]``, float64, float32, bfloat16 or float16.
     """
     weight.write_rows(first_row, rows)
+
+
+def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedIntegers) -> None:
+    """Write rows that a checkpoint keeps as integers into a weight's panels.
+
+    Args:
+        weight: which is written to.
+        first_row: of its outputs, the first of these.
+        integers: the rows, in the weight's layout.
+    """
+    weight.write_integers(first_row, integers)
 
 
 def unpack_rows(weight: PackedWeight, ids: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
  * 4 bits, x is rounded to 8 bits when it comes, and the CPU adds products of bytes.
  *
  * A weight is (code - 2^(bits - 1)) * scale, its scale that of its output or of a group of its
- * inputs. A row of x is cut into blocks, the largest value of each becomes 127
+ * inputs; or code * scale + minimum, where its group has a minimum: it is multiplied by the sum of
+ * the group's inputs. A row of x is cut into blocks, the largest value of each becomes 127
  * (symmetric, per row and block: a row's numbers never depend on its company). The sum within a
  * group is exact; groups and blocks are added in order, in float.
  * Refuses to know: where x and w come from, threads.
@@ -17,6 +18,7 @@
 
 /* Inputs that share a scale. With 128, SmolLM2's perplexity is 0.5 % higher, with 64 0.1 %. */
 #define BLOCK 64
+#define SUMMED 16 /* inputs whose sum is known: no group is smaller */
 #define SPAN 32   /* codes of 4 bits that the sums of 16 bits hold: 2 * 8 * 15 * 127 < 2^15 */
 
 /* Without an instruction for four products of bytes, AVX2 adds pairs of 16 bits. */
@@ -41,8 +43,8 @@ typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_al
 /* A block of a row of x, as `round_block` leaves it: a header, then BLOCK numbers. */
 typedef struct {
     float scale;
-    int32_t sums[BLOCK / SPAN]; /* of the numbers of each span */
-    int32_t unused[5]; /* the numbers begin where a vector of 32 bytes may */
+    int32_t sums[BLOCK / SUMMED]; /* of so many numbers each */
+    int32_t unused[3]; /* the numbers begin where a vector of 32 bytes may */
 } block_header;
 
 /* 8 bits each, or 16 where pairs are multiplied. */
@@ -69,9 +71,9 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, char
         vec_i32 rounded = (vec_i32)shifted - 0x4b400000;
         memcpy(numbers + i, &rounded, sizeof rounded);
     }
-    for (int s = 0; s < BLOCK / SPAN; s++) {
+    for (int s = 0; s < BLOCK / SUMMED; s++) {
         int32_t sum = 0;
-        for (int i = 0; i < SPAN; i++) sum += numbers[s * SPAN + i];
+        for (int i = 0; i < SUMMED; i++) sum += numbers[s * SUMMED + i];
         header->sums[s] = sum;
     }
     if (number_size(bits) == 1) {
@@ -210,11 +212,25 @@ INLINE void add_span(int rows, int bits, const uint8_t *w, const char *x, int64_
 
 INLINE vec to_float(vec_i32 x) { return __builtin_convertvector(x, vec); }
 
-/* x: the rows' blocks, one after the other; size: of the block, a multiple of 8; w: its codes;
- * group: weights with one scale, SPAN or a multiple of BLOCK; scales: [group of the block][PANEL],
- * NULL where an output has one scale, which is left to do. */
-INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, int64_t size,
-                       int64_t group, const float *scales, float *tile, fetch f) {
+/* Of a block's codes, for all rows alike. */
+typedef struct {
+    int64_t size;         /* a multiple of 8 */
+    int64_t group;        /* weights with one scale: SUMMED, SPAN or a multiple of BLOCK */
+    const float *scales;  /* [group of the block][PANEL]; NULL: an output has one, left to do */
+    const float *minima;  /* [group of the block][PANEL], or NULL */
+} code_block;
+
+/* Of the numbers [begin, end) of a rounded block, as a group has them. */
+INLINE int32_t sum_of(const block_header *header, int64_t begin, int64_t end) {
+    int32_t sum = 0;
+    for (int64_t s = begin / SUMMED; s * SUMMED < end; s++) sum += header->sums[s];
+    return sum;
+}
+
+/* x: the rows' blocks, one after the other; w: the codes. */
+INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, code_block b,
+                       float *tile, fetch f) {
+    const int64_t size = b.size, group = b.group;
     const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */
     vec total[CODE_ROWS][2];
 #pragma GCC unroll 12
@@ -225,9 +241,8 @@ INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, int6
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const block_header *header = (const void *)(x + r * block_bytes(bits));
-            int32_t known = 0;
-            for (int64_t s = begin / SPAN; s * SPAN < end; s++) known -= header->sums[s];
-            sum[r][0] = sum[r][1] = (known << (bits - 1)) - (vec_i32){0};
+            int32_t known = b.minima ? 0 : sum_of(header, begin, end);
+            sum[r][0] = sum[r][1] = (vec_i32){0} - known * (1 << (bits - 1));
         }
         for (int64_t k = begin; k < end; k += SPAN) {
             int64_t done = k / step_codes;
@@ -237,14 +252,24 @@ INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, int6
                      min64(SPAN, end - k) / step_codes, sum, here);
         }
         vec first = splat(1), second = splat(1);
-        if (scales) {
-            first = load(FLOAT32, scales, begin / group * PANEL);
-            second = load(FLOAT32, scales, begin / group * PANEL + LANES);
+        if (b.scales) {
+            first = load(FLOAT32, b.scales, begin / group * PANEL);
+            second = load(FLOAT32, b.scales, begin / group * PANEL + LANES);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             total[r][0] = multiply_add(to_float(sum[r][0]), first, total[r][0]);
             total[r][1] = multiply_add(to_float(sum[r][1]), second, total[r][1]);
+        }
+        if (!b.minima) continue;
+        first = load(FLOAT32, b.minima, begin / group * PANEL);
+        second = load(FLOAT32, b.minima, begin / group * PANEL + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            const block_header *header = (const void *)(x + r * block_bytes(bits));
+            vec inputs = splat((float)sum_of(header, begin, end));
+            total[r][0] = multiply_add(inputs, first, total[r][0]);
+            total[r][1] = multiply_add(inputs, second, total[r][1]);
         }
     }
 #pragma GCC unroll 12
@@ -259,11 +284,11 @@ INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, int6
 
 #define CODES_CASE(n) \
     case n: \
-        if (n <= CODE_ROWS) codes_rows(n, bits, w, x, size, group, scales, tile, f); \
+        if (n <= CODE_ROWS) codes_rows(n, bits, w, x, b, tile, f); \
         break;
 
-INLINE void micro_codes(int rows, int bits, const uint8_t *w, const char *x, int64_t size,
-                        int64_t group, const float *scales, float *tile, fetch f) {
+INLINE void micro_codes(int rows, int bits, const uint8_t *w, const char *x, code_block b,
+                        float *tile, fetch f) {
     switch (rows) {
         CODES_CASE(1)
         CODES_CASE(2)

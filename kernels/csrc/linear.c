@@ -14,6 +14,7 @@
 #define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
 #define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
 #define FETCH_AHEAD 3072 /* bytes of a stream that is read once */
+#define SUPER 256 /* inputs whose groups' scales have a factor in common */
 #define WIDEN_FROM 3     /* blocks of rows that pay for converting a slice of bf16 or int8 once */
 
 typedef struct {
@@ -23,9 +24,10 @@ typedef struct {
     const void *x, *w;
     const float *scales, *bias; /* one per row of W, or NULL */
     char *out;
-    /* Of codes, [N / PANEL][K / group][PANEL] of `scales_type`, or NULL: as codes.h wants them. */
-    int64_t group, scales_type;
-    const void *group_scales;
+    /* Of codes, see codes.h: [N / PANEL][K / group][PANEL] numbers, or NULL, and by what those of
+     * each SUPER inputs are multiplied, [N / PANEL][K / SUPER][PANEL] numbers, or NULL. */
+    int64_t group, scales_type, minima_type, factors_type;
+    const void *group_scales, *group_minima, *scale_factors, *minimum_factors;
 } linear_call;
 
 INLINE int is_codes(int type) { return type == CODES8 || type == CODES4; }
@@ -119,23 +121,67 @@ INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *
     }
 }
 
+/* to[i] *= factors[i] for all of a block's groups. */
+INLINE void multiply_groups(float *to, int64_t num_groups, const float *factors, int64_t step) {
+    for (int64_t g = 0; g < num_groups; g++, to += PANEL)
+        for (int64_t i = 0; i < PANEL; i += LANES)
+            store(to + i, load(FLOAT32, to, i) * load(FLOAT32, factors, g * step + i));
+}
+
+INLINE void widen_any(int type, const void *from, int64_t size, float *to) {
+    if (type == FLOAT32)
+        widen(FLOAT32, from, size, to);
+    else if (type == BFLOAT16)
+        widen(BFLOAT16, from, size, to);
+    else if (type == FLOAT16)
+        widen(FLOAT16, from, size, to);
+    else
+        widen(INT8, from, size, to);
+}
+
+INLINE void widen_factors(const linear_call *c, const void *factors, int64_t panel, int64_t k,
+                          float *to) {
+    int64_t first = (panel * ceil_div(c->depth, SUPER) + k / SUPER) * PANEL;
+    widen_any(c->factors_type, at(c->factors_type, factors, first), PANEL, to);
+}
+
+#define GROUPS (BLOCK / SUMMED * PANEL) /* numbers of a block's groups, at the most */
+
+/* The scales and minima of a panel's block of inputs from k on, as codes.h wants them. Minima that
+ * are integers without a factor are zero points: they count in their groups' scales. */
+INLINE void widen_groups(const linear_call *c, int64_t panel, int64_t k, int64_t num_groups,
+                         float *scales, float *minima) {
+    float factors[PANEL] __attribute__((aligned(64)));
+    int64_t first = (panel * ceil_div(c->depth, c->group) + k / c->group) * PANEL;
+    widen_any(c->scales_type, at(c->scales_type, c->group_scales, first), num_groups * PANEL, scales);
+    if (c->scale_factors) {
+        widen_factors(c, c->scale_factors, panel, k, factors);
+        multiply_groups(scales, num_groups, factors, 0);
+    }
+    if (!c->group_minima) return;
+    widen_any(c->minima_type, at(c->minima_type, c->group_minima, first), num_groups * PANEL, minima);
+    if (c->minimum_factors) {
+        widen_factors(c, c->minimum_factors, panel, k, factors);
+        multiply_groups(minima, num_groups, factors, 0);
+    } else if (c->minima_type == INT8) {
+        multiply_groups(minima, num_groups, scales, PANEL);
+    }
+}
+
 /* The same of a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
 INLINE void multiply_codes(const linear_call *c, int bits, int64_t panel, row_blocks b,
                            int64_t begin, int64_t end, const char *packed, float *tiles) {
-    float wide[BLOCK / SPAN * PANEL] __attribute__((aligned(64)));
+    float scales[GROUPS] __attribute__((aligned(64))), minima[GROUPS] __attribute__((aligned(64)));
     int64_t origin = block_start(b, begin), padded = ceil_div(c->depth, 8) * 8;
-    int64_t num_groups = ceil_div(c->depth, c->group), step_bytes = PANEL * 4;
+    int64_t step_bytes = PANEL * 4;
     const uint8_t *w = (const uint8_t *)c->w + panel * padded * PANEL * bits / 8;
     memset(tiles, 0, (block_start(b, end) - origin) * PANEL * sizeof(float));
     for (int64_t k = 0; k < padded; k += BLOCK, packed += b.count * block_bytes(bits)) {
         int64_t size = min64(BLOCK, padded - k), bytes = size * PANEL * bits / 8;
-        const float *scales = NULL;
+        code_block block = {size, c->group, NULL, NULL};
         if (c->group_scales) {
-            int64_t first = panel * num_groups + k / c->group;
-            int64_t count = ceil_div(min64(size, c->depth - k), c->group);
-            read_row(c->scales_type, at(c->scales_type, c->group_scales, first * PANEL), wide,
-                     count * PANEL);
-            scales = wide;
+            widen_groups(c, panel, k, ceil_div(min64(size, c->depth - k), c->group), scales, minima);
+            block.scales = scales, block.minima = c->group_minima ? minima : NULL;
         }
         /* Alone, a block is its own stream; else the next block comes while this one is used. */
         fetch f = {(const char *)w + FETCH_AHEAD, step_bytes};
@@ -144,7 +190,7 @@ INLINE void multiply_codes(const linear_call *c, int bits, int64_t panel, row_bl
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
             if (end - begin > 1)
                 f.from = (const char *)w + bytes + (i - begin) * (bytes / step_bytes) * f.step;
-            micro_codes(rows, bits, w, packed + start * block_bytes(bits), size, c->group, scales,
+            micro_codes(rows, bits, w, packed + start * block_bytes(bits), block,
                         tiles + (start - origin) * PANEL, f);
         }
         w += bytes;

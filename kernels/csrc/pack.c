@@ -6,9 +6,10 @@
  */
 #include "vectors.h"
 
-#define STRIP 128 /* inputs of a panel that are converted together: they stay in L2 */
+#define STRIP 256  /* inputs of a panel that are converted together: they stay in L2 */
 #define GROUP8 128 /* inputs that share the scale of 8-bit codes */
-#define GROUP4 32  /* and of 4-bit codes */
+#define GROUP4 32  /* scale and minimum of 4-bit codes; those of a strip have factors in common */
+#define CANDIDATES 12 /* scales that are tried for a group of 4-bit codes */
 #define STEP 8     /* inputs by which codes are filled up */
 
 typedef struct {
@@ -17,8 +18,10 @@ typedef struct {
     int64_t depth, in_stride;
     const void *in; /* [num_rows][in_stride] */
     void *panels;
-    float *scales;          /* [out_features], of numbers of 8 bits, else NULL */
-    uint16_t *group_scales; /* [panels][groups][PANEL] bfloat16, of codes, else NULL */
+    float *scales;      /* [out_features], of numbers of 8 bits, else NULL */
+    void *group_scales; /* [panels][groups][PANEL], of codes: bfloat16 of 8 bits, int8 of 4 */
+    int8_t *group_minima;                       /* of 4-bit codes, likewise */
+    uint16_t *scale_factors, *minimum_factors; /* [panels][strips][PANEL] bfloat16, likewise */
 } pack_call;
 
 /* What is written of one panel: its rows [begin, end). */
@@ -73,45 +76,125 @@ INLINE void round_row(const float *x, float scale, int8_t *numbers) {
     for (int64_t k = 0; k < STRIP; k++) numbers[k] = (int8_t)nearest(x[k] / scale);
 }
 
-/* The largest weight of a group becomes 127 without its sign (8 bits), or -8 with it (4 bits);
- * returns the group's scale, by which, rounded as it is, the weights are divided. */
-INLINE uint16_t round_group(int type, const float *x, int8_t *numbers) {
-    int64_t size = type == CODES4 ? GROUP4 : GROUP8;
-    float scale, least = -127, most = 127;
-    if (type == CODES4) {
-        float above = 0, below = 0;
-#pragma omp simd reduction(max : above, below)
-        for (int64_t k = 0; k < size; k++) {
-            above = x[k] > above ? x[k] : above;
-            below = -x[k] > below ? -x[k] : below;
-        }
-        float largest = above > below ? above : -below;
-        for (int64_t k = size - 1; above == below && k >= 0; k--) /* the first of them */
-            if (x[k] == above || x[k] == -above) largest = x[k];
-        scale = largest / -8.0f, least = -8, most = 7;
-    } else {
-        scale = largest_of(x, size) / 127.0f;
-    }
-    uint16_t rounded = to_bf16(scale);
+/* The largest weight of a group becomes 127 without its sign; returns the group's scale, by which,
+ * rounded as it is, the weights are divided. */
+INLINE uint16_t round_group(const float *x, int8_t *numbers) {
+    uint16_t rounded = to_bf16(largest_of(x, GROUP8) / 127.0f);
     float exact = from_bf16(rounded);
 #pragma omp simd
-    for (int64_t k = 0; k < size; k++) {
+    for (int64_t k = 0; k < GROUP8; k++) {
         float number = exact == 0 ? 0 : x[k] / exact;
-        number = number < least ? least : number > most ? most : number; /* or after rounding */
+        number = number < -127 ? -127 : number > 127 ? 127 : number; /* or after rounding */
         numbers[k] = (int8_t)nearest(number);
     }
     return rounded;
 }
 
+/* A product that no sum swallows: fused with it, it would not be what torch computes. */
+INLINE vec alone(vec product) {
+#if defined(__x86_64__)
+    __asm__("" : "+x"(product));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(product));
+#else
+    __asm__("" : "+m"(product));
+#endif
+    return product;
+}
+
+INLINE vec whole(vec x) { return __builtin_convertvector((vec_i32)(x + 12582912.0f) - 0x4b400000, vec); }
+
+/* Scale and minimum of LANES outputs' groups, x[GROUP4][PANEL], with the least squared error of
+ * those that the least squares give for the codes of CANDIDATES scales (as GGML's K-quants have
+ * it). Lanes are outputs and sums run in order, so that every machine finds the same. */
+INLINE void search_scale(const float *x, float *scale, float *minimum) {
+    vec low = load(FLOAT32, x, 0), high = low, sum = {0};
+    for (int64_t k = 0; k < GROUP4; k++) {
+        vec value = load(FLOAT32, x, k * PANEL);
+        low = choose(value < low, value, low);
+        high = choose(value > high, value, high);
+        sum += value;
+    }
+    vec range = high - low, best = splat(__builtin_inff()), best_scale = {0}, best_minimum = low;
+    for (int64_t i = 0; i < CANDIDATES; i++) {
+        vec inverse = keep(range > 0.0f, splat(12.5f + 0.3125f * i) / range);
+        vec codes = {0}, squares = {0}, products = {0};
+        for (int64_t k = 0; k < GROUP4; k++) {
+            vec value = load(FLOAT32, x, k * PANEL), code = alone((value - low) * inverse);
+            code = whole(choose(code > 15.0f, splat(15), code));
+            codes += code, squares += code * code, products += alone(code * value);
+        }
+        vec spread = (float)GROUP4 * squares - codes * codes; /* whole numbers, exact */
+        vec slope = ((float)GROUP4 * products - alone(codes * sum)) / spread;
+        slope = keep((spread > 0.0f) & (slope > 0.0f), slope);
+        vec offset = (sum - alone(slope * codes)) / (float)GROUP4;
+        vec error = -(alone(slope * products) + alone(offset * sum)); /* less the squares of x */
+        vec_i32 better = error < best;
+        best = choose(better, error, best);
+        best_scale = choose(better, slope, best_scale);
+        best_minimum = choose(better, offset, best_minimum);
+    }
+    store(scale, best_scale), store(minimum, best_minimum);
+}
+
+/* Of the numbers of a strip's groups, [groups][PANEL], whole multiples of their output's factor,
+ * the largest 127; numbers become what the multiples stand for. */
+static void round_to_factors(float *numbers, int64_t num_groups, panel_rows rows, int8_t *whole_numbers,
+                             uint16_t *factors) {
+    for (int64_t i = rows.begin; i < rows.end; i++) {
+        float largest = 0;
+        for (int64_t g = 0; g < num_groups; g++) {
+            float number = numbers[g * PANEL + i], magnitude = number < 0 ? -number : number;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        factors[i] = to_bf16(largest / 127.0f);
+        float factor = from_bf16(factors[i]);
+        for (int64_t g = 0; g < num_groups; g++) {
+            float number = factor == 0 ? 0 : numbers[g * PANEL + i] / factor;
+            number = number < -127 ? -127 : number > 127 ? 127 : number;
+            whole_numbers[g * PANEL + i] = (int8_t)nearest(number);
+            numbers[g * PANEL + i] = whole_numbers[g * PANEL + i] * factor;
+        }
+    }
+}
+
+/* Numbers less 8 of 4 bits: code * scale + minimum is the weight. */
+static void round_strip4(const pack_call *c, panel_rows rows, int64_t k, strip *s) {
+    float scales[STRIP / GROUP4][PANEL], minima[STRIP / GROUP4][PANEL], x[GROUP4][PANEL];
+    int64_t groups = ceil_div(c->depth, GROUP4), here = min64(STRIP / GROUP4, groups - k / GROUP4);
+    int64_t group = (rows.panel * groups + k / GROUP4) * PANEL;
+    int64_t factor = (rows.panel * ceil_div(c->depth, STRIP) + k / STRIP) * PANEL;
+    for (int64_t g = 0; g < here; g++) {
+        for (int64_t j = 0; j < GROUP4; j++)
+            for (int64_t i = 0; i < PANEL; i++) x[j][i] = s->x[i][g * GROUP4 + j];
+        for (int64_t i = 0; i < PANEL; i += LANES) search_scale(&x[0][i], &scales[g][i], &minima[g][i]);
+    }
+    round_to_factors(scales[0], here, rows, (int8_t *)c->group_scales + group, c->scale_factors + factor);
+    round_to_factors(minima[0], here, rows, c->group_minima + group, c->minimum_factors + factor);
+    for (int64_t i = rows.begin; i < rows.end; i++)
+        for (int64_t g = 0; g < here; g++) {
+            float scale = scales[g][i], minimum = minima[g][i];
+#pragma omp simd
+            for (int64_t j = g * GROUP4; j < (g + 1) * GROUP4; j++) {
+                float code = scale == 0 ? 0 : (s->x[i][j] - minimum) / scale;
+                code = code < 0 ? 0 : code > 15 ? 15 : code;
+                s->numbers[i][j] = (int8_t)(nearest(code) - 8);
+            }
+        }
+    for (int64_t i = rows.begin; i < rows.end; i++) /* what fills up the last step */
+        for (int64_t j = c->depth - k; j < STRIP; j++) s->numbers[i][j] = 0;
+}
+
 INLINE void round_strip(const pack_call *c, int type, panel_rows rows, int64_t k, strip *s) {
-    int64_t size = type == CODES4 ? GROUP4 : GROUP8, num_groups = ceil_div(c->depth, size);
+    if (type == CODES4) round_strip4(c, rows, k, s);
     for (int64_t i = rows.begin; i < rows.end; i++) {
         if (type == BFLOAT16 || type == FLOAT16) write_row(type, s->x[i], s->halves[i], STRIP);
         if (type == INT8) round_row(s->x[i], s->scales[i], s->numbers[i]);
-        if (type != CODES8 && type != CODES4) continue;
-        for (int64_t g = 0; g < STRIP && k + g < c->depth; g += size) {
-            int64_t group = rows.panel * num_groups + (k + g) / size;
-            c->group_scales[group * PANEL + i] = round_group(type, s->x[i] + g, s->numbers[i] + g);
+        if (type != CODES8) continue;
+        for (int64_t g = 0; g < STRIP && k + g < c->depth; g += GROUP8) {
+            int64_t group = rows.panel * ceil_div(c->depth, GROUP8) + (k + g) / GROUP8;
+            ((uint16_t *)c->group_scales)[group * PANEL + i] =
+                round_group(s->x[i] + g, s->numbers[i] + g);
         }
     }
 }
@@ -128,11 +211,11 @@ INLINE void write_strip(const pack_call *c, int type, panel_rows rows, int64_t k
         }
 }
 
-/* [step][PANEL][4 bytes]: see PackedWeight. */
-INLINE void write_codes(const pack_call *c, int type, panel_rows rows, int64_t k, int64_t size,
+/* [step][PANEL][4 bytes], see PackedWeight: the inputs from k on of a panel's rows. */
+INLINE void write_codes(void *panels, int type, int64_t depth, panel_rows rows, int64_t k, int64_t size,
                         const strip *s) {
-    int64_t bits = type == CODES4 ? 4 : 8, padded = ceil_div(c->depth, STEP) * STEP;
-    uint8_t *panel = (uint8_t *)c->panels + (rows.panel * padded + k) * PANEL * bits / 8;
+    int64_t bits = type == CODES4 ? 4 : 8, padded = ceil_div(depth, STEP) * STEP;
+    uint8_t *panel = (uint8_t *)panels + (rows.panel * padded + k) * PANEL * bits / 8;
     for (int64_t j = 0; j < size; j += 32 / bits)
         for (int64_t i = rows.begin; i < rows.end; i++) {
             const int8_t *numbers = s->numbers[i] + j;
@@ -154,7 +237,7 @@ INLINE void pack_panel(const pack_call *c, int type, panel_rows rows) {
         }
         round_strip(c, type, rows, k, &s);
         if (type == CODES8 || type == CODES4)
-            write_codes(c, type, rows, k, ceil_div(size, STEP) * STEP, &s);
+            write_codes(c->panels, type, c->depth, rows, k, ceil_div(size, STEP) * STEP, &s);
         else
             write_strip(c, type, rows, k, size, &s);
     }
@@ -183,6 +266,46 @@ int baton_pack_rows(const pack_call *c) {
         case CODES8: pack_panel(c, CODES8, rows); break;
         case CODES4: pack_panel(c, CODES4, rows); break;
         }
+    }
+    return 0;
+}
+
+typedef struct {
+    int64_t w_type, num_threads, first_row, num_rows, depth;
+    int64_t least; /* of the numbers: what becomes code 0 */
+    const uint8_t *numbers; /* [num_rows][depth], signed or not */
+    void *panels;
+} integers_call;
+
+INLINE void pack_integers(const integers_call *c, int type, panel_rows rows) {
+    strip s;
+    int64_t middle = type == CODES4 ? 8 : 128;
+    for (int64_t k = 0; k < c->depth; k += STRIP) {
+        int64_t size = min64(STRIP, c->depth - k);
+        for (int64_t i = rows.begin; i < rows.end; i++) {
+            int64_t row = rows.panel * PANEL + i - c->first_row;
+            const uint8_t *from = c->numbers + row * c->depth + k;
+            /* Bytes count alike with a sign and without. */
+            uint8_t shift = (uint8_t)(c->least + middle);
+            for (int64_t j = 0; j < size; j++) s.numbers[i][j] = (int8_t)(uint8_t)(from[j] - shift);
+            memset(s.numbers[i] + size, 0, STRIP - size);
+        }
+        write_codes(c->panels, type, c->depth, rows, k, ceil_div(size, STEP) * STEP, &s);
+    }
+}
+
+/* Rows of integers as a checkpoint has them into panels of codes. */
+int baton_pack_integers(const integers_call *c) {
+    int64_t last_row = c->first_row + c->num_rows;
+    int64_t first = c->first_row / PANEL, last = ceil_div(last_row, PANEL);
+#pragma omp parallel for num_threads(c->num_threads) if (c->num_threads > 1)
+    for (int64_t panel = first; panel < last; panel++) {
+        int64_t origin = panel * PANEL;
+        panel_rows rows = {panel, max64(0, c->first_row - origin), min64(PANEL, last_row - origin)};
+        if (c->w_type == CODES4)
+            pack_integers(c, CODES4, rows);
+        else
+            pack_integers(c, CODES8, rows);
     }
     return 0;
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
-from baton_kernels import GroupedIntegers, WeightFormat
+from baton_kernels import CodeLayout, GroupedIntegers, WeightFormat
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
 from models.architectures.decoder import DecoderForCausalLM
@@ -128,13 +128,11 @@ class _Packing:
 
     def _pack(self, parts: Sequence[WeightPart], is_head: bool) -> ops.PackedWeight:
         wanted = self._packer.weights
-        layout = _common_layout(parts)
-        if layout is not None and wanted in (None, layout[0]):
-            format_, group_size, scale_dtype = layout
-            weight = self._empty(parts, format_, group_size, scale_dtype)
-            for part in parts:
-                assert isinstance(part.content, GroupedIntegers)
-                weight.write_integers(part.first_row, part.content)
+        kept, layout = _integers_alike(parts)
+        if layout is not None and wanted in (None, layout.format):
+            weight = self._empty(parts, layout.format, layout)
+            for part, integers in zip(parts, kept, strict=True):
+                ops.pack_integers(weight, part.first_row, integers)
             return weight
         if wanted is None:
             wanted = self._exact_format(parts)
@@ -150,8 +148,7 @@ class _Packing:
         self,
         parts: Sequence[WeightPart],
         format_: WeightFormat,
-        group_size: int | None = None,
-        scale_dtype: torch.dtype = torch.bfloat16,
+        layout: CodeLayout | None = None,
     ) -> ops.PackedWeight:
         native = self._packer.native
         return ops.PackedWeight.empty(
@@ -160,8 +157,7 @@ class _Packing:
             format_,
             _WIDTH if native is None else native.panel_width,
             *([] if native is None else [native.prefer_huge_pages]),
-            group_size=group_size,
-            scale_dtype=scale_dtype,
+            layout=layout,
         )
 
     def _exact_format(self, parts: Sequence[WeightPart]) -> WeightFormat:
@@ -183,12 +179,16 @@ def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
     return PackedLinear(replace(weight, bias=bias), gated=isinstance(linear, GatedLinear))
 
 
-def _common_layout(parts: Sequence[WeightPart]) -> tuple[WeightFormat, int, torch.dtype] | None:
-    """Return how all parts keep their integers; None if they do not, or not alike."""
-    found = {
-        part.content.layout if isinstance(part.content, GroupedIntegers) else None for part in parts
-    }
-    return found.pop() if len(found) == 1 else None
+def _integers_alike(
+    parts: Sequence[WeightPart],
+) -> tuple[list[GroupedIntegers], CodeLayout | None]:
+    """Return all parts' integers in one layout; None where some are none, or it cannot be had."""
+    kept = [part.content for part in parts if isinstance(part.content, GroupedIntegers)]
+    if len(kept) < len(parts):
+        return [], None
+    kept = GroupedIntegers.alike(kept)
+    layouts = {one.layout for one in kept}
+    return kept, layouts.pop() if len(layouts) == 1 else None
 
 
 def _is_float16(part: WeightPart) -> bool:

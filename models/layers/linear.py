@@ -89,7 +89,8 @@ class PackedLinear(nn.Module):
         # The same memory under the names by which memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
         self.bias = None if weight.bias is None else nn.Parameter(weight.bias, requires_grad=False)
-        scales = (weight.scales, weight.group_scales)
+        groups = () if weight.groups is None else weight.groups.tensors
+        scales = (weight.scales, *groups)
         self.scales = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for tensor in scales if tensor is not None
         )

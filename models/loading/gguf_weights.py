@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
-import numpy.typing
 import torch
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from baton.checkpoint.gguf.config import ROPE_FACTORS
 from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton_kernels import GroupedIntegers
 from models.config import ModelConfig
+from models.loading.gguf_blocks import unpack_blocks
 from models.loading.stored_weights import StoredTensor
 
 _OUTER = {
@@ -80,17 +81,18 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
 
     def read_integers(name: str) -> GroupedIntegers | None:
         stored = file.tensors[name]
-        unpack = _INTEGERS.get(TENSOR_TYPES[stored.type_id].name)
-        if unpack is None or len(stored.shape) != 2:
+        kind = TENSOR_TYPES[stored.type_id]
+        if len(stored.shape) != 2:
             return None
-        blocks = content[stored.start : stored.start + stored.num_bytes]
+        blocks = torch.from_numpy(content[stored.start : stored.start + stored.num_bytes].copy())
         num_rows, num_columns = stored.shape
-        bits, numbers, scales = unpack(blocks.reshape(num_rows, num_columns // _BLOCK, -1))
-        return GroupedIntegers.of(
-            bits,
-            _with_rows_in_order(name, numbers.view(num_rows, num_columns), config),
-            _with_rows_in_order(name, scales, config),
-            _BLOCK,
+        found = unpack_blocks(kind.name, blocks.view(num_rows, -1, kind.bytes_per_block))
+        if found is None or found.numbers.shape != (num_rows, num_columns):
+            return None
+        return replace(
+            found,
+            numbers=_with_rows_in_order(name, found.numbers, config),
+            groups=found.groups.map(lambda one: _with_rows_in_order(name, one, config)),
         )
 
     for name in file.tensors:
@@ -101,23 +103,6 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
                 functools.partial(read, name),
                 read_integers=functools.partial(read_integers, name),
             )
-
-
-def _q8_0(blocks: numpy.typing.NDArray[numpy.uint8]) -> tuple[int, Tensor, Tensor]:
-    """``[rows, blocks, 34]``: a scale of float16, then 32 numbers of 8 bits."""
-    scales = torch.from_numpy(blocks[:, :, :2].copy()).view(torch.float16).squeeze(2)
-    return 8, torch.from_numpy(blocks[:, :, 2:].copy()).view(torch.int8), scales
-
-
-def _q4_0(blocks: numpy.typing.NDArray[numpy.uint8]) -> tuple[int, Tensor, Tensor]:
-    """``[rows, blocks, 18]``: a scale of float16, the low halves of 16 bytes, the high ones."""
-    scales = torch.from_numpy(blocks[:, :, :2].copy()).view(torch.float16).squeeze(2)
-    halves = torch.from_numpy(blocks[:, :, 2:].copy())
-    return 4, torch.cat([halves & 15, halves >> 4], dim=2).to(torch.int8) - 8, scales
-
-
-_BLOCK = 32  # numbers with one scale, of the types below
-_INTEGERS = {"Q8_0": _q8_0, "Q4_0": _q4_0}
 
 
 def _hugging_face_name(name: str) -> str:

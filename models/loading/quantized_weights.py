@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
-from baton_kernels import GroupedIntegers
+from baton_kernels import GroupedIntegers, Groups
 from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
 
@@ -232,20 +232,47 @@ def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """int8 with a scale per row, or group of a row, and nothing else."""
-    weight, scale = parts["weight"], parts["weight_scale"]
-    if weight.dtype != torch.int8 or "weight_zero_point" in parts or "weight_g_idx" in parts:
+    """int8 with a scale for all, per row, or group of a row."""
+    weight = parts["weight"]
+    if weight.dtype != torch.int8 or "weight_g_idx" in parts:
         return None
-    return _integers_in_groups(8, weight, scale)
+    return _integers_in_groups(8, weight, parts["weight_scale"], parts.get("weight_zero_point"))
 
 
-def _integers_in_groups(num_bits: int, numbers: Tensor, scale: Tensor) -> GroupedIntegers | None:
-    """Numbers with a scale for each row, or for each of a row's groups of neighbours."""
-    if scale.dim() == 1 and scale.numel() == len(numbers) > 1:
-        scale = scale[:, None]
-    if scale.dim() != 2 or len(scale) != len(numbers) or numbers.shape[1] % scale.shape[1]:
+def _integers_in_groups(
+    num_bits: int, numbers: Tensor, scale: Tensor, zero_point: Tensor | None = None
+) -> GroupedIntegers | None:
+    """Numbers with a scale for each row, or for each of a row's groups of neighbours.
+
+    Args:
+        num_bits: of a number.
+        numbers: ``[out, in]``, from ``-2 ** (num_bits - 1)``.
+        scale: one, or ``[out]``, or ``[out, groups]``.
+        zero_point: likewise, counted as the numbers are; None: 0.
+    """
+    rows, size = numbers.shape
+    found = [_in_rows(one, rows) for one in (scale, zero_point) if one is not None]
+    if any(one.dim() != 2 or one.shape != found[0].shape or len(one) != rows for one in found):
         return None
-    return GroupedIntegers.of(num_bits, numbers, scale, numbers.shape[1] // scale.shape[1])
+    if size % found[0].shape[1] or not 1 <= num_bits <= 8:
+        return None
+    bits, group_size = 4 if num_bits <= 4 else 8, size // found[0].shape[1]
+    if zero_point is None or not bool(zero_point.any()):
+        return GroupedIntegers.of(bits, numbers, found[0], group_size)
+    middle = 1 << (num_bits - 1)
+    zeros = found[1].to(torch.int32) + middle
+    minima = (
+        -zeros.float() * found[0].float() if int(zeros.max()) > 128 else (-zeros).to(torch.int8)
+    )
+    groups = Groups(found[0], minima)
+    return GroupedIntegers.of(bits, numbers.to(torch.int32) + middle, groups, group_size)
+
+
+def _in_rows(one: Tensor, num_rows: int) -> Tensor:
+    """One number, or one for each row, as ``[rows, 1]``; others as they are."""
+    if one.numel() == 1:
+        return one.reshape(1, 1).expand(num_rows, 1)
+    return one[:, None] if one.dim() == 1 else one
 
 
 def _dense_integers(parts: Parts) -> tuple[int, Tensor]:
@@ -257,20 +284,27 @@ def _dense_integers(parts: Parts) -> tuple[int, Tensor]:
 
 
 def _keep_packed_integers(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    if "weight_zero_point" in parts or "weight_g_idx" in parts:
+    if "weight_g_idx" in parts:
         return None
-    return _integers_in_groups(*_dense_integers(parts), parts["weight_scale"])
+    num_bits, numbers = _dense_integers(parts)
+    zero_point = _dense_zero_point(parts, num_bits)
+    return _integers_in_groups(num_bits, numbers, parts["weight_scale"], zero_point)
+
+
+def _dense_zero_point(parts: Parts, num_bits: int) -> Tensor | None:
+    zero_point = parts.get("weight_zero_point")
+    if zero_point is None or zero_point.dtype != torch.int32:
+        return zero_point
+    num_rows = int(parts["weight_shape"][0])  # packed, in columns
+    return _unpack(zero_point.T.contiguous(), num_bits, num_rows).T - (1 << (num_bits - 1))
 
 
 def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     """Dense integers, perhaps with zero points."""
-    num_rows, scale = int(parts["weight_shape"][0]), parts["weight_scale"]
     num_bits, numbers = _dense_integers(parts)
-    offset = 1 << (num_bits - 1)
-    zero_point = parts.get("weight_zero_point")
-    if zero_point is not None and zero_point.dtype == torch.int32:  # packed, in columns
-        zero_point = _unpack(zero_point.T.contiguous(), num_bits, num_rows).T - offset
-    return _scaled(numbers, scale, zero_point, parts.get("weight_g_idx"), quantization.block_shape)
+    zero_point, columns = _dense_zero_point(parts, num_bits), parts.get("weight_g_idx")
+    scale = parts["weight_scale"]
+    return _scaled(numbers, scale, zero_point, columns, quantization.block_shape)
 
 
 def _nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
@@ -305,28 +339,41 @@ def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Symmetric ones in groups of neighbours."""
+    """Those in groups of neighbours."""
     numbers, zero_points = _gptq_integers(parts, quantization)
-    scales, columns, middle = parts["scales"].T, parts.get("g_idx"), 1 << quantization.num_bits - 1
+    scales, columns, num_bits = parts["scales"].T, parts.get("g_idx"), quantization.num_bits
     if columns is not None:
         group_size = -(-numbers.shape[1] // scales.shape[1])
         if not torch.equal(columns.long(), torch.arange(numbers.shape[1]) // group_size):
             return None
-    if not bool((zero_points == middle).all()):
-        return None
-    return _integers_in_groups(quantization.num_bits, numbers - middle, scales)
+    middle = 1 << (num_bits - 1)
+    return _integers_in_groups(num_bits, numbers - middle, scales, zero_points.T - middle)
+
+
+def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
+    """Return numbers, ``[in, out]``, and zero points, ``[groups, out]``.
+
+    They are packed along the output, eight neighbours in an order of their own.
+    """
+
+    def in_order(words: Tensor) -> Tensor:
+        numbers = _unpack(words, quantization.num_bits, parts["scales"].shape[1])
+        return numbers.view(len(words), -1, 8)[:, :, _AWQ_PLACES].flatten(1)
+
+    return in_order(parts["qweight"]), in_order(parts["qzeros"])
 
 
 def _awq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Integers packed along the output, eight neighbours in an order of their own; transposed."""
-    scales = parts["scales"]
+    """Integers with zero points; transposed."""
+    numbers, zero_points = _awq_integers(parts, quantization)
+    return _scaled(numbers.T, parts["scales"].T, zero_points.T)
 
-    def in_order(words: Tensor) -> Tensor:
-        numbers = _unpack(words, quantization.num_bits, scales.shape[1])
-        return numbers.view(len(words), -1, 8)[:, :, _AWQ_PLACES].flatten(1)
 
-    numbers, zero_points = in_order(parts["qweight"]), in_order(parts["qzeros"])
-    return _scaled(numbers.T, scales.T, zero_points.T)
+def _keep_awq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
+    numbers, zero_points = _awq_integers(parts, quantization)
+    num_bits, middle = quantization.num_bits, 1 << (quantization.num_bits - 1)
+    scales = parts["scales"].T
+    return _integers_in_groups(num_bits, numbers.T - middle, scales, zero_points.T - middle)
 
 
 _ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
@@ -360,5 +407,5 @@ STORAGES: dict[str, tuple[Storage, ...]] = {
             frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), _gptq, _keep_gptq
         ),
     ),
-    "awq": (Storage(frozenset({"qweight", "qzeros", "scales"}), frozenset(), _awq),),
+    "awq": (Storage(frozenset({"qweight", "qzeros", "scales"}), frozenset(), _awq, _keep_awq),),
 }

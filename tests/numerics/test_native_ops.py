@@ -5,16 +5,15 @@ Refuses to know: which model would call them.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 import baton_kernels as ops
-from baton_kernels import WeightFormat, dispatch, reference
+from baton_kernels import GroupedIntegers, Groups, WeightFormat, dispatch, reference
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.native.ops import NativeOps
 from tests.numerics.paged import make_cache, make_metadata, make_tables
@@ -146,22 +145,68 @@ def test_packed_gated_linear(
     close(native.packed_gated_linear(x, packed), reference.packed_gated_linear(x, packed))
 
 
-@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("group_size", [32, 64, 128, 192])
+def draw_integers(bits: int, shape: tuple[int, int], layout: ops.CodeLayout) -> GroupedIntegers:
+    """Draw rows in a layout; its numbers of groups are of sizes as weights have them."""
+    num_rows, in_features = shape
+    groups, supers = (-(-in_features // size) for size in (layout.group_size, 256))
+
+    def draw(size: int, dtype: torch.dtype | None) -> torch.Tensor | None:
+        if dtype is None:
+            return None
+        if dtype == torch.int8:
+            return torch.randint(-127, 128, (num_rows, size), dtype=torch.int8)
+        return (torch.randn(num_rows, size) / 100).to(dtype)
+
+    scales, minima = draw(groups, layout.scales), draw(groups, layout.minima)
+    factors = draw(supers, layout.factors)
+    assert scales is not None
+    of_minima = None if factors is None or minima is None else factors.flip(0)
+    least = -(2 ** (bits - 1)) if minima is None else 0
+    numbers = torch.randint(least, least + 2**bits, shape)
+    found = GroupedIntegers.of(
+        bits, numbers, Groups(scales, minima, factors, of_minima), layout.group_size
+    )
+    assert found is not None
+    assert found.layout == layout
+    return found
+
+
+F32, BF16, F16, I8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
+
+
+@pytest.mark.parametrize(
+    ("group_size", "types"),
+    [
+        (32, (F32,)), (64, (BF16,)), (128, (F16,)), (192, (F32,)),
+        (32, (F16, F16)), (128, (BF16, F32)), (192, (F32, BF16)),
+        (128, (F16, I8)), (64, (F32, I8)), (32, (I8, I8, F16)), (16, (I8, I8, BF16)),
+        (16, (I8, None, F16)), (16, (F32,)), (256, (I8, None, F32)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("format_", [WeightFormat.INT8, WeightFormat.INT4], ids=str)
 def test_codes_in_groups(
-    native: NativeOps, format_: WeightFormat, group_size: int, scales: torch.dtype
+    native: NativeOps,
+    format_: WeightFormat,
+    group_size: int,
+    types: Sequence[torch.dtype],
 ) -> None:
-    """As checkpoints have them: groups of other sizes, 8 bits in groups."""
-    width, out_features, in_features = native.panel_width, 75, 300
-    packed = ops.PackedWeight.pack(torch.randn(out_features, in_features), None, format_, width)
-    groups = torch.rand(-(-out_features // width), -(-in_features // group_size), width)
-    weight = dataclasses.replace(
-        packed, scales=None, group_scales=groups.to(scales), group_size=group_size
-    )
-    for num_rows in (1, 13):
-        x = torch.randn(num_rows, in_features) / in_features
-        close(native.packed_linear(x, weight), reference.packed_linear(x, weight))
+    """As checkpoints have them: symmetric or not, packed and multiplied as the reference does."""
+    bits = format_.code_bits
+    assert bits is not None
+    out_features, in_features = 75, 300
+    layout = ops.CodeLayout(format_, group_size, *types)
+    integers = draw_integers(bits, (out_features, in_features), layout)
+    shape = (out_features, in_features, format_, native.panel_width)
+    weight, expected = (ops.PackedWeight.empty(*shape, layout=layout) for _ in range(2))
+    expected.write_integers(0, integers)
+    native.pack_integers(weight, 0, integers)
+    for ours, theirs in zip(numbers_of(weight), numbers_of(expected), strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)  # type: ignore[arg-type]
+    assert torch.equal(weight.unpacked(), integers.dequantized())
+    x = torch.randn(13, in_features) / in_features
+    together = native.packed_linear(x, weight)
+    close(together, reference.packed_linear(x, weight))
+    assert torch.equal(native.packed_linear(x[5:6], weight), together[5:6])
 
 
 def test_an_input_that_is_no_number_stays_none(native: NativeOps) -> None:
@@ -236,12 +281,17 @@ def test_rows_are_packed_as_the_reference_packs_them(
     wide = torch.nn.functional.pad(weight, (0, 5))[:, :in_features]  # rows that do not touch
     for first, last in reversed(list(itertools.pairwise(cuts))):
         native.pack_rows(found, first, wide[first:last])
-    for name in ("panels", "scales", "group_scales"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+    for ours, theirs in zip(numbers_of(found), numbers_of(expected), strict=True):
         assert (ours is None) == (theirs is None)
-        if ours is not None:
+        if ours is not None and theirs is not None:
             assert ours.shape == theirs.shape
-            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def numbers_of(weight: ops.PackedWeight) -> list[torch.Tensor | None]:
+    """Return all that a packed weight keeps."""
+    groups = () if weight.groups is None else weight.groups.tensors
+    return [weight.panels, weight.scales, *groups]
 
 
 @pytest.mark.parametrize("storage", WeightFormat, ids=str)

@@ -33,8 +33,8 @@ class LinearCall(Structure):
         *_fields(c_int64, "x_type w_type out_type num_threads gated"),
         *_fields(c_int64, "num_rows num_columns depth x_stride out_stride"),
         *_fields(c_void_p, "x w scales bias out"),
-        *_fields(c_int64, "group scales_type"),
-        *_fields(c_void_p, "group_scales"),
+        *_fields(c_int64, "group scales_type minima_type factors_type"),
+        *_fields(c_void_p, "group_scales group_minima scale_factors minimum_factors"),
     )
 
 
@@ -52,7 +52,17 @@ class PackCall(Structure):
 
     _fields_ = (
         *_fields(c_int64, "in_type w_type num_threads first_row num_rows depth in_stride"),
-        *_fields(c_void_p, "rows panels scales group_scales"),
+        *_fields(c_void_p, "rows panels scales"),
+        *_fields(c_void_p, "group_scales group_minima scale_factors minimum_factors"),
+    )
+
+
+class IntegersCall(Structure):
+    """``integers_call`` in pack.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "w_type num_threads first_row num_rows depth least"),
+        *_fields(c_void_p, "numbers panels"),
     )
 
 
@@ -178,6 +188,7 @@ _SIGNATURES = {
     "baton_linear": (c_int, [POINTER(LinearCall)]),
     "baton_grouped_linear": (c_int, [POINTER(GroupedLinearCall)]),
     "baton_pack_rows": (c_int, [POINTER(PackCall)]),
+    "baton_pack_integers": (c_int, [POINTER(IntegersCall)]),
     "baton_unpack_rows": (c_int, [POINTER(UnpackCall)]),
     "baton_rms_norm": (c_int, [POINTER(NormCall)]),
     "baton_silu_mul": (c_int, [POINTER(SiluCall)]),

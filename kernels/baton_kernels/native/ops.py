@@ -21,6 +21,7 @@ from baton_kernels.native.library import (
     ConvCall,
     GatedNormCall,
     GroupedLinearCall,
+    IntegersCall,
     LatentStoreCall,
     LinearCall,
     NormCall,
@@ -32,7 +33,7 @@ from baton_kernels.native.library import (
     load_library,
 )
 from baton_kernels.native.tape import Recorder, Tape, record
-from baton_kernels.packed import PackedWeight, WeightFormat
+from baton_kernels.packed import GroupedIntegers, Groups, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
 from baton_kernels.state_metadata import StateMetadata
 
@@ -157,15 +158,34 @@ class NativeOps:
             return
         assert rows.shape[1] == weight.in_features
         assert 0 <= first_row <= first_row + len(rows) <= weight.out_features
-        scales, groups = weight.scales, weight.group_scales
+        scales, groups = weight.scales, _tensors_of(weight.groups)
         call = PackCall(
             *(_CODES[rows.dtype], _FORMATS[weight.format], torch.get_num_threads()),
             *(first_row, len(rows), weight.in_features, rows.stride(0)),
             *(rows.data_ptr(), weight.panels.data_ptr()),
-            None if scales is None else scales.data_ptr(),
-            None if groups is None else groups.data_ptr(),
+            *(_address(scales), *map(_address, groups)),
         )
-        self._run(self._library.baton_pack_rows, call, rows, weight.panels, scales, groups)
+        self._run(self._library.baton_pack_rows, call, rows, weight.panels, scales, *groups)
+
+    def pack_integers(
+        self, weight: PackedWeight, first_row: int, integers: GroupedIntegers
+    ) -> None:
+        """See the reference."""
+        numbers = integers.numbers
+        if weight.width != self.panel_width:
+            reference.pack_integers(weight, first_row, integers)
+            return
+        assert integers.layout == weight.layout
+        assert numbers.shape[1] == weight.in_features
+        assert 0 <= first_row <= first_row + len(numbers) <= weight.out_features
+        numbers = numbers.contiguous()
+        least = -(2 ** (integers.bits - 1)) if integers.groups.minima is None else 0
+        call = IntegersCall(
+            *(_FORMATS[weight.format], torch.get_num_threads()),
+            *(first_row, *numbers.shape, least, numbers.data_ptr(), weight.panels.data_ptr()),
+        )
+        self._run(self._library.baton_pack_integers, call, numbers, weight.panels)
+        weight.write_groups(first_row, integers.groups)
 
     def unpack_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
         """See the reference."""
@@ -206,18 +226,16 @@ class NativeOps:
         out = rows.new_empty(num_rows, num_columns)
         if num_rows:
             code, scales, bias = _CODES[x.dtype], weight.scales, weight.bias
-            groups = weight.group_scales
+            groups = _tensors_of(weight.groups)
+            types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
             call = LinearCall(
                 *(code, _FORMATS[weight.format], code, torch.get_num_threads(), gated),
                 *(num_rows, num_columns, in_features, rows.stride(0), num_columns),
                 *(rows.data_ptr(), weight.panels.data_ptr()),
-                None if scales is None else scales.data_ptr(),
-                None if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                weight.group_size,
-                *(0, None) if groups is None else (_CODES[groups.dtype], groups.data_ptr()),
+                *(_address(scales), _address(bias), out.data_ptr()),
+                *(weight.group_size, *types, *map(_address, groups)),
             )
-            tensors = (rows, weight.panels, scales, groups, bias, out)
+            tensors = (rows, weight.panels, scales, *groups, bias, out)
             self._run(self._library.baton_linear, call, *tensors)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
@@ -240,7 +258,7 @@ class NativeOps:
             *(code, _FORMATS[weight.format], code, torch.get_num_threads(), False),
             *(num_tokens, num_columns, in_features, x.stride(0), out.stride(0)),
             *(x.data_ptr(), weight.panels.data_ptr(), None, None, out.data_ptr()),
-            *(weight.group_size, 0, None),
+            weight.group_size,
         )
         call = GroupedLinearCall(first, num_groups, x.stride(1), out.stride(1))
         self._run(self._library.baton_grouped_linear, call, x, weight.panels, out)
@@ -487,6 +505,14 @@ def load_native_ops() -> NativeOps | None:
     """Load the ops, or return None (with one line in the log) where the library is missing."""
     library = load_library()
     return None if library is None else NativeOps(library)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _tensors_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
+    return (None,) * 4 if groups is None else groups.tensors
 
 
 def _plain(*tensors: Tensor) -> bool:

@@ -66,7 +66,7 @@ def test_what_a_loaded_model_has(
 
 
 @pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_what_a_loaded_gguf_file_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tied: bool

@@ -1,0 +1,145 @@
+"""Blocks of a quantized GGUF tensor as integers in groups that stand for the same numbers.
+
+What a weight is, in each type, is GGML's (`ggml-quants.c`); the names are those of its fields.
+Refuses to know: files, names of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baton_kernels import GroupedIntegers, Groups
+
+# From blocks, [rows, blocks of a row, bytes of a block]: bits, numbers [rows, columns], their
+# groups, and a group's size.
+_Unpacked = tuple[int, Tensor, Groups, int]
+_BLOCK = 32  # weights of the types without K
+
+
+def unpack_blocks(kind: str, blocks: Tensor) -> GroupedIntegers | None:
+    """Return the integers of a tensor; None: of another kind.
+
+    Args:
+        kind: the type's name.
+        blocks: ``[rows, blocks of a row, bytes of a block]`` uint8.
+    """
+    unpack = _UNPACK.get(kind)
+    return None if unpack is None else GroupedIntegers.of(*unpack(blocks))
+
+
+def _halves(blocks: Tensor, start: int) -> Tensor:
+    """A float16 of each block: ``[rows, blocks]``."""
+    return blocks[:, :, start : start + 2].contiguous().view(torch.float16).squeeze(2)
+
+
+def _cut(parts: Tensor, *sizes: int) -> Tensor:
+    """``[rows, blocks, ...]`` -> ``[rows, blocks, *sizes]``."""
+    return parts.reshape(*parts.shape[:2], *sizes)
+
+
+def _nibbles(quads: Tensor) -> Tensor:
+    """Low halves of ``[..., n]`` bytes, then the high ones: ``[..., 2 n]``."""
+    return torch.cat([quads & 15, quads >> 4], dim=-1)
+
+
+def _q8_0(blocks: Tensor) -> _Unpacked:
+    numbers = blocks[:, :, 2:].contiguous().view(torch.int8)
+    return 8, numbers.flatten(1), Groups(_halves(blocks, 0)), _BLOCK
+
+
+def _q4_0(blocks: Tensor) -> _Unpacked:
+    numbers = _nibbles(blocks[:, :, 2:]).to(torch.int8) - 8
+    return 4, numbers.flatten(1), Groups(_halves(blocks, 0)), _BLOCK
+
+
+def _q4_1(blocks: Tensor) -> _Unpacked:
+    groups = Groups(_halves(blocks, 0), _halves(blocks, 2))
+    return 4, _nibbles(blocks[:, :, 4:]).flatten(1), groups, _BLOCK
+
+
+def _five_bits(blocks: Tensor, start: int) -> Tensor:
+    """Four bytes with the highest bits of 32 numbers, 16 with the others."""
+    places = torch.arange(8, dtype=torch.uint8)
+    highest = (blocks[:, :, start : start + 4, None] >> places & 1).flatten(2)
+    return (_nibbles(blocks[:, :, start + 4 :]) | highest << 4).flatten(1)
+
+
+def _q5_0(blocks: Tensor) -> _Unpacked:
+    return 8, _five_bits(blocks, 2).to(torch.int8) - 16, Groups(_halves(blocks, 0)), _BLOCK
+
+
+def _q5_1(blocks: Tensor) -> _Unpacked:
+    groups = Groups(_halves(blocks, 0), _halves(blocks, 2))
+    return 8, _five_bits(blocks, 4), groups, _BLOCK
+
+
+def _q2_k(blocks: Tensor) -> _Unpacked:
+    scales, quarters = blocks[:, :, :16], _cut(blocks[:, :, 16:80], 2, 1, 32)
+    places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    numbers = quarters >> places & 3  # [rows, blocks, 2, 4, 32]
+    return 4, numbers.flatten(1), _offset_groups(scales & 15, scales >> 4, blocks, 80), 16
+
+
+def _q3_k(blocks: Tensor) -> _Unpacked:
+    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    highest = _cut(blocks[:, :, None, :32] >> places & 1, 2, 4, 32)  # [..., 2, 4, 32]
+    quarters = _cut(blocks[:, :, 32:96], 2, 1, 32)
+    numbers = (quarters >> places[:4] * 2 & 3 | highest << 2).flatten(1).to(torch.int8) - 4
+    packed = blocks[:, :, 96:108]
+    pairs = packed[:, :, None, 8:] >> places[:4] * 2 & 3  # [rows, blocks, 4, 4]
+    scales = _nibbles(packed[:, :, :8]) | pairs.flatten(2) << 4
+    groups = Groups((scales.to(torch.int8) - 32).flatten(1), scale_factors=_halves(blocks, 108))
+    return 4, numbers, groups, 16
+
+
+def _scales_of_six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and minima out of ``[rows, blocks, 12]`` bytes."""
+    first, second, rest = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
+    scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=2)
+    return scales, torch.cat([second & 63, rest >> 4 | second >> 6 << 4], dim=2)
+
+
+def _offset_groups(scales: Tensor, minima: Tensor, blocks: Tensor, start: int) -> Groups:
+    """Multiples of a block's `d`, and of its `dmin`, which are subtracted."""
+    scales, minima = (one.flatten(1).to(torch.int8) for one in (scales, minima))
+    return Groups(scales, minima, _halves(blocks, start), -_halves(blocks, start + 2))
+
+
+def _q4_k(blocks: Tensor) -> _Unpacked:
+    numbers = _nibbles(_cut(blocks[:, :, 16:], 4, 32))
+    scales = _scales_of_six_bits(blocks[:, :, 4:16])
+    return 4, numbers.flatten(1), _offset_groups(*scales, blocks, 0), _BLOCK
+
+
+def _q5_k(blocks: Tensor) -> _Unpacked:
+    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    highest = blocks[:, :, None, 16:48] >> places & 1  # [rows, blocks, 8, 32]
+    low = _cut(_nibbles(_cut(blocks[:, :, 48:], 4, 32)), 8, 32)
+    scales = _scales_of_six_bits(blocks[:, :, 4:16])
+    return 8, (low | highest << 4).flatten(1), _offset_groups(*scales, blocks, 0), _BLOCK
+
+
+def _q6_k(blocks: Tensor) -> _Unpacked:
+    low = _nibbles(_cut(blocks[:, :, :128], 2, 64))  # [rows, blocks, 2, 128]
+    places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    highest = _cut(blocks[:, :, 128:192], 2, 1, 32) >> places & 3
+    numbers = (low | highest.flatten(3) << 4).to(torch.int8) - 32
+    scales = blocks[:, :, 192:208].contiguous().view(torch.int8)
+    return 8, numbers.flatten(1), Groups(scales.flatten(1), scale_factors=_halves(blocks, 208)), 16
+
+
+_UNPACK: dict[str, Callable[[Tensor], _Unpacked]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
