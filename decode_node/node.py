@@ -335,4 +335,6 @@ def _receipt(job: _Job) -> DecodeReceipt:
         num_preemptions=request.num_preemptions,
         push=reservation.receipt,
         num_cached_tokens=request.num_cached_tokens,
+        num_drafts=request.num_drafts,
+        num_accepted_drafts=request.num_accepted_drafts,
     )

@@ -90,6 +90,8 @@ class DecodeReceipt:
 
     Attributes:
         num_cached_tokens: that its own prefix cache had, so that they did not travel.
+        num_drafts: guesses of next tokens that it computed.
+        num_accepted_drafts: of them, those that the output goes on with.
     """
 
     parked_s: float
@@ -100,6 +102,8 @@ class DecodeReceipt:
     num_preemptions: int
     push: PushReceipt
     num_cached_tokens: int = 0
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +167,8 @@ class RequestMetrics:
         total_s: until its last token.
         num_cached_tokens: of the prompt, found in the prefix cache.
         num_preemptions: times that it lost its blocks and was computed again.
+        num_drafts: guesses of next tokens that were computed.
+        num_accepted_drafts: of them, those that the output goes on with.
     """
 
     num_output_tokens: int
@@ -171,6 +177,8 @@ class RequestMetrics:
     total_s: float
     num_cached_tokens: int
     num_preemptions: int
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
     @property
     def time_per_token_s(self) -> float:

@@ -21,9 +21,11 @@ def receipt_line(receipt: Receipt) -> str:
         parts.append(f"ended on {receipt.prefill_node} with its token")
         return " | ".join(parts)
     computed = f"computed {receipt.decode.num_prompt_tokens_computed} prompt tokens"
+    num_drafts, num_right = receipt.decode.num_drafts, receipt.decode.num_accepted_drafts
+    guesses = [f"{num_right} of {num_drafts} guesses right"] if num_drafts else []
     if receipt.prefill is None:
         parts.append(f"{receipt.decode_node} {computed} and had the others cached")
-        return " | ".join(parts)
+        return " | ".join(parts + guesses)
     if receipt.prefill.num_cached_tokens:
         parts.append(f"{receipt.prefill.num_cached_tokens} cached")
     push = receipt.decode.push
@@ -34,7 +36,7 @@ def receipt_line(receipt: Receipt) -> str:
     ]
     if receipt.decode.num_cached_tokens:
         parts[-1] += f", {receipt.decode.num_cached_tokens} cached"
-    return " | ".join(parts)
+    return " | ".join(parts + guesses)
 
 
 def format_bytes(num_bytes: int) -> str:

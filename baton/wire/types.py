@@ -172,6 +172,8 @@ def decode_receipt_to_proto(receipt: DecodeReceipt) -> types_pb2.DecodeReceipt:
             posting_s=receipt.push.posting_s,
         ),
         num_cached_tokens=receipt.num_cached_tokens,
+        num_drafts=receipt.num_drafts,
+        num_accepted_drafts=receipt.num_accepted_drafts,
     )
 
 
@@ -192,6 +194,8 @@ def decode_receipt_from_proto(message: types_pb2.DecodeReceipt) -> DecodeReceipt
             posting_s=message.push.posting_s,
         ),
         num_cached_tokens=message.num_cached_tokens,
+        num_drafts=message.num_drafts,
+        num_accepted_drafts=message.num_accepted_drafts,
     )
 
 

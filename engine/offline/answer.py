@@ -126,4 +126,6 @@ class Answer:
             total_s=self._last_at - self._began_at,
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
+            num_drafts=request.num_drafts,
+            num_accepted_drafts=request.num_accepted_drafts,
         )

@@ -91,11 +91,14 @@ def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
 
 
 def _receipt_line(receipts: ReceiptReport) -> str:
-    return (
+    line = (
         f"receipts: {receipts.num_receipts}; "
         f"{format_bytes(receipts.num_transferred_bytes)} transferred, "
         f"{receipts.num_retried} retried, {receipts.num_preemptions} preemptions"
     )
+    if receipts.num_drafts:
+        line += f", {receipts.num_accepted_drafts} of {receipts.num_drafts} guesses right"
+    return line
 
 
 def _token_line(summary: Summary) -> str:

@@ -87,6 +87,8 @@ class ReceiptReport:
     num_retried: int
     num_preemptions: int
     num_transferred_bytes: int
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,4 +269,6 @@ def _receipt_report(receipts: Sequence[Receipt]) -> ReceiptReport | None:
         num_retried=sum(receipt.num_attempts > 1 for receipt in receipts),
         num_preemptions=sum(decode.num_preemptions for decode in decodes),
         num_transferred_bytes=sum(decode.push.num_bytes for decode in decodes),
+        num_drafts=sum(decode.num_drafts for decode in decodes),
+        num_accepted_drafts=sum(decode.num_accepted_drafts for decode in decodes),
     )

@@ -57,7 +57,13 @@ PUSH = st.builds(
     exposed_transfer_s=FLOAT,
 )
 DECODE = st.builds(
-    types_pb2.DecodeReceipt, parked_s=FLOAT, first_step_s=FLOAT, num_forwards=UINT32, push=PUSH
+    types_pb2.DecodeReceipt,
+    parked_s=FLOAT,
+    first_step_s=FLOAT,
+    num_forwards=UINT32,
+    push=PUSH,
+    num_drafts=UINT32,
+    num_accepted_drafts=UINT32,
 )
 ERROR = st.builds(
     node_pb2.RequestError,

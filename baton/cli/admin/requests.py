@@ -188,4 +188,9 @@ def _decode_account(found: admin_pb2.RequestTrace) -> str:
         f"parked {format_seconds(decode.parked_s)}, "
         f"first step {format_seconds(decode.first_step_s)} later, "
         f"{decode.num_preemptions} preemptions"
+        + (
+            f"; {decode.num_accepted_drafts} of {decode.num_drafts} guesses right"
+            if decode.num_drafts
+            else ""
+        )
     )

@@ -15,17 +15,26 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Guesses of next tokens that a node computed: right ones, and others."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Tokens of a request; those of a prompt with several outputs count once.
 
     Attributes:
         prompt_tokens_details: None before the output is at its end.
+        completion_tokens_details: likewise, and where nobody guessed.
     """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class Receipts(msgspec.Struct):
@@ -196,6 +205,7 @@ class ModelList(msgspec.Struct):
 def usage_of(receipts: Iterable[Receipt], num_choices: int) -> Usage:
     """The sum over the outputs of all prompts, those of one prompt next to each other."""
     prompt_tokens, completion_tokens, cached_tokens = 0, 0, 0
+    receipts = list(receipts)
     for index, receipt in enumerate(receipts):
         completion_tokens += receipt.num_output_tokens
         if index % num_choices == 0:
@@ -206,7 +216,19 @@ def usage_of(receipts: Iterable[Receipt], num_choices: int) -> Usage:
         completion_tokens,
         prompt_tokens + completion_tokens,
         PromptTokensDetails(cached_tokens),
+        _completion_tokens_details(receipts),
     )
+
+
+def _completion_tokens_details(
+    receipts: Iterable[Receipt],
+) -> CompletionTokensDetails | UnsetType:
+    decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
+    num_drafts = sum(decode.num_drafts for decode in decodes)
+    if not num_drafts:
+        return UNSET
+    num_accepted = sum(decode.num_accepted_drafts for decode in decodes)
+    return CompletionTokensDetails(num_accepted, max(num_drafts - num_accepted, 0))
 
 
 def usage_up_to(num_prompt_tokens: int, delta: TextDelta) -> Usage:
@@ -215,4 +237,5 @@ def usage_up_to(num_prompt_tokens: int, delta: TextDelta) -> Usage:
     usage = Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
     if delta.receipt is not None:
         usage.prompt_tokens_details = PromptTokensDetails(delta.receipt.num_cached_tokens)
+        usage.completion_tokens_details = _completion_tokens_details([delta.receipt])
     return usage

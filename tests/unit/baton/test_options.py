@@ -130,7 +130,8 @@ def test_a_node_takes_what_its_role_uses() -> None:
     )
     assert prefill.keys() - decode.keys() == {"push", "layer_groups"}
     assert decode.keys() - prefill.keys() == {
-        "preemption", "max_receiving_requests", "max_receiving_tokens", "local_prefill_threshold",
+        "preemption", "adaptive_speculation", "max_receiving_requests", "max_receiving_tokens",
+        "local_prefill_threshold",
     }  # fmt: skip
     assert "scheduling_policy" not in prefill
     assert (prefill["cuda_graphs"].default, decode["cuda_graphs"].default) == (False, True)

@@ -91,6 +91,8 @@ decode_receipts = st.builds(
     num_prompt_tokens_computed=uint32,
     num_forwards=uint32,
     num_preemptions=uint32,
+    num_drafts=uint32,
+    num_accepted_drafts=uint32,
     push=st.builds(
         PushReceipt,
         num_bytes=st.integers(0, 2**64 - 1),
