@@ -78,7 +78,12 @@ class EngineConfig:
         help="On a CPU, use kernels in C (built at first use) where they can be built. Of the "
         "whole process.",
     )
-    block_size: int = option(16, least=1, help="Tokens per KV block; the same on all nodes.")
+    block_size: int = option(
+        0,
+        least=0,
+        help="Tokens per KV block; 0: 16, and in a model with states (Mamba, convolutions) the "
+        "fewest whose keys and values take as many bytes as those. The same on all nodes.",
+    )
     num_blocks: int | None = option(
         None, least=1, unset=0, help="KV blocks; 0: as many as --kv-cache-memory holds."
     )

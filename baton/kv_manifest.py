@@ -3,7 +3,7 @@
 A *unit* is what a node allocates and hands over: a block of one group of layers. A manifest
 describes the units of a whole model, as if one rank held them. Each rank holds its part:
 
-    unit          [layers, 2, 8 heads, tokens, head_dim]          shard axis: heads
+    unit          layers x [2, 8 heads, tokens, head_dim]         shard axis: heads
     4 ranks       heads 0 1 | 2 3 | 4 5 | 6 7
     16 ranks      head  0 | 0 | 1 | 1 | ...                       replicated, where there are more
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -24,8 +25,10 @@ from baton.api.errors import TransferError
 
 MAX_GROUPS = 64
 MAX_AXES = 8
+MAX_ARRAYS = 8
 MAX_RANKS = 1024
 _MAX_UNIT_BYTES = 2**31
+_ALIGNMENT = 16  # bytes
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
@@ -34,21 +37,66 @@ _Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 _Layers = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=4096)
 ]
-_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(min_length=2, max_length=MAX_AXES)]
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(min_length=1, max_length=MAX_AXES)]
 _Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class KVKind(enum.StrEnum):
     """What a group's units hold, and so how long they are kept."""
 
-    PAGED = "paged"  # so many tokens; all are kept
-    WINDOW = "window"  # so many tokens; what slid out of the window is let go
+    PAGED = "paged"  # keys and values of so many tokens; all are kept
+    WINDOW = "window"  # the same; what slid out of the window is let go
+    LATENT = "latent"  # one vector for each of so many tokens; all are kept
+    STATE = "state"  # what is behind the last of so many tokens; the newest is kept
 
 
 class HandOffRule(enum.StrEnum):
     """When a unit may travel."""
 
     AS_IT_FILLS = "as it fills"  # a unit that is full never changes
+    AT_BOUNDARY = "at a boundary"  # only the one that a prompt ends in, and whole
+
+
+class KVArray(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers that one layer keeps in a unit.
+
+    Attributes:
+        shape: of all ranks together.
+        dtype: of its numbers, by name.
+        shard_axis: of ``shape``, along which ranks divide it; None: each rank has all of it.
+    """
+
+    shape: _Shape
+    dtype: _Word
+    shard_axis: Annotated[int, msgspec.Meta(ge=0, lt=MAX_AXES)] | None = None
+
+    def rank_shape(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """The shape of one rank's part."""
+        if self.shard_axis is None:
+            return self.shape
+        first, end = shard(self.shape[self.shard_axis], rank, num_ranks)
+        axis = self.shard_axis
+        return (*self.shape[:axis], end - first, *self.shape[axis + 1 :])
+
+    def num_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
+        """Bytes of one rank's part."""
+        return math.prod(self.rank_shape(rank, num_ranks)) * _DTYPE_BYTES[self.dtype]
+
+
+def array_offsets(arrays: Sequence[KVArray], rank: int = 0, num_ranks: int = 1) -> list[int]:
+    """Where each array begins in what a layer keeps, in bytes, and where the last one ends.
+
+    Of several arrays each takes whole 16 bytes, which are what vector loads and views want.
+    """
+    offsets = [0]
+    for array in arrays:
+        num_bytes = array.num_bytes(rank, num_ranks)
+        offsets.append(offsets[-1] + (num_bytes if len(arrays) == 1 else _round_up(num_bytes)))
+    return offsets
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +105,10 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: what a unit holds.
         layers: of the model, in the order in which they lie in a unit.
-        shape: of one unit of all ranks together. The first axis is layers: there may be more places
-            than ``layers``, so that units of all groups are alike.
+        arrays: what each layer keeps in a unit, one behind the other; layer lies behind layer.
+        num_places: for layers in a unit: there may be more than ``layers``, so that units of all
+            groups are alike.
         block_size: tokens in a unit.
-        shard_axis: of ``shape``, along which ranks divide it; None: each rank has all of it.
-        dtype: of its numbers, by name.
         scales: digest of what makes keys and values of the numbers; empty: they are.
         window: tokens that a token looks back at, itself included; 0: all of them.
         handoff: when a unit may travel.
@@ -69,25 +116,20 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: KVKind
     layers: _Layers
-    shape: _Shape
+    arrays: Annotated[tuple[KVArray, ...], msgspec.Meta(min_length=1, max_length=MAX_ARRAYS)]
+    num_places: _Size
     block_size: _Size
-    shard_axis: Annotated[int, msgspec.Meta(ge=1, lt=MAX_AXES)] | None
-    dtype: _Word
     scales: _Word = ""
     window: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     handoff: HandOffRule = HandOffRule.AS_IT_FILLS
 
-    def rank_shape(self, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """The shape of one rank's part of a unit."""
-        if self.shard_axis is None:
-            return self.shape
-        first, end = shard(self.shape[self.shard_axis], rank, num_ranks)
-        axis = self.shard_axis
-        return (*self.shape[:axis], end - first, *self.shape[axis + 1 :])
+    def layer_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
+        """Bytes of one layer in one rank's part of a unit."""
+        return array_offsets(self.arrays, rank, num_ranks)[-1]
 
-    def unit_bytes(self, rank: int, num_ranks: int) -> int:
-        """Bytes of one rank's part of a unit."""
-        return math.prod(self.rank_shape(rank, num_ranks)) * _DTYPE_BYTES[self.dtype]
+    def unit_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
+        """Bytes of one rank's part of a unit, without what pads it to the others'."""
+        return self.num_places * self.layer_bytes(rank, num_ranks)
 
 
 class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,8 +150,9 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers_per_unit(self) -> int:
-        """Places for layers in a unit, the same in all groups."""
-        return self.groups[0].shape[0]
+        """Parts of equal bytes that all units have: layers, where groups are alike, else one."""
+        layouts = {(group.num_places, group.layer_bytes()) for group in self.groups}
+        return self.groups[0].num_places if len(layouts) == 1 else 1
 
     @property
     def block_size(self) -> int:
@@ -117,23 +160,26 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.groups[0].block_size
 
     def unit_bytes(self, rank: int = 0) -> int:
-        """Bytes of one rank's part of a unit, the same in all groups: they share a pool."""
-        return self.groups[0].unit_bytes(rank, self.num_ranks)
+        """Bytes of one rank's part of a unit, the same in all groups: they share a pool.
+
+        Units of a group that needs less are padded.
+        """
+        num_bytes = max(group.unit_bytes(rank, self.num_ranks) for group in self.groups)
+        is_plain = all(group.arrays == self.groups[0].arrays for group in self.groups)
+        return num_bytes if is_plain else _round_up(num_bytes)
 
     def check(self) -> None:
         """Raises TransferError for what no node of ours can have."""
         for index, group in enumerate(self.groups):
-            if group.dtype not in _DTYPE_BYTES:
-                raise TransferError(f"KV group {index}: dtype: unknown, got {group.dtype!r}")
-            if group.shard_axis is not None and group.shard_axis >= len(group.shape):
-                raise TransferError(f"KV group {index}: shard_axis: no such axis")
-            if math.prod(group.shape) * _DTYPE_BYTES[group.dtype] >= _MAX_UNIT_BYTES:
-                raise TransferError(f"KV group {index}: shape: of too many bytes")
-            if group.shape[0] != self.layers_per_unit or any(
-                group.unit_bytes(0, ranks) != self.groups[0].unit_bytes(0, ranks)
-                for ranks in {1, self.num_ranks}
-            ):
-                raise TransferError(f"KV group {index}: its units are not as large as the others'")
+            for array in group.arrays:
+                if array.dtype not in _DTYPE_BYTES:
+                    raise TransferError(f"KV group {index}: dtype: unknown, got {array.dtype!r}")
+                if array.shard_axis is not None and array.shard_axis >= len(array.shape):
+                    raise TransferError(f"KV group {index}: shard_axis: no such axis")
+            if group.unit_bytes() >= _MAX_UNIT_BYTES:
+                raise TransferError(f"KV group {index}: arrays: of too many bytes")
+            if len(group.layers) > group.num_places:
+                raise TransferError(f"KV group {index}: layers: more than there are places")
 
 
 def difference(own: KVManifest, other: KVManifest) -> str:
@@ -190,22 +236,68 @@ def rank_copies(
         group: of both sides.
         layers: of a unit; None: all of it.
     """
-    copies = [
-        copy
-        for reader in range(num_readers)
-        for writer, first, end in _parts(group, reader, num_writers, num_readers)
-        for copy in _ranges(group, (writer, num_writers), (reader, num_readers), first, end, layers)
-    ]
+    first_layer, end_layer = layers or (0, group.num_places)
+    copies: list[RankCopy] = []
+    for reader in range(num_readers):
+        for layer in range(first_layer, end_layer):
+            for index in range(len(group.arrays)):
+                for copy in _array_copies(group, index, layer, reader, num_writers, num_readers):
+                    _append(copies, copy)
     return tuple(copies)
 
 
+def _append(copies: list[RankCopy], copy: RankCopy) -> None:
+    """Add a copy; adjoining ones are one."""
+    last = copies[-1] if copies else None
+    if last and (last.writer, last.reader) == (copy.writer, copy.reader):
+        ends = (last.source + last.num_bytes, last.target + last.num_bytes)
+        if ends == (copy.source, copy.target):
+            copies[-1] = last._replace(num_bytes=last.num_bytes + copy.num_bytes)
+            return
+    copies.append(copy)
+
+
+def _array_copies(
+    group: KVGroup, index: int, layer: int, reader: int, num_writers: int, num_readers: int
+) -> Iterator[RankCopy]:
+    """What a reader gets of one array of one place for a layer, in the order of its bytes."""
+    array = group.arrays[index]
+    axis = 0 if array.shard_axis is None else array.shard_axis
+    inner = math.prod(array.shape[axis + 1 :]) * _DTYPE_BYTES[array.dtype]
+    parts = _parts(array, reader, num_writers, num_readers)
+    target, (start, end) = _place(group, index, layer, reader, num_readers)
+    sides = [(*part, *_place(group, index, layer, part[0], num_writers)) for part in parts]
+    for row in range(math.prod(array.shape[:axis])):
+        for writer, first, last, source, (writer_start, writer_end) in sides:
+            yield RankCopy(
+                writer,
+                reader,
+                source + (row * (writer_end - writer_start) + first - writer_start) * inner,
+                target + (row * (end - start) + first - start) * inner,
+                (last - first) * inner,
+            )
+
+
+def _place(
+    group: KVGroup, index: int, layer: int, rank: int, num_ranks: int
+) -> tuple[int, tuple[int, int]]:
+    """Where an array begins in a rank's part of a unit, and what of its shard axis is there."""
+    array = group.arrays[index]
+    before = array_offsets(group.arrays, rank, num_ranks)[index]
+    if array.shard_axis is None:
+        span = (0, array.shape[0])
+    else:
+        span = shard(array.shape[array.shard_axis], rank, num_ranks)
+    return layer * group.layer_bytes(rank, num_ranks) + before, span
+
+
 def _parts(
-    group: KVGroup, reader: int, num_writers: int, num_readers: int
+    array: KVArray, reader: int, num_writers: int, num_readers: int
 ) -> list[tuple[int, int, int]]:
     """(writer, first, end): runs of places of the shard axis that a reader gets of one writer."""
-    if group.shard_axis is None:
-        return [(reader % num_writers, 0, 0)]
-    size = group.shape[group.shard_axis]
+    if array.shard_axis is None:
+        return [(reader % num_writers, 0, array.shape[0])]
+    size = array.shape[array.shard_axis]
     parts: list[tuple[int, int, int]] = []
     for place in range(*shard(size, reader, num_readers)):
         holders = [w for w in range(num_writers) if place in range(*shard(size, w, num_writers))]
@@ -215,44 +307,3 @@ def _parts(
         else:
             parts.append((writer, place, place + 1))
     return parts
-
-
-def _ranges(
-    group: KVGroup,
-    writer: tuple[int, int],
-    reader: tuple[int, int],
-    first: int,
-    end: int,
-    layers: tuple[int, int] | None,
-) -> list[RankCopy]:
-    """The ranges of bytes of places ``first`` to ``end`` of the shard axis; adjoining ones as one.
-
-    Args:
-        writer: its rank, and how many there are; likewise ``reader``.
-    """
-    axis = 1 if group.shard_axis is None else group.shard_axis
-    inner = math.prod(group.shape[axis + 1 :]) * _DTYPE_BYTES[group.dtype]
-    if group.shard_axis is None:
-        first, end = 0, group.shape[axis]
-        starts, sizes = (0, 0), (end, end)
-    else:
-        spans = [shard(group.shape[axis], *side) for side in (writer, reader)]
-        starts = (spans[0][0], spans[1][0])
-        sizes = (spans[0][1] - spans[0][0], spans[1][1] - spans[1][0])
-    per_layer = math.prod(group.shape[1:axis])
-    first_layer, end_layer = layers or (0, group.shape[0])
-    ranges: list[RankCopy] = []
-    for row in range(first_layer * per_layer, end_layer * per_layer):
-        source, target = (
-            (row * size + first - start) * inner for start, size in zip(starts, sizes, strict=True)
-        )
-        last = ranges[-1] if ranges else None
-        num_bytes = (end - first) * inner
-        if last and (last.source + last.num_bytes, last.target + last.num_bytes) == (
-            source,
-            target,
-        ):
-            ranges[-1] = last._replace(num_bytes=last.num_bytes + num_bytes)
-        else:
-            ranges.append(RankCopy(writer[0], reader[0], source, target, num_bytes))
-    return ranges

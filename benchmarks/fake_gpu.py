@@ -189,7 +189,7 @@ class FakeGPU:
 
     def move(self, runner: Any) -> None:
         """Have a runner that was made on the CPU take this for its device."""
-        runner._device = runner._input_batch._device = self.device
+        runner._device = runner._input_batch.device = self.device
         runner._input_batch._on_gpu = True
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:

@@ -85,7 +85,7 @@ class Engines:
         worker_of(engine.executor).device = self._gpu.device  # type: ignore
         worker_of(engine.executor).runner = runner = make_model_runner(
             worker_of(engine.executor).runner._model, engine.kv_memory.tensor,
-            engine.kv_memory.spec, config, "triton",
+            engine.kv_memory.spec, config, ("triton",),
             engine.max_model_len, with_graphs=True, samples_on_device=True,
         )  # fmt: skip
         runner.capture_graphs(self._gpu.capture)
@@ -172,7 +172,7 @@ class Layers:
         with torch.no_grad():
             for weight in model.model.embed_tokens.parameters():
                 weight.zero_()
-        spec = kv_cache_spec(config, model.sliding_windows, 16, torch.bfloat16)
+        spec = kv_cache_spec(model.kv_layers, 16, torch.bfloat16)
         options = EngineConfig(
             device="cpu", max_num_requests=32, max_num_batched_tokens=2048, block_size=16,
             long_prefill_token_threshold=2048,
@@ -180,7 +180,7 @@ class Layers:
         cache = allocate_kv_cache(spec, 64, torch.device("cpu"))
         self.num_layers = num_layers
         self.runner = make_model_runner(
-            model, cache, spec, options, "triton", 1024, with_graphs=True, samples_on_device=True
+            model, cache, spec, options, ("triton",), 1024, with_graphs=True, samples_on_device=True
         )
         gpu.move(self.runner)
         self._gpu = gpu

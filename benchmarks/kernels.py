@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 import baton_kernels as ops
+from baton.kv_layers import PagedKV
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.dispatch import native_ops
-from engine.core.kv_cache_groups import KVCacheGroup
-from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
+from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
 from environment import record_environment, write_results
 
 CONTEXT = 2048
@@ -99,8 +99,8 @@ def measure_attention(repetitions: int) -> list[dict[str, object]]:
         for batch in BATCHES:
             step = decode_step(batch)
             num_blocks = batch * CONTEXT // BLOCK_SIZE
-            layers = KVCacheGroup(None, tuple(range(NUM_LAYERS)))
-            spec = KVCacheSpec((layers,), num_kv_heads, BLOCK_SIZE, head_dim, torch.float32)
+            kv_layers = [PagedKV(num_kv_heads, head_dim)] * NUM_LAYERS
+            spec = kv_cache_spec(kv_layers, BLOCK_SIZE, torch.float32)
             cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu")).normal_()
             query = torch.randn(batch, num_heads, head_dim)
             flat = torch.randn(NUM_LAYERS, cache.numel() // NUM_LAYERS)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from baton.kv_layers import LayerKV
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from models.config import ModelConfig
@@ -19,26 +20,56 @@ from models.config import ModelConfig
 Rotations = tuple[tuple[Tensor, Tensor], ...]
 
 
+# A layer's views of the cache, each [num_blocks, ...]: one where it attends, or a state's arrays.
+LayerCache = Tensor | tuple[Tensor, ...]
+AttentionStep = tuple[AttentionMetadata, AttentionBackend]
+GroupStep = AttentionStep | tuple[StateMetadata, None]
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Everything but the token ids that one forward pass depends on; an argument, never ambient."""
 
     positions: Tensor  # [num_tokens] int64, of each token in its sequence
-    groups: tuple[tuple[AttentionMetadata, AttentionBackend], ...]  # of each KV cache group;
-    # the backend's plan() has seen the metadata
+    groups: tuple[GroupStep, ...]  # of each KV cache group; those of states have no backend, of
+    # others its plan() has seen the metadata; the first group is none of states
     layer_groups: tuple[int, ...]  # of each layer: its group
-    layer_caches: tuple[Tensor, ...]  # each [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    layer_caches: tuple[LayerCache, ...]  # of each layer
     after_layer: Callable[[int], None] | None = None  # called after each layer
 
     @property
     def max_seq_len(self) -> int:
         """Tokens of the longest request; groups share lengths."""
-        return self.groups[0][0].max_seq_len
+        metadata = self.groups[0][0]
+        assert isinstance(metadata, AttentionMetadata)
+        return metadata.max_seq_len
+
+    @property
+    def attention_groups(self) -> tuple[AttentionStep, ...] | None:
+        """The groups, if none of them is of states."""
+        groups = tuple(group for group in self.groups if isinstance(group[0], AttentionMetadata))
+        return groups if len(groups) == len(self.groups) else None
 
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
-        """Return the step of one layer: metadata, the backend that planned it, and its cache."""
+        """Return the step of a layer that attends: metadata, the backend that planned it, cache.
+
+        The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, of a latent
+        ``[num_blocks, block_size, width]``.
+        """
         attention, backend = self.groups[self.layer_groups[layer_index]]
-        return attention, backend, self.layer_caches[layer_index]
+        cache = self.layer_caches[layer_index]
+        assert backend is not None
+        assert isinstance(attention, AttentionMetadata)
+        assert isinstance(cache, Tensor)
+        return attention, backend, cache
+
+    def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
+        """Return the step of a layer with a state: metadata, and arrays ``[num_slots, ...]``."""
+        metadata, _ = self.groups[self.layer_groups[layer_index]]
+        cache = self.layer_caches[layer_index]
+        assert isinstance(metadata, StateMetadata)
+        assert isinstance(cache, tuple)
+        return metadata, cache
 
 
 class StateContext(Protocol):
@@ -58,8 +89,8 @@ class CausalLM(Protocol):
         ...
 
     @property
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        """Tokens, itself included, that a token looks back at in each layer; None: all of them."""
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        """What each layer keeps of the tokens before."""
         ...
 
     @property

@@ -96,6 +96,18 @@ class BlockTable:
         np.multiply(self._flat[blocks], self._block_size, out=out, dtype=np.int64)
         out += offsets
 
+    def blocks(
+        self, rows: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int32]:
+        """The blocks at some places of some rows: `[n]`.
+
+        Args:
+            rows: `[n]`.
+            indices: `[n]`, logical blocks.
+        """
+        blocks: npt.NDArray[np.int32] = self._flat[rows * self._rows.shape[1] + indices]
+        return blocks
+
     def gather(self, rows: npt.NDArray[np.int64], num_blocks: int, out: Tensor) -> Tensor:
         """The first blocks of some rows: `[num_requests, num_blocks]` int32, a view of ``out``.
 

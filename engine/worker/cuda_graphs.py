@@ -22,8 +22,9 @@ from torch import Tensor
 from baton.engine_config import EngineConfig
 from baton_kernels.attention.base import AttentionBackend
 from engine.sampling.device_sampling import sample_on_device
+from engine.worker.device_choice import BackendNames
 from engine.worker.graph_inputs import GraphInputs, StagedStep
-from models.base import CausalLM, ForwardContext
+from models.base import CausalLM, ForwardContext, LayerCache
 
 # Runs a step's body once or more, and gives what computes it again.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -42,15 +43,18 @@ def captured_sizes(most: int) -> tuple[int, ...]:
 
 
 def reason_against_graphs(
-    config: EngineConfig, device: torch.device, backend_name: str
+    config: EngineConfig, device: torch.device, backend_names: BackendNames
 ) -> str | None:
     """Why decode steps are not captured, as one phrase for the log; None: they are."""
     if not config.cuda_graphs:
         return "switched off"
     if device.type != "cuda":
         return f"the model is on {device.type}"
-    if backend_name not in CAPTURABLE_BACKENDS:
-        return f"attention backend {backend_name} cannot be captured"
+    for backend_name in backend_names:
+        if backend_name is None:
+            return "steps of models with states are not captured"
+        if backend_name not in CAPTURABLE_BACKENDS:
+            return f"attention backend {backend_name} cannot be captured"
     return None
 
 
@@ -60,15 +64,15 @@ class GraphContext:
 
     Attributes:
         model: the network, on its device.
-        backends: attention, one for each KV cache group.
+        backends: attention, one for each KV cache group; None: of states.
         layer_groups: of each layer, its group.
         layer_caches: of each layer, its part of the cache; they must never move.
     """
 
     model: CausalLM
-    backends: Sequence[AttentionBackend]
+    backends: Sequence[AttentionBackend | None]
     layer_groups: tuple[int, ...]
-    layer_caches: tuple[Tensor, ...]
+    layer_caches: tuple[LayerCache, ...]
 
 
 class StepGraphs:
@@ -86,6 +90,7 @@ class StepGraphs:
         self._capture = capture
         self._replays: dict[int, Callable[[], None]] = {}
         weight = context.layer_caches[0]
+        assert isinstance(weight, Tensor), "steps of models with states are not captured"
         largest, config = inputs.sizes[-1], context.model.config
         # [largest, hidden_size] and [largest]; not in the memory that the graphs share.
         self._hidden = torch.zeros(
@@ -126,9 +131,10 @@ class StepGraphs:
     def _body(self, size: int) -> Callable[[], None]:
         inputs, context = self._inputs, self._context
         attention = inputs.metadata(size)
+        backends = [backend for backend in context.backends if backend is not None]
         forward_context = ForwardContext(
             positions=inputs.section("positions", size),
-            groups=tuple(zip(attention, context.backends, strict=True)),
+            groups=tuple(zip(attention, backends, strict=True)),
             layer_groups=context.layer_groups,
             layer_caches=context.layer_caches,
         )
@@ -136,7 +142,7 @@ class StepGraphs:
         sampling = inputs.sampling_tensors(size)
 
         def body() -> None:
-            for backend, metadata in zip(context.backends, attention, strict=True):
+            for backend, metadata in zip(backends, attention, strict=True):
                 backend.plan(metadata)
             input_ids = inputs.source.index_select(0, token_index)  # [size]
             hidden = context.model.forward(input_ids, forward_context)  # [size, hidden_size]

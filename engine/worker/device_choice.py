@@ -13,14 +13,20 @@ import torch
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
+from baton.kv_manifest import KVKind
 from baton_kernels import FP8
+from baton_kernels.attention import choose_attention_backend
 from baton_kernels.dispatch import enable_native_kernels
+from engine.worker.kv_cache import KVCacheSpec
 from models.config import ModelConfig
 from models.cpu.packing import CpuPacker
 
 logger = logging.getLogger(__name__)
 
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+# Of each KV cache group the name of its backend; None: it has states, and nothing attends.
+BackendNames = tuple[str | None, ...]
 
 
 def choose_device(name: str) -> torch.device:
@@ -101,3 +107,30 @@ def choose_packer(
     if config.weights != "auto":
         raise ConfigError(f"weights: {config.weights} is for CPUs, got device {device}")
     return None
+
+
+def choose_backends(
+    spec: KVCacheSpec, config: EngineConfig, device: torch.device
+) -> tuple[str | None, ...]:
+    """Choose a backend for each group, by what its layers keep; a log line for each kind says why.
+
+    Raises ConfigError where what is asked for cannot be.
+    """
+    override = None if config.attention_backend == "auto" else config.attention_backend
+    chosen: dict[KVKind, str | None] = {}
+    for group in spec.groups:
+        kind = group.kv.kind
+        if kind in chosen:
+            continue
+        if kind is KVKind.STATE:
+            chosen[kind] = None
+            continue
+        chosen[kind], reason = choose_attention_backend(
+            device,
+            override,
+            spec.block_size,
+            fp8=config.kv_cache_dtype == "fp8",
+            latent=kind is KVKind.LATENT,
+        )
+        logger.info("attention backend %s for %s layers: %s", chosen[kind], kind.value, reason)
+    return tuple(chosen[group.kv.kind] for group in spec.groups)

@@ -15,6 +15,7 @@ import torch
 
 from baton.engine_config import EngineConfig
 from engine.worker.cuda_graphs import reason_against_graphs
+from engine.worker.device_choice import BackendNames
 from engine.worker.kv_cache import KVCacheSpec
 from engine.worker.model_runner import ModelRunner, make_model_runner
 from models.base import CausalLM
@@ -92,13 +93,13 @@ def make_captured_runner(
     kv_cache: torch.Tensor,
     spec: KVCacheSpec,
     config: EngineConfig,
-    backend_name: str,
+    backend_names: BackendNames,
     max_model_len: int,
 ) -> ModelRunner:
     """A runner whose decode steps are captured where they can be; a log line tells of it."""
-    reason_against = reason_against_graphs(config, kv_cache.device, backend_name)
+    reason_against = reason_against_graphs(config, kv_cache.device, backend_names)
     runner = make_model_runner(
-        model, kv_cache, spec, config, backend_name, max_model_len,
+        model, kv_cache, spec, config, backend_names, max_model_len,
         with_graphs=reason_against is None,
     )  # fmt: skip
     if reason_against is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.state_metadata import StateMetadata
 from engine.core.step_plan import SHARE, UNKNOWN_TOKEN, NewRow, StepPlan
 from engine.sampling.device_sampling import kernel_parameters
 from engine.sampling.logprobs import PromptRows
@@ -34,7 +35,7 @@ class ModelInput:
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     last_token_rows: Tensor  # [num_sampling] int64, rows of the tokens whose logits are wanted
-    attention: tuple[AttentionMetadata, ...]  # of each KV cache group
+    groups: tuple[AttentionMetadata | StateMetadata, ...]  # of each KV cache group
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,13 @@ class _Buffers:
     """What one step is written into."""
 
     def __init__(
-        self, max_rows: int, max_num_tokens: int, max_blocks: int, groups: int, pin: bool
+        self,
+        max_rows: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        groups: int,
+        state_groups: Collection[int],
+        pin: bool,
     ) -> None:
         tables = max_rows * max_blocks
         self.input_ids = _Buffer(max_num_tokens, torch.int64, pin)
@@ -81,6 +88,34 @@ class _Buffers:
         self.last_token_rows = _Buffer(max_num_tokens, torch.int64, pin)
         self.sampling_rows = _Buffer(max_num_tokens, torch.int64, pin)
         self.unknown = _Buffer(2 * max_rows, torch.int64, pin)
+        max_segments = max_num_tokens if state_groups else 0
+        self.segment_start_loc = _Buffer(max_segments + 1, torch.int32, pin)
+        self.request_start_loc = _Buffer(max_rows + 1, torch.int32, pin)
+        self.state_slots = {
+            group: (
+                _Buffer(max_segments, torch.int32, pin),
+                _Buffer(max_segments, torch.int32, pin),
+            )
+            for group in state_groups
+        }  # to read and to write
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """Runs of tokens of one request within one block: each `[num_segments]`.
+
+    Attributes:
+        rows: of the input batch.
+        starts: positions of their first tokens.
+        blocks: logical ones that they lie in.
+        lens: tokens of each.
+    """
+
+    num_requests: int
+    rows: Ints
+    starts: Ints
+    blocks: Ints
+    lens: tuple[int, ...]
 
 
 class _Columns:
@@ -159,12 +194,14 @@ class InputBatch:
         max_decode_rows: most tokens of a step that only decodes, drafts included; None: as many as
             requests.
         sliding_windows: of each KV cache group; None: full attention.
+        state_groups: which of these hold states.
         max_blocks: most blocks of one request in one group.
         block_size: tokens per block.
         device: where the model runs.
         graph_inputs: where steps are staged that can be replayed; None: nothing is captured.
 
     Attributes:
+        device: where the model runs.
         max_num_tokens: most tokens in a step.
         last_tokens: `[max_num_requests + 1]` int64 on the device, the token that was sampled last
             in each row; the runner writes it.
@@ -177,12 +214,14 @@ class InputBatch:
         max_num_tokens: int,
         max_decode_rows: int | None = None,
         sliding_windows: Sequence[int | None] = (None,),
+        state_groups: Collection[int] = (),
         max_blocks: int,
         block_size: int,
         device: torch.device,
         graph_inputs: GraphInputs | None = None,
     ) -> None:
-        self._device = device
+        self.device = device
+        self._block_size, self._state_groups = block_size, frozenset(state_groups)
         self._on_gpu = pin = device.type == "cuda"
         num_groups = len(sliding_windows)
         self._graph_inputs = graph_inputs
@@ -194,7 +233,14 @@ class InputBatch:
             else graph_inputs.last_tokens
         )
         self._spare, self._buffers = (
-            _Buffers(self._max_decode_rows, max_num_tokens, max_blocks, num_groups, pin)
+            _Buffers(
+                self._max_decode_rows,
+                max_num_tokens,
+                max_blocks,
+                num_groups,
+                self._state_groups,
+                pin,
+            )
             for _ in range(2)
         )
         self._block_tables = [
@@ -298,7 +344,7 @@ class InputBatch:
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),
             positions=self._to_device(buffers.positions.tensor[:num_tokens]),
             last_token_rows=self._to_device(buffers.last_token_rows.tensor[: len(sampling)]),
-            attention=self._attention(columns, token_rows, positions),
+            groups=self._groups(columns, token_rows, positions),
         )
         return PreparedStep(
             model_input,
@@ -321,20 +367,24 @@ class InputBatch:
         on_device = self._to_device(buffer.tensor[: 2 * len(places)]).view(2, -1)
         return on_device[0], on_device[1]
 
-    def _attention(
+    def _groups(
         self, columns: _Columns, token_rows: Ints, positions: Ints
-    ) -> tuple[AttentionMetadata, ...]:
-        """The groups differ in their blocks alone."""
+    ) -> tuple[AttentionMetadata | StateMetadata, ...]:
+        """Groups of attention, and groups of states, differ in their blocks alone."""
         buffers, rows, ends = self._buffers, columns.rows, columns.ends
         num_requests, num_tokens = len(rows), len(positions)
         max_query_len, max_seq_len = int(columns.query_lens.max()), int(ends.max())
         query_lens_host, seq_lens_host = tuple(columns.query_lens.tolist()), tuple(ends.tolist())
         query_start_loc = self._to_device(buffers.query_start_loc.tensor[: num_requests + 1])
         seq_lens = self._to_device(buffers.seq_lens.tensor[:num_requests])
-        groups = []
-        for block_table, slot_mapping, gathered in zip(
-            self._block_tables, buffers.slot_mappings, buffers.block_tables, strict=True
+        segments = self._segments(columns) if self._state_groups else None
+        groups: list[AttentionMetadata | StateMetadata] = []
+        for index, (block_table, slot_mapping, gathered) in enumerate(
+            zip(self._block_tables, buffers.slot_mappings, buffers.block_tables, strict=True)
         ):
+            if segments is not None and index in self._state_groups:
+                groups.append(self._states(segments, block_table, index))
+                continue
             block_table.slots(token_rows, positions, out=slot_mapping.array[:num_tokens])
             num_blocks = block_table.num_blocks(max_seq_len)
             metadata = AttentionMetadata(
@@ -351,6 +401,43 @@ class InputBatch:
             )
             groups.append(metadata)
         return tuple(groups)
+
+    def _segments(self, columns: _Columns) -> _Segments:
+        """Cut the tokens of each request where blocks end."""
+        assert columns.num_behind is None, "a state behind drafts cannot be taken back"
+        buffers, block_size = self._buffers, self._block_size
+        first_blocks = columns.starts // block_size
+        counts = (columns.ends - 1) // block_size - first_blocks + 1
+        request_start_loc = buffers.request_start_loc.array[: len(counts) + 1]
+        request_start_loc[1:] = counts.cumsum()
+        num_segments = int(request_start_loc[-1])
+        after_first = np.arange(num_segments) - request_start_loc[:-1].repeat(counts)
+        blocks = first_blocks.repeat(counts) + after_first
+        starts = np.maximum(blocks * block_size, columns.starts.repeat(counts))
+        lens = np.minimum((blocks + 1) * block_size, columns.ends.repeat(counts)) - starts
+        buffers.segment_start_loc.array[1 : num_segments + 1] = lens.cumsum()
+        return _Segments(
+            len(counts), columns.rows.repeat(counts), starts, blocks, tuple(lens.tolist())
+        )
+
+    def _states(self, segments: _Segments, block_table: BlockTable, group: int) -> StateMetadata:
+        buffers, num_segments = self._buffers, len(segments.lens)
+        reads, writes = buffers.state_slots[group]
+        before = np.maximum(segments.starts - 1, 0) // self._block_size
+        read_slots = block_table.blocks(segments.rows, before)
+        reads.array[:num_segments] = np.where(segments.starts > 0, read_slots, -1)
+        writes.array[:num_segments] = block_table.blocks(segments.rows, segments.blocks)
+        return StateMetadata(
+            num_segments=num_segments,
+            num_tokens=sum(segments.lens),
+            segment_start_loc=self._to_device(buffers.segment_start_loc.tensor[: num_segments + 1]),
+            read_slots=self._to_device(reads.tensor[:num_segments]),
+            write_slots=self._to_device(writes.tensor[:num_segments]),
+            request_start_loc=self._to_device(
+                buffers.request_start_loc.tensor[: segments.num_requests + 1]
+            ),
+            segment_lens=segments.lens,
+        )
 
     def _prompt_rows(self, columns: _Columns, index: int, first_row: int) -> PromptRows:
         """What is computed again after the first output predicts no token of the prompt."""
@@ -404,4 +491,4 @@ class InputBatch:
             block_table.clear(row)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True) if self._on_gpu else tensor
+        return tensor.to(self.device, non_blocking=True) if self._on_gpu else tensor

@@ -1,45 +1,55 @@
 """The KV cache: its shape, its bytes, and the one tensor. Layout: architecture section "Layout".
 
-Block-major, `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`: all layers of
-a block are one contiguous range, which is what a push to another machine wants. In a uniform model
-there is one group, and a block holds all layers.
+Block-major: all layers of a block are one contiguous range, which is what a push to another machine
+wants. In a uniform model there is one group, and a block holds all layers:
+
+    [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]
+
+Where layers keep unlike things (latents, states, other heads), a block is bytes, and each layer has
+a view of its own in each of them. Blocks of all groups are of equal bytes; what a group does not
+need is at the end of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import msgspec
 import torch
 import xxhash
+from torch import Tensor
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.kv_manifest import KVGroup, KVKind, KVManifest
-from engine.core.kv_cache_groups import KVCacheGroup, group_layers
+from baton.kv_layers import LayerKV
+from baton.kv_manifest import KVGroup, KVKind, KVManifest, array_offsets
+from engine.core.kv_cache_groups import KVCacheGroup, group_layers, smallest_block_size
+from models.base import LayerCache
 from models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Shape and element type of one block, which is the same in all groups of layers.
+    """What blocks hold, group by group.
 
-    The only place that knows what a layer keeps of a token: a key and a value per head. MLA
-    (DeepSeek-AI, arXiv:2405.04434) keeps one latent vector instead, and would be a spec with
-    another ``layer_shape``, `(block_size, latent_dim)`.
+    Attributes:
+        groups: of layers.
+        block_size: tokens of a block.
+        dtype: of keys, values and latents.
+        compute_dtype: of activations, and of states that do not say another.
+        kv_scales: digest of what numbers are multiplied with; empty: with nothing.
     """
 
     groups: tuple[KVCacheGroup, ...]
-    num_kv_heads: int
     block_size: int
-    head_dim: int
     dtype: torch.dtype
-    kv_scales: str = ""  # digest of what numbers are multiplied with; empty: with nothing
+    compute_dtype: torch.dtype
+    kv_scales: str = ""
 
     @property
     def num_groups(self) -> int:
@@ -48,8 +58,13 @@ class KVCacheSpec:
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Of each group."""
-        return tuple(group.sliding_window for group in self.groups)
+        """Newest tokens that each group keeps blocks for, the next one included; None: all."""
+        return tuple(group.kv.retained_tokens for group in self.groups)
+
+    @property
+    def state_groups(self) -> tuple[int, ...]:
+        """Groups whose layers keep a state."""
+        return tuple(i for i, group in enumerate(self.groups) if group.kv.kind is KVKind.STATE)
 
     @property
     def num_null_blocks(self) -> int:
@@ -57,48 +72,82 @@ class KVCacheSpec:
         return int(any(window is not None for window in self.sliding_windows))
 
     @property
-    def layer_places(self) -> tuple[tuple[int, int], ...]:
-        """Of each layer of the model: its group, and its place in that group's blocks."""
-        places = {
-            layer: (index, place)
-            for index, group in enumerate(self.groups)
-            for place, layer in enumerate(group.layers)
-        }
-        return tuple(places[layer] for layer in range(len(places)))
-
-    @property
-    def layer_shape(self) -> tuple[int, ...]:
-        """What one layer keeps in one block."""
-        return (2, self.num_kv_heads, self.block_size, self.head_dim)
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """``(layers_per_group, *layer_shape)``; a shorter group leaves the last layers empty."""
-        layers_per_group = max(len(group.layers) for group in self.groups)
-        return (layers_per_group, *self.layer_shape)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, all layers of a group."""
-        return math.prod(self.block_shape) * self.dtype.itemsize
+    def layer_groups(self) -> tuple[int, ...]:
+        """Of each layer of the model: its group."""
+        groups = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(groups[layer] for layer in range(len(groups)))
 
     @property
     def manifest(self) -> KVManifest:
         """What lies in a block, for whoever is to write there or to name what does."""
-        groups = (
+        groups = [
             KVGroup(
-                kind=KVKind.PAGED if group.sliding_window is None else KVKind.WINDOW,
+                kind=group.kv.kind,
                 layers=group.layers,
-                shape=self.block_shape,
+                arrays=group.kv.arrays(
+                    self.block_size, _name(self.dtype), _name(self.compute_dtype)
+                ),
+                num_places=len(group.layers),
                 block_size=self.block_size,
-                shard_axis=2,  # heads
-                dtype=str(self.dtype).removeprefix("torch."),
-                scales=self.kv_scales,
-                window=group.sliding_window or 0,
+                scales="" if group.kv.kind is KVKind.STATE else self.kv_scales,
+                window=group.kv.retained_tokens or 0 if group.kv.kind is KVKind.WINDOW else 0,
+                handoff=group.kv.handoff,
             )
             for group in self.groups
-        )
+        ]
+        if len({group.arrays for group in groups}) == 1:  # a short one has the places of the others
+            num_places = max(group.num_places for group in groups)
+            groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
         return KVManifest(groups=tuple(groups))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, the same in all groups."""
+        return self.manifest.unit_bytes()
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Of a block in the tensor: ``(layers, *shape)``, or ``(1, bytes)`` of unlike layers."""
+        return self._plain or (1, self.block_bytes)
+
+    @property
+    def tensor_dtype(self) -> torch.dtype:
+        """Of the tensor: that of keys and values, or bytes where layers are unlike."""
+        return torch.uint8 if self._plain is None else self.dtype
+
+    @property
+    def _plain(self) -> tuple[int, ...] | None:
+        """``(layers, *shape)`` where each layer of each group keeps one and the same array."""
+        first, *others = self.manifest.groups
+        if len(first.arrays) > 1 or any(group.arrays != first.arrays for group in others):
+            return None
+        return (first.num_places, *first.arrays[0].shape)
+
+    def layer_caches(self, tensor: Tensor) -> tuple[LayerCache, ...]:
+        """Of each layer of the model: its views of the cache, each `[num_blocks, *shape]`.
+
+        A layer that attends has one view, a layer with a state a tuple of them.
+
+        Args:
+            tensor: from `allocate_kv_cache`.
+        """
+        plain = self._plain is not None
+        caches: dict[int, LayerCache] = {}
+        for group, described in zip(self.groups, self.manifest.groups, strict=True):
+            for place, layer in enumerate(group.layers):
+                views = (tensor[:, place],) if plain else _views(tensor, described, place)
+                caches[layer] = views if described.kind is KVKind.STATE else views[0]
+        return tuple(caches[layer] for layer in range(len(caches)))
+
+
+def _views(tensor: Tensor, group: KVGroup, place: int) -> tuple[Tensor, ...]:
+    """The arrays of one place for a layer, as views of blocks of bytes."""
+    views = []
+    for array, offset in zip(group.arrays, array_offsets(group.arrays), strict=False):
+        start = place * group.layer_bytes() + offset
+        view = tensor[:, 0, start : start + array.num_bytes()].view(getattr(torch, array.dtype))
+        views.append(view.view(len(tensor), *array.shape))
+    return tuple(views)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,8 +155,8 @@ class KVMemory:
     """The KV cache of one worker, as nodes see it.
 
     Attributes:
-        tensor: `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`; never
-            moves. For a connector, which registers it.
+        tensor: `[num_blocks, layers or 1, ...]`, see `KVCacheSpec.block_shape`; never moves. For a
+            connector, which registers it.
         manifest: what lies in a block of it.
     """
 
@@ -124,13 +173,13 @@ class KVMemory:
 
     @property
     def layers_per_group(self) -> int:
-        """Layers in a block."""
+        """Layers in a block, or 1 where blocks cannot be cut into them."""
         return self.spec.block_shape[0]
 
     @property
     def dtype(self) -> str:
-        """Of its elements, by name."""
-        return str(self.spec.dtype).removeprefix("torch.")
+        """Of keys and values, by name."""
+        return _name(self.spec.dtype)
 
     def fence(self) -> Callable[[], bool] | None:
         """Asks whether a GPU has done what this thread has launched so far; None: it is done.
@@ -144,23 +193,40 @@ class KVMemory:
 
 
 def kv_cache_spec(
-    model: ModelConfig,
-    sliding_windows: tuple[int | None, ...],
+    kv_layers: Sequence[LayerKV],
     block_size: int,
     dtype: torch.dtype,
     scales: Sequence[tuple[float, float]] = (),
+    compute_dtype: torch.dtype | None = None,
 ) -> KVCacheSpec:
     """The cache that a model needs.
 
     Args:
-        sliding_windows: of each layer; None: full attention.
+        kv_layers: what each layer keeps.
+        block_size: tokens of a block; 0: 16, or what the states of a model ask for.
         scales: of the keys and values of each layer, where the cache is of float8.
+        compute_dtype: of activations; None: ``dtype``.
+
+    Raises:
+        ConfigError: blocks of that size cannot hold the model's states, or no cache of ours can.
     """
+    compute_dtype = compute_dtype or dtype
     digest = ""
     if dtype.itemsize == 1:
         digest = xxhash.xxh3_64_hexdigest(struct.pack(f"<{2 * len(scales)}d", *chain(*scales)))
-    groups = group_layers(sliding_windows)
-    return KVCacheSpec(groups, model.num_kv_heads, block_size, model.head_dim, dtype, digest)
+        if any(kv.kind is KVKind.LATENT for kv in kv_layers):
+            raise ConfigError("kv_cache_dtype: fp8 is not supported for latents (MLA)")
+
+    def layer_bytes(kv: LayerKV, num_tokens: int) -> int:
+        return array_offsets(kv.arrays(num_tokens, _name(dtype), _name(compute_dtype)))[-1]
+
+    block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
+    groups = group_layers(kv_layers, block_size, layer_bytes)
+    return KVCacheSpec(groups, block_size, dtype, compute_dtype, digest)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def choose_num_blocks(
@@ -202,7 +268,7 @@ def choose_max_model_len(
             f"num_blocks: {num_blocks} blocks hold no token of this model; "
             f"at least {needed} are needed"
         )
-    capacity = (num_blocks - spec.num_null_blocks) // spec.num_groups * config.block_size
+    capacity = (num_blocks - spec.num_null_blocks) // spec.num_groups * spec.block_size
     if config.max_model_len is None:
         return min(model.max_model_len, capacity)
     if config.max_model_len > model.max_position_embeddings:
@@ -219,7 +285,7 @@ def choose_max_model_len(
 
 
 def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """The cache tensor, `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`.
+    """The cache tensor, `[num_blocks, *spec.block_shape]`.
 
     Zeroed, so that what attention masks out is never a NaN. Allocated once and kept until the
     process ends: a peer may write into it. On a CPU the pages are the kernel's zero pages until
@@ -228,7 +294,7 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
     """
     shape = (num_blocks, *spec.block_shape)
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=spec.dtype, device=device)
+        return torch.zeros(shape, dtype=spec.tensor_dtype, device=device)
     num_bytes = num_blocks * spec.block_bytes
     try:
         memory = mmap.mmap(-1, num_bytes)
@@ -236,4 +302,4 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
         raise ConfigError(f"kv_cache_bytes: {num_bytes} bytes cannot be had: {error}") from error
     with contextlib.suppress(AttributeError, OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=spec.dtype).view(shape)
+    return torch.frombuffer(memory, dtype=spec.tensor_dtype).view(shape)

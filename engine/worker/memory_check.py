@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton.api.errors import ConfigError
 from baton.engine_config import GIB, EngineConfig
+from engine.core.kv_cache_groups import DEFAULT_BLOCK_SIZE
 from engine.worker.host_memory import HostMemory
 from models.config import ModelConfig
 from models.memory_needs import memory_needs
@@ -34,7 +35,7 @@ def check_memory(
         model,
         dtype=dtype,
         kv_cache_dtype=config.kv_cache_dtype,
-        block_size=config.block_size,
+        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         folder=model_folder,
         native_kernels=config.native_kernels,
     )

@@ -16,6 +16,7 @@ from baton.api.errors import ConfigError
 from baton.engine_config import DEFAULT_MEMORY_UTILIZATION, GIB, EngineConfig
 from engine.core.step_plan import StepPlan
 from engine.worker.cuda_graphs import reason_against_graphs
+from engine.worker.device_choice import BackendNames
 from engine.worker.graph_capture import measure_graph_bytes
 from engine.worker.host_memory import peak_growth, read_host_memory
 from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
@@ -76,7 +77,7 @@ def measure_kv_cache_bytes(
     spec: KVCacheSpec,
     config: EngineConfig,
     device: torch.device,
-    backend_name: str,
+    backend_names: BackendNames,
 ) -> int:
     """Bytes that the KV cache may take, by a dummy of the largest step; one log line says why.
 
@@ -99,10 +100,10 @@ def measure_kv_cache_bytes(
     num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
     if num_tokens > 0:
         longest = min(num_tokens, model.config.max_model_len)
-        step = largest_step(config, longest, spec.num_groups)
+        step = largest_step(config, longest, spec)
         try:
-            activations = _measure_peak(model, spec, config, device, backend_name, step)
-            graphs = _measure_graphs(model, spec, config, device, backend_name, longest)
+            activations = _measure_peak(model, spec, config, device, backend_names, step)
+            graphs = _measure_graphs(model, spec, config, device, backend_names, longest)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
         # On a GPU, the first step makes libraries take memory for good. On a CPU, memory that the
@@ -124,13 +125,13 @@ def _measure_peak(
     spec: KVCacheSpec,
     config: EngineConfig,
     device: torch.device,
-    backend_name: str,
+    backend_names: BackendNames,
     step: StepPlan,
 ) -> int:
     """Bytes that computing ``step`` needs on top of what is allocated."""
 
     def compute() -> None:
-        compute_dummies(model, spec, config, device, backend_name, [step])
+        compute_dummies(model, spec, config, device, backend_names, [step])
 
     if device.type == "cpu":
         return peak_growth(compute)
@@ -146,17 +147,17 @@ def _measure_graphs(
     spec: KVCacheSpec,
     config: EngineConfig,
     device: torch.device,
-    backend_name: str,
+    backend_names: BackendNames,
     longest: int,
 ) -> int:
     """Bytes that graphs of decode steps take, with requests of up to ``longest`` tokens."""
-    if reason_against_graphs(config, device, backend_name) is not None:
+    if reason_against_graphs(config, device, backend_names) is not None:
         return 0
 
     def make_runner() -> ModelRunner:
         kv_cache = allocate_kv_cache(spec, 1, device)
         return make_model_runner(
-            model, kv_cache, spec, config, backend_name, longest, with_graphs=True
+            model, kv_cache, spec, config, backend_names, longest, with_graphs=True
         )
 
     return measure_graph_bytes(make_runner)

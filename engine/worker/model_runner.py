@@ -12,6 +12,8 @@ from torch import Tensor
 
 from baton.engine_config import EngineConfig
 from baton_kernels.attention import ATTENTION_BACKENDS
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from baton_kernels.state_metadata import StateMetadata
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
@@ -19,10 +21,11 @@ from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_input import SamplingInput
 from engine.worker.cuda_graphs import Capture, GraphContext, StepGraphs, captured_sizes
+from engine.worker.device_choice import BackendNames
 from engine.worker.graph_inputs import GraphInputs, StagedStep
 from engine.worker.input_batch import InputBatch, PreparedStep
 from engine.worker.kv_cache import KVCacheSpec
-from models.base import CausalLM, ForwardContext
+from models.base import CausalLM, ForwardContext, GroupStep
 
 NO_HOOKS = StepHooks()
 AnyPreparedStep = PreparedStep | StagedStep
@@ -75,7 +78,8 @@ class ModelRunner:
     ask for logprobs, are chosen on the host: launching a step with any of them waits for it.
 
     Args:
-        context: the model, its attention backends (one for each KV cache group) and its cache.
+        context: the model, its attention backends (one for each KV cache group that attends) and
+            its cache.
         input_batch: persistent input buffers on the model's device.
         graph_inputs: of steps that may be captured; None: none may.
         samples_on_device: whether the sampling kernel runs there.
@@ -94,7 +98,7 @@ class ModelRunner:
         self._input_batch = input_batch
         self._graph_inputs = graph_inputs
         self._samples_on_device = samples_on_device
-        self._device = device = context.layer_caches[0].device
+        self._device = device = input_batch.device
         self._graphs: StepGraphs | None = None
         self._sampled, self._spare = (  # on the host, of this step and of the one before
             torch.zeros(
@@ -164,14 +168,13 @@ class ModelRunner:
     ) -> LaunchedStep:
         inputs, context = prepared.model, self._context
         last_tokens = self._input_batch.last_tokens
-        for backend, attention in zip(context.backends, inputs.attention, strict=True):
-            backend.plan(attention)
+        groups = plan_groups(inputs.groups, context.backends)
         if prepared.unknown is not None:
             places, rows = prepared.unknown
             inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
         forward_context = ForwardContext(
             positions=inputs.positions,
-            groups=tuple(zip(inputs.attention, context.backends, strict=True)),
+            groups=groups,
             layer_groups=context.layer_groups,
             layer_caches=context.layer_caches,
             after_layer=hooks.after_layer,
@@ -242,7 +245,7 @@ def make_model_runner(
     kv_cache: Tensor,
     spec: KVCacheSpec,
     config: EngineConfig,
-    backend_name: str,
+    backend_names: BackendNames,
     max_model_len: int,
     *,
     with_graphs: bool = False,
@@ -255,7 +258,7 @@ def make_model_runner(
         samples_on_device: None: on a GPU with Triton.
     """
     device = kv_cache.device
-    max_blocks = -(-max_model_len // config.block_size) + 1
+    max_blocks = -(-max_model_len // spec.block_size) + 1
     most = min(config.max_decode_rows, config.cuda_graph_max_batch)
     graph_inputs = None
     if with_graphs:
@@ -272,9 +275,9 @@ def make_model_runner(
     return ModelRunner(
         GraphContext(
             model,
-            [ATTENTION_BACKENDS.load(backend_name)() for _ in spec.groups],
-            tuple(group for group, _ in spec.layer_places),
-            tuple(kv_cache[:, place] for _, place in spec.layer_places),
+            make_backends(backend_names),
+            spec.layer_groups,
+            spec.layer_caches(kv_cache),
         ),
         InputBatch(
             max_num_requests=config.max_num_requests,
@@ -282,10 +285,32 @@ def make_model_runner(
             max_decode_rows=config.max_decode_rows,
             sliding_windows=spec.sliding_windows,
             max_blocks=max_blocks,
-            block_size=config.block_size,
+            block_size=spec.block_size,
+            state_groups=spec.state_groups,
             device=device,
             graph_inputs=graph_inputs,
         ),
         graph_inputs,
         samples_on_device=samples_on_device,
     )
+
+
+def make_backends(names: BackendNames) -> tuple[AttentionBackend | None, ...]:
+    """A backend of its own for each group that attends."""
+    return tuple(None if name is None else ATTENTION_BACKENDS.load(name)() for name in names)
+
+
+def plan_groups(
+    groups: Sequence[AttentionMetadata | StateMetadata],
+    backends: Sequence[AttentionBackend | None],
+) -> tuple[GroupStep, ...]:
+    """Have each backend plan its group's step, and pair them."""
+    steps: list[GroupStep] = []
+    for metadata, backend in zip(groups, backends, strict=True):
+        if isinstance(metadata, StateMetadata):
+            steps.append((metadata, None))
+        else:
+            assert backend is not None
+            backend.plan(metadata)
+            steps.append((metadata, backend))
+    return tuple(steps)

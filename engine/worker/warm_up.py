@@ -18,6 +18,7 @@ from baton.api.errors import ConfigError
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import SHARE, NewBlocks, NewRow, StepPlan
+from engine.worker.device_choice import BackendNames
 from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
 from engine.worker.model_runner import make_model_runner
 from models.base import CausalLM
@@ -34,7 +35,7 @@ def warm_up(
     spec: KVCacheSpec,
     config: EngineConfig,
     device: torch.device,
-    backend_name: str,
+    backend_names: BackendNames,
     max_model_len: int,
 ) -> None:
     """Compute the largest step and the small ones that a GPU compiles other kernels for.
@@ -42,10 +43,9 @@ def warm_up(
     Raises ConfigError where the largest does not fit.
     """
     started = time.monotonic()
-    groups = spec.num_groups
-    steps = [largest_step(config, max_model_len, groups), *small_steps(config, groups)]
+    steps = [largest_step(config, max_model_len, spec), *small_steps(config, spec)]
     try:
-        compute_dummies(model, spec, config, device, backend_name, steps)
+        compute_dummies(model, spec, config, device, backend_names, steps)
     except torch.OutOfMemoryError as error:
         raise too_large(max_model_len, str(device)) from error
     logger.info("warmed up in %.1f s", time.monotonic() - started)
@@ -56,7 +56,7 @@ def compute_dummies(
     spec: KVCacheSpec,
     config: EngineConfig,
     device: torch.device,
-    backend_name: str,
+    backend_names: BackendNames,
     steps: Iterable[StepPlan],
 ) -> None:
     """Compute steps on a cache of their own; nothing is left of them."""
@@ -67,7 +67,7 @@ def compute_dummies(
         for start, num_tokens in zip(step.shares[1::SHARE], step.shares[2::SHARE], strict=True)
     )
     kv_cache = allocate_kv_cache(spec, 1, device)
-    runner = make_model_runner(model, kv_cache, spec, config, backend_name, longest)
+    runner = make_model_runner(model, kv_cache, spec, config, backend_names, longest)
     for step in steps:
         runner.execute(step)
 
@@ -80,7 +80,7 @@ def too_large(num_tokens: int, where: str) -> ConfigError:
     )
 
 
-def largest_step(config: EngineConfig, max_seq_len: int, num_groups: int = 1) -> StepPlan:
+def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> StepPlan:
     """The step that needs most memory: all tokens and all requests that a step may have.
 
     The first request's chunk is the last one of a prompt of ``max_seq_len`` tokens; the others
@@ -92,10 +92,10 @@ def largest_step(config: EngineConfig, max_seq_len: int, num_groups: int = 1) ->
         num_tokens = min(config.long_prefill_token_threshold, left - others, max_seq_len)
         left -= num_tokens
         dummies.append((max_seq_len if index == 0 else num_tokens, num_tokens))
-    return _plan(dummies, _WITH_LOGPROBS, config, num_groups, config.max_num_drafts)
+    return _plan(dummies, _WITH_LOGPROBS, spec, config.max_num_drafts)
 
 
-def small_steps(config: EngineConfig, num_groups: int = 1) -> Iterator[StepPlan]:
+def small_steps(config: EngineConfig, spec: KVCacheSpec) -> Iterator[StepPlan]:
     """Prompts that end, and decodes, of 1 and 2 requests and of powers of two.
 
     Their tokens are chosen on the device, which those of the largest step are not. Triton compiles
@@ -112,14 +112,13 @@ def small_steps(config: EngineConfig, num_groups: int = 1) -> Iterator[StepPlan]
         for seq_len, num_tokens, num_drafts in kinds:
             if num_tokens == 1 or num_requests * num_tokens <= config.max_num_batched_tokens:
                 dummies = [(seq_len, num_tokens)] * num_requests
-                yield _plan(dummies, _SAMPLED, config, num_groups, num_drafts)
+                yield _plan(dummies, _SAMPLED, spec, num_drafts)
 
 
 def _plan(
     dummies: Sequence[tuple[int, int]],
     params: SamplingParams,
-    config: EngineConfig,
-    num_groups: int,
+    spec: KVCacheSpec,
     num_drafts: int = 0,
 ) -> StepPlan:
     """Requests in block 0, all of which sample.
@@ -137,7 +136,7 @@ def _plan(
     return StepPlan(
         tuple(new_rows),
         tuple(
-            NewBlocks(row, [0] * (-(-seq_len // config.block_size) * num_groups))
+            NewBlocks(row, [0] * (-(-seq_len // spec.block_size) * spec.num_groups))
             for row, (seq_len, _) in enumerate(dummies)
         ),
         shares,

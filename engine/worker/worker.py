@@ -6,13 +6,15 @@ Refuses to know: requests, schedulers, what a plan is for.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
+from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton_kernels.attention import choose_attention_backend
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.worker.cores import use_cores
 from engine.worker.device_choice import (
+    choose_backends,
     choose_device,
     choose_dtype,
     choose_kv_cache_dtype,
@@ -70,28 +72,29 @@ class Worker:
         )
         self.model_config = model.config
         spec = kv_cache_spec(
-            model.config,
-            model.sliding_windows,
+            model.kv_layers,
             config.block_size,
             choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
             model.kv_scales,
+            self.dtype,
         )
-        override = None if config.attention_backend == "auto" else config.attention_backend
-        backend_name, reason = choose_attention_backend(
-            device, override, config.block_size, fp8=config.kv_cache_dtype == "fp8"
-        )
-        logger.info("attention backend %s: %s", backend_name, reason)
+        if not config.block_size:
+            logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)
+        self.config = config = replace(config, block_size=spec.block_size)
+        if spec.state_groups and config.max_num_drafts:
+            raise ConfigError("speculative_method: a model's states cannot be taken back; use none")
+        backends = choose_backends(spec, config, device)
         num_blocks = choose_num_blocks(
             spec,
             config,
-            lambda: measure_kv_cache_bytes(model, spec, config, device, backend_name),
+            lambda: measure_kv_cache_bytes(model, spec, config, device, backends),
         )
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
         if device.type == "cuda":
-            warm_up(model, spec, config, device, backend_name, self.max_model_len)
+            warm_up(model, spec, config, device, backends, self.max_model_len)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
         self.runner = make_captured_runner(
-            model, self.kv_memory.tensor, spec, config, backend_name, self.max_model_len
+            model, self.kv_memory.tensor, spec, config, backends, self.max_model_len
         )
 
     def prepare(self, plan: StepPlan, hooks: StepHooks) -> AnyPreparedStep:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from baton.kv_layers import LayerKV, PagedKV
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import DecodeTapes
@@ -31,7 +32,9 @@ class DecoderOptions:
     Attributes:
         attention: of the layers that `mixer` does not make.
         mlp_bias: of the feed-forward parts that `feed_forward` does not make.
-        sliding_windows: of each layer; None: no layer has one.
+        sliding_windows: of each layer that `mixer` does not make; None: no layer has one.
+        kv_layers: what each layer keeps, where mixers do not all attend by keys and values of the
+            config's heads; None: they do.
         mixer: makes what mixes the tokens of a layer, called as ``Attention`` is; None: attention.
         feed_forward: makes what follows, `[num_tokens, hidden_size]` to the same; None: a gated
             MLP.
@@ -41,6 +44,7 @@ class DecoderOptions:
     attention: AttentionOptions = field(default_factory=AttentionOptions)
     mlp_bias: bool = False
     sliding_windows: tuple[int | None, ...] | None = None
+    kv_layers: tuple[LayerKV, ...] | None = None
     mixer: LayerPart | None = None
     feed_forward: LayerPart | None = None
     ropes: tuple[RopeConfig, ...] | None = None
@@ -143,7 +147,10 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
         self.config = config
-        self.sliding_windows = options.sliding_windows or (None,) * config.num_layers
+        self.kv_layers = options.kv_layers or tuple(
+            PagedKV(config.num_kv_heads, config.head_dim, window)
+            for window in options.sliding_windows or (None,) * config.num_layers
+        )
         self.model = Decoder(config, options)
         self.lm_head: nn.Module | None = None  # None: the embedding is the head (tied)
         if not config.tie_word_embeddings:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
 from baton_kernels.native.tape import Tape, TapeError
-from models.base import ForwardContext
+from models.base import AttentionStep, ForwardContext
 
 Inputs = Sequence[Tensor]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Tensor]
@@ -66,7 +66,7 @@ class DecodeTapes:
             return layers(inputs, context)
         for place, tensor in zip(taped.inputs, inputs, strict=True):
             place.copy_(tensor)
-        for static, (metadata, _) in zip(taped.metadata, context.groups, strict=True):
+        for static, (metadata, _) in zip(taped.metadata, _attention(context), strict=True):
             _copy_metadata(static, metadata)
         taped.tape.run()
         return taped.result.clone()
@@ -74,15 +74,16 @@ class DecodeTapes:
     def _record(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> _Taped | None:
         with torch.inference_mode(mode=False):
             places = [torch.empty_like(tensor).copy_(tensor) for tensor in inputs]
-            statics = tuple(_static(metadata) for metadata, _ in context.groups)
+            statics = tuple(_static(metadata) for metadata, _ in _attention(context))
         groups = tuple(
-            (static, backend) for static, (_, backend) in zip(statics, context.groups, strict=True)
+            (static, backend)
+            for static, (_, backend) in zip(statics, _attention(context), strict=True)
         )
         try:
             _plan(groups)
             tape, result = self._ops.record(lambda: layers(places, replace(context, groups=groups)))
         except TapeError:
-            _plan(context.groups)
+            _plan(_attention(context))
             return None
         return _Taped(tape, places, statics, result)
 
@@ -98,17 +99,26 @@ class DecodeTapes:
 def _key(inputs: Inputs, context: ForwardContext) -> _Key | None:
     """Return what a tape depends on besides its inputs' values; None: not a decode step alone."""
     num_tokens = len(inputs[0])
-    first = context.groups[0][0]
+    groups = context.attention_groups
+    if groups is None:  # nothing of a state is taped yet
+        return None
+    first = groups[0][0]
     if not (first.max_query_len == 1 and first.num_requests == first.num_tokens == num_tokens):
         return None
     if context.after_layer is not None or num_tokens > MAX_ROWS_KEPT:
         return None
-    widths = tuple(_width(metadata) for metadata, _ in context.groups)
-    caches = tuple(cache.data_ptr() for cache in context.layer_caches)
+    widths = tuple(_width(metadata) for metadata, _ in groups)
+    caches = tuple(c.data_ptr() for c in context.layer_caches if isinstance(c, Tensor))
     return (num_tokens, inputs[0].dtype, torch.get_num_threads(), widths, caches)
 
 
-def _plan(groups: tuple[tuple[AttentionMetadata, AttentionBackend], ...]) -> None:
+def _attention(context: ForwardContext) -> tuple[AttentionStep, ...]:
+    groups = context.attention_groups
+    assert groups is not None, "steps with states have no key"
+    return groups
+
+
+def _plan(groups: tuple[AttentionStep, ...]) -> None:
     for metadata, backend in groups:
         backend.plan(metadata)
 

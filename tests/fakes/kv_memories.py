@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.kv_manifest import KVGroup, KVKind, KVManifest
+from baton.kv_manifest import KVArray, KVGroup, KVKind, KVManifest
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,8 @@ def manifest(*shape: int, dtype: torch.dtype = torch.float32) -> KVManifest:
     group = KVGroup(
         kind=KVKind.PAGED,
         layers=tuple(range(shape[0])),
-        shape=shape,
+        arrays=(KVArray(shape=shape[1:], dtype=str(dtype).removeprefix("torch.")),),
+        num_places=shape[0],
         block_size=shape[-2],
-        shard_axis=None,
-        dtype=str(dtype).removeprefix("torch."),
     )
     return KVManifest(groups=(group,))

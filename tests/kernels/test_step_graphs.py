@@ -56,7 +56,7 @@ def make_llm(device: torch.device, *, graphs: bool, asynchronous: bool) -> LLM:
         engine.kv_memory.tensor,
         engine.kv_memory.spec,
         EngineConfig(**options),
-        "triton",
+        ("triton",) * engine.kv_memory.spec.num_groups,
         engine.max_model_len,
         with_graphs=graphs,
         samples_on_device=True,

@@ -14,8 +14,8 @@ import torch
 
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
-from engine.core.kv_cache_groups import group_layers
 from engine.core.request import Request
+from engine.worker.kv_cache import kv_cache_spec
 from models import load_model
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
@@ -35,7 +35,7 @@ class Checkpoint:
 
     folder: str
     theirs: Any
-    windows: tuple[int | None, ...]  # of each layer
+    num_groups: int  # of KV cache
     known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def expected(self, prompt: Sequence[int], num_tokens: int = NUM_OUTPUTS) -> list[int]:
@@ -104,7 +104,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         vocab_size=VOCAB_SIZE,
     )
     folder = save(theirs, tmp_path_factory.mktemp("model"))
-    return Checkpoint(str(folder), theirs, load_model(folder).sliding_windows)
+    return Checkpoint(
+        str(folder),
+        theirs,
+        kv_cache_spec(load_model(folder).kv_layers, 16, torch.float32).num_groups,
+    )
 
 
 def make_llm(checkpoint: Checkpoint, **options: Any) -> LLM:
@@ -112,7 +116,7 @@ def make_llm(checkpoint: Checkpoint, **options: Any) -> LLM:
     block_size = options.get("block_size", 16)
     defaults = {"dtype": "float32", "num_blocks": -(-1600 // block_size), "max_num_requests": 16}
     options = defaults | options
-    num_groups = len(group_layers(checkpoint.windows))
+    num_groups = checkpoint.num_groups
     return LLM(checkpoint.folder, **(options | {"num_blocks": options["num_blocks"] * num_groups}))
 
 

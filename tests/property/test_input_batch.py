@@ -15,6 +15,7 @@ from engine.core.outputs import ScheduledRequest
 from engine.core.step_plan import NewBlocks, StepPlan, StepPlanner
 from engine.worker.input_batch import InputBatch, PreparedStep
 from tests.fakes.engine_parts import FakeRunner, extended, make_request, make_scheduler
+from tests.fakes.prepared_steps import attention_groups
 from tests.fakes.sampling import random_words, sampling_input
 
 NUM_BLOCKS = 9
@@ -86,7 +87,7 @@ def simple_fill(
 
 def assert_filled(prepared: PreparedStep, scheduled: tuple[ScheduledRequest, ...]) -> None:
     """The prepared step is the simple one."""
-    for group in range(len(prepared.model.attention)):
+    for group in range(len(attention_groups(prepared))):
         assert_group_filled(prepared, scheduled, group)
     sampling = sampling_input(
         [
@@ -112,8 +113,8 @@ def assert_filled(prepared: PreparedStep, scheduled: tuple[ScheduledRequest, ...
 def assert_group_filled(
     prepared: PreparedStep, scheduled: tuple[ScheduledRequest, ...], group: int
 ) -> None:
-    model, attention = prepared.model, prepared.model.attention[group]
-    num_groups = len(prepared.model.attention)
+    model, attention = prepared.model, attention_groups(prepared)[group]
+    num_groups = len(attention_groups(prepared))
     found = {
         "input_ids": model.input_ids,
         "positions": model.positions,
@@ -270,7 +271,7 @@ def test_a_preempted_request_that_comes_back_with_as_many_other_blocks_gets_thos
     for block_ids in ([3, 4], [6, 5]):
         request.block_ids = block_ids
         prepared = input_batch.fill(planner.plan([ScheduledRequest(request, 4)]))
-        assert prepared.model.attention[0].block_table.tolist() == [block_ids]
+        assert attention_groups(prepared)[0].block_table.tolist() == [block_ids]
         planner.leave(request)
 
 
@@ -281,7 +282,7 @@ def test_another_request_of_the_same_id_is_another_one(
         request = make_request("a", 4, seed=seed)
         request.block_ids = block_ids
         prepared = input_batch.fill(planner.plan([ScheduledRequest(request, 4)]))
-        assert prepared.model.attention[0].block_table.tolist() == [block_ids]
+        assert attention_groups(prepared)[0].block_table.tolist() == [block_ids]
         assert prepared.sampling.parameters["seed"].tolist() == [seed]
 
 
@@ -315,4 +316,4 @@ def test_a_prepared_step_does_not_change_when_its_requests_do(
     assert prepared.sampling.keys.tolist() == [random_words(3, 0)]
     assert prepared.sampling.adjusted[0].token_ids == [1] * 4
     assert prepared.prompt_rows[0].token_ids == (1, 1, 1)
-    assert prepared.model.attention[0].block_table.tolist() == [[3, 4]]
+    assert attention_groups(prepared)[0].block_table.tolist() == [[3, 4]]

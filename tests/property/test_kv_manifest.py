@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,10 +14,13 @@ from numpy.typing import NDArray
 
 from baton.api.errors import TransferError
 from baton.kv_manifest import (
+    HandOffRule,
+    KVArray,
     KVGroup,
     KVKind,
     KVManifest,
     RankCopy,
+    array_offsets,
     difference,
     rank_copies,
     shard,
@@ -25,52 +29,77 @@ from baton.kv_manifest import (
 RANKS = st.integers(1, 9)
 
 
-def group(heads: int, *, axis: int | None = 2, layers: int = 3, dtype: str = "float16") -> KVGroup:
+def group(heads: int, *, axis: int | None = 1, layers: int = 3, dtype: str = "float16") -> KVGroup:
     return KVGroup(
         kind=KVKind.PAGED,
         layers=tuple(range(layers)),
-        shape=(layers, 2, heads, 4, 5),
+        arrays=(KVArray(shape=(2, heads, 4, 5), dtype=dtype, shard_axis=axis),),
+        num_places=layers,
         block_size=4,
-        shard_axis=axis,
-        dtype=dtype,
     )
 
 
-def part_of(unit: NDArray[Any], of: KVGroup, rank: int, num_ranks: int) -> NDArray[np.uint8]:
-    """A rank's part of a unit, as bytes."""
-    if of.shard_axis is None:
-        part = unit
-    else:
-        places = range(*shard(of.shape[of.shard_axis], rank, num_ranks))
-        part = unit.take(list(places), axis=of.shard_axis)
-    assert part.shape == of.rank_shape(rank, num_ranks)
-    assert part.nbytes == of.unit_bytes(rank, num_ranks)
-    return np.frombuffer(part.tobytes(), np.uint8)
+def states(heads: int, channels: int) -> KVGroup:
+    """Of a recurrence of ``heads`` and a convolution; each divided by its first axis."""
+    return KVGroup(
+        kind=KVKind.STATE,
+        layers=(1, 3, 4),
+        arrays=(
+            KVArray(shape=(channels, 3), dtype="bfloat16", shard_axis=0),
+            KVArray(shape=(heads, 3, 5), dtype="float32", shard_axis=0),
+        ),
+        num_places=3,
+        block_size=64,
+        handoff=HandOffRule.AT_BOUNDARY,
+    )
+
+
+def unit_of(one: KVGroup) -> list[list[NDArray[Any]]]:
+    """Numbers of a whole unit, no two alike among those of a size: of each place each array."""
+    unit, start = list[list[NDArray[Any]]](), 1
+    for _ in range(one.num_places):
+        place = list[NDArray[Any]]()
+        for array in one.arrays:
+            integers: type = np.uint32 if array.dtype == "float32" else np.uint16
+            size = math.prod(array.shape)
+            place.append(np.arange(start, start + size, dtype=integers).reshape(array.shape))
+            start += size
+        unit.append(place)
+    return unit
+
+
+def part_of(
+    unit: list[list[NDArray[Any]]], of: KVGroup, rank: int, num_ranks: int, marked: bool = False
+) -> NDArray[np.uint8]:
+    """A rank's part of a unit, as bytes; with ``marked`` a 1 for each that is no padding."""
+    part = np.zeros(of.unit_bytes(rank, num_ranks), np.uint8)
+    offsets = array_offsets(of.arrays, rank, num_ranks)
+    for place, numbers in enumerate(unit):
+        for array, whole, offset in zip(of.arrays, numbers, offsets, strict=False):
+            mine = whole
+            if array.shard_axis is not None:
+                span = range(*shard(array.shape[array.shard_axis], rank, num_ranks))
+                mine = whole.take(list(span), axis=array.shard_axis)
+            assert mine.shape == array.rank_shape(rank, num_ranks)
+            start = place * of.layer_bytes(rank, num_ranks) + offset
+            data = np.frombuffer(mine.tobytes(), np.uint8)
+            part[start : start + len(data)] = 1 if marked else data
+    return part
 
 
 @given(
-    heads=st.integers(1, 12),
-    axis=st.sampled_from([None, 1, 2]),
-    dtype=st.sampled_from([("float32", np.uint32), ("float16", np.uint16)]),
+    one=st.builds(group, st.integers(1, 12), axis=st.sampled_from([None, 0, 1]),
+                  dtype=st.sampled_from(["float32", "float16"]))
+    | st.builds(states, st.integers(1, 12), st.integers(1, 40)),
     num_writers=RANKS,
     num_readers=RANKS,
     layers=st.sampled_from([None, (0, 1), (1, 3), (2, 3)]),
-)
+)  # fmt: skip
 def test_every_byte_is_written_once_and_right(
-    heads: int,
-    axis: int | None,
-    dtype: tuple[str, type],
-    num_writers: int,
-    num_readers: int,
-    layers: tuple[int, int] | None,
+    one: KVGroup, num_writers: int, num_readers: int, layers: tuple[int, int] | None
 ) -> None:
-    one = group(heads, axis=axis, dtype=dtype[0])
-    unit: NDArray[Any] = np.arange(math.prod(one.shape), dtype=dtype[1]).reshape(one.shape) + 1
+    unit = unit_of(one)
     sources = [part_of(unit, one, rank, num_writers) for rank in range(num_writers)]
-    wanted = unit.copy()
-    if layers is not None:
-        outside = [i for i in range(one.shape[0]) if i not in range(*layers)]
-        wanted[outside] = 0
     targets = [np.zeros(one.unit_bytes(rank, num_readers), np.uint8) for rank in range(num_readers)]
     counts = [np.zeros(len(target), np.uint8) for target in targets]
     for writer, reader, source, target, num_bytes in rank_copies(
@@ -79,17 +108,20 @@ def test_every_byte_is_written_once_and_right(
         place = slice(target, target + num_bytes)
         targets[reader][place] = sources[writer][source : source + num_bytes]
         counts[reader][place] += 1
+    first, end = layers or (0, one.num_places)
     for rank, (written, count) in enumerate(zip(targets, counts, strict=True)):
-        assert bytes(written) == bytes(part_of(wanted, one, rank, num_readers))
-        # Of the layers that were asked for each byte once; all have the same number of bytes.
-        first, end = layers or (0, one.shape[0])
-        layer_bytes = len(count) // one.shape[0]
-        assert (count[first * layer_bytes : end * layer_bytes] == 1).all()
-        assert count.sum() == (end - first) * layer_bytes
+        # Of the layers that were asked for each byte once, of the others none.
+        layer_bytes = one.layer_bytes(rank, num_readers)
+        inside = np.zeros(len(count), np.uint8)
+        inside[first * layer_bytes : end * layer_bytes] = 1
+        wanted = part_of(unit, one, rank, num_readers)
+        marks = part_of(unit, one, rank, num_readers, marked=True)
+        assert bytes(count) == bytes(marks * inside)
+        assert bytes(written) == bytes(wanted * inside)
 
 
 def test_between_single_ranks_a_unit_is_one_range() -> None:
-    for axis in (None, 2):
+    for axis in (None, 1):
         one = group(8, axis=axis)
         assert rank_copies(one, 1, 1) == (RankCopy(0, 0, 0, 0, one.unit_bytes(0, 1)),)
         per_layer = one.unit_bytes(0, 1) // 3
@@ -110,7 +142,7 @@ def test_numbers_of_ranks_are_no_difference_and_all_else_is_named() -> None:
     assert difference(one, KVManifest(groups=(group(8),), num_ranks=4)) == ""
     assert one.layout == KVManifest(groups=(group(8),), num_ranks=4).layout
     assert difference(one, KVManifest(groups=(group(8, dtype="float32"),))) == (
-        "KV group 0 with dtype float32, not float16"
+        f"KV group 0 with arrays {group(8, dtype='float32').arrays}, not {group(8).arrays}"
     )
     assert one.layout != KVManifest(groups=(group(8, dtype="float32"),)).layout
     assert difference(one, KVManifest(groups=(group(8), group(8)))) == "2 KV groups, not 1"
@@ -122,10 +154,19 @@ def test_numbers_of_ranks_are_no_difference_and_all_else_is_named() -> None:
         ((group(8, dtype="int3"),), "dtype"),
         ((group(8, axis=5),), "shard_axis"),
         ((group(2**24),), "too many bytes"),
-        ((group(8), group(4)), "not as large"),
-        ((group(8), group(8, layers=2)), "not as large"),
+        ((msgspec.structs.replace(group(8), num_places=2),), "layers"),
     ],
 )
 def test_what_no_node_has_is_refused(groups: tuple[KVGroup, ...], problem: str) -> None:
     with pytest.raises(TransferError, match=problem):
         KVManifest(groups=groups).check()
+
+
+def test_units_of_unlike_groups_are_padded_to_the_largest() -> None:
+    paged, state = group(2), states(3, 5)
+    manifest = KVManifest(groups=(paged, state))
+    manifest.check()
+    largest = max(paged.unit_bytes(), state.unit_bytes())
+    assert manifest.unit_bytes() == -(-largest // 16) * 16
+    assert manifest.layers_per_unit == 1
+    assert KVManifest(groups=(group(2), group(2))).layers_per_unit == 3

@@ -34,6 +34,7 @@ def choose_attention_backend(
     block_size: int = 16,
     *,
     fp8: bool = False,
+    latent: bool = False,
 ) -> tuple[str, str]:
     """Pick the attention backend for a device.
 
@@ -42,6 +43,7 @@ def choose_attention_backend(
         override: a name from ``ATTENTION_BACKENDS`` that the user insists on.
         block_size: tokens per block of the KV cache.
         fp8: the KV cache is of float8.
+        latent: it holds one vector per token instead of keys and values (MLA).
 
     Returns:
         ``(name, reason)``; the reason is one phrase for the log.
@@ -49,6 +51,8 @@ def choose_attention_backend(
     Raises:
         ConfigError: ``override`` is not a registered name, or cannot be used here.
     """
+    if latent:  # none of them takes one
+        raise ConfigError("attention_backend: there is none for latents (MLA)")
     if override is not None:
         _check(override, block_size)
         problem = _reason_against_fp8(override, device) if fp8 else None

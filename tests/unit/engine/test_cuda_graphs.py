@@ -26,6 +26,7 @@ from engine.worker.device_choice import check_allocator
 from engine.worker.graph_inputs import GraphInputs, StagedStep
 from engine.worker.input_batch import InputBatch, PreparedStep
 from tests.fakes.engine_parts import make_request
+from tests.fakes.prepared_steps import attention_groups
 from tests.fakes.sampling import sampling_input
 
 CPU = torch.device("cpu")
@@ -121,7 +122,7 @@ def test_why_there_are_no_graphs(
     options: dict[str, bool], device: str, backend: str, expected: str | None
 ) -> None:
     config = EngineConfig(**options)  # type: ignore[arg-type]
-    assert reason_against_graphs(config, torch.device(device), backend) == expected
+    assert reason_against_graphs(config, torch.device(device), (backend,)) == expected
 
 
 def test_inputs_of_a_padded_step() -> None:
@@ -211,11 +212,11 @@ def test_drafts_beside_a_prompt_or_beyond_the_rows_are_computed_eagerly() -> Non
     prepared = batch.fill_or_stage(beside)
     assert isinstance(prepared, PreparedStep)
     assert prepared.model.last_token_rows.tolist() == [0, 1, 2, 5]
-    assert prepared.model.attention[0].query_lens == (3, 3)
+    assert attention_groups(prepared)[0].query_lens == (3, 3)
     beyond = batch.fill_or_stage(planner.plan([ScheduledRequest(a, 7, (7, 9, 7, 7, 7, 7))]))
     assert isinstance(beyond, PreparedStep)
     assert beyond.model.last_token_rows.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert beyond.model.attention[0].query_lens == (7,)
+    assert attention_groups(beyond)[0].query_lens == (7,)
 
 
 def test_a_token_that_the_step_in_flight_samples_is_read_on_the_device() -> None:

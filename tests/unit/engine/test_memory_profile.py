@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import GIB, EngineConfig
+from baton.kv_layers import PagedKV
 from engine import LLM
 from engine.core.step_plan import SHARE
+from engine.worker.kv_cache import kv_cache_spec
 from engine.worker.memory_profile import MAX_CPU_CACHE_BYTES, MemoryProfile
 from engine.worker.warm_up import largest_step
 from tests.numerics.tiny_models import make_hugging_face_model, save
+
+SPEC = kv_cache_spec([PagedKV(2, 8)], 16, torch.float32)
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -156,7 +160,7 @@ def test_the_largest_step_is_admissible_and_no_other_is_larger(
         max_num_batched_tokens=budget,
         long_prefill_token_threshold=threshold,
     )
-    step = largest_step(config, max_seq_len)
+    step = largest_step(config, max_seq_len, SPEC)
     starts, sizes, known = (step.shares[column::SHARE] for column in (1, 2, 3))
     assert len(sizes) == max_num_requests
     assert all(1 <= size <= min(threshold, max_seq_len) for size in sizes)

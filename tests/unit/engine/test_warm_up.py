@@ -32,7 +32,7 @@ def model_of(engine: Engine) -> CausalLM:
 
 
 def warm(engine: Engine, config: EngineConfig) -> None:
-    warm_up.warm_up(model_of(engine), engine.kv_memory.spec, config, CPU, "reference", 64)
+    warm_up.warm_up(model_of(engine), engine.kv_memory.spec, config, CPU, ("reference",), 64)
 
 
 def test_the_largest_step_is_computed_and_small_ones_of_all_kinds(
@@ -82,7 +82,7 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
     for name, stand_in in {
         "load_model": lambda *_, **__: model,
         "choose_device": lambda name: gpu,
-        "choose_attention_backend": lambda *_, **__: ("reference", "of this test"),
+        "choose_backends": lambda *_: ("reference",),
         "choose_packer": lambda *_: None,
         "allocate_kv_cache": lambda spec, num_blocks, device: allocate_kv_cache(
             spec, num_blocks, CPU
@@ -91,4 +91,4 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
     }.items():
         monkeypatch.setattr(worker, name, stand_in)
     engine = Engine(DEMO, EngineConfig(**options))  # type: ignore[arg-type]
-    assert warmed == [(gpu, "reference", engine.max_model_len)]
+    assert warmed == [(gpu, ("reference",), engine.max_model_len)]

@@ -23,7 +23,7 @@ from tests.fakes.kv_memories import manifest
 from tests.fakes.peer_infos import peer_info
 
 (GROUP,) = manifest(2, 4, 4).groups
-(GROUP_OF_OTHER_SIZE,) = manifest(2, 4, 8).groups
+GROUP_OF_TOO_MANY_LAYERS = msgspec.structs.replace(GROUP, num_places=1)
 
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
@@ -107,7 +107,7 @@ def test_a_giant_peer_info_is_refused_before_it_is_read() -> None:
     [
         ({"ranks": (RankMemory(), RankMemory())}, "ranks: 2"),
         ({"num_blocks": 2**30}, "more memory"),
-        ({"manifest": KVManifest(groups=(GROUP, GROUP_OF_OTHER_SIZE))}, "not as large"),
+        ({"manifest": KVManifest(groups=(GROUP_OF_TOO_MANY_LAYERS,))}, "layers"),
     ],
 )
 def test_a_peer_that_describes_what_cannot_be_is_refused(

@@ -1,0 +1,12 @@
+"""What a prepared step tells of its KV cache groups."""
+
+from __future__ import annotations
+
+from baton_kernels.attention.base import AttentionMetadata
+from engine.worker.input_batch import PreparedStep
+
+
+def attention_groups(prepared: PreparedStep) -> list[AttentionMetadata]:
+    """Of a step of a model whose layers all attend: what it tells of each KV cache group."""
+    groups = prepared.model.groups
+    return [group for group in groups if isinstance(group, AttentionMetadata)]
