@@ -39,6 +39,7 @@ class ModelConfig:
     max_model_len: int  # the longest sequence, prompt and output, that comes out right
     tie_word_embeddings: bool
     attention_bias: bool
+    attention_out_bias: bool  # Seed-OSS; others have both or none
     mlp_bias: bool
     rope: RopeConfig
     sliding_window: int | None
@@ -114,6 +115,7 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         max_model_len=min(limits),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         attention_bias=fields.boolean("attention_bias", False),
+        attention_out_bias=fields.boolean("attention_out_bias", False),
         mlp_bias=fields.boolean("mlp_bias", False),
         rope=rope,
         sliding_window=fields.optional_integer("sliding_window"),

@@ -20,8 +20,10 @@ MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
     {
         "CwmForCausalLM": "models.architectures.cwm:CwmForCausalLM",
         "LlamaForCausalLM": "models.architectures.llama:LlamaForCausalLM",
+        "MinistralForCausalLM": "models.architectures.mistral:MinistralForCausalLM",
         "MistralForCausalLM": "models.architectures.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "models.architectures.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "models.architectures.qwen3:Qwen3ForCausalLM",
+        "SeedOssForCausalLM": "models.architectures.seed_oss:SeedOssForCausalLM",
     },
 )

@@ -38,9 +38,9 @@ class Family:
     Attributes:
         variants: their names -> fields of their config, beyond those of `make_hugging_face_model`.
             The plainest first; the last, with layers of every kind, also runs split.
-        refused: fields of config.json -> values that change what transformers computes, and that
-            ours must therefore refuse, naming the field; beyond `REFUSED`. A name with a dot is a
-            field of an object.
+        refused: fields of the last one's config.json -> values that change what transformers
+            computes, and that ours must therefore refuse, naming the field; beyond `REFUSED`. A
+            name with a dot is a field of an object.
     """
 
     variants: Mapping[str, Mapping[str, Any]]
@@ -72,6 +72,10 @@ FAMILIES: dict[str, Family] = {
             },
         }
     ),
+    "MinistralForCausalLM": Family(
+        {"plain": layers("ff"), "windows 1:3": layers("fsff")},
+        refused={"sliding_window": None},
+    ),
     "MistralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
     "Qwen2ForCausalLM": Family(
         {
@@ -90,6 +94,12 @@ FAMILIES: dict[str, Family] = {
             "windows 1:1": layers("sfsf") | {"use_sliding_window": True},
             "empty places": layers("sfsssfsssfs") | {"use_sliding_window": True},
             "windows 5:1": layers("sssssf") | {"use_sliding_window": True, "intermediate_size": 44},
+        }
+    ),
+    "SeedOssForCausalLM": Family(
+        {
+            "plain": {"attention_bias": True},
+            "every bias": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
         }
     ),
 }
@@ -138,12 +148,14 @@ class TinyCheckpoint:
     Attributes:
         examples: they share their first NUM_SHARED_TOKENS tokens.
         short_examples: of few tokens, so that they grow.
+        refused: see `Family`.
     """
 
     folder: Path
     theirs: Any
     examples: list[Example]
     short_examples: list[Example]
+    refused: Mapping[str, Any]
 
     def logits(self, token_ids: list[int]) -> Tensor:
         """``[num_tokens, vocab_size]``, by transformers."""
@@ -158,14 +170,14 @@ def make_tiny_checkpoint(architecture: str, variant: str, folder: Path) -> TinyC
         "initializer_range": 0.5,
         "attn_implementation": "eager",
     }
-    theirs = make_hugging_face_model(
-        architecture, **(shape | dict(FAMILIES[architecture].variants[variant]))
-    )
+    family = FAMILIES[architecture]
+    theirs = make_hugging_face_model(architecture, **(shape | dict(family.variants[variant])))
     return TinyCheckpoint(
         save(theirs, folder),
         theirs,
         _make_examples(theirs, 4, NUM_SHARED_TOKENS, NUM_PROMPT_TOKENS, NUM_OUTPUTS),
         _make_examples(theirs, 8, 3, 6, 40),
+        family.refused if variant == list(family.variants)[-1] else {},
     )
 
 
