@@ -13,6 +13,7 @@ from pathlib import Path
 
 from baton.api.errors import ModelLoadError
 from models.fields import Fields
+from models.moe_config import MoeConfig, parse_moe
 from models.quantization import QuantizationConfig, parse_quantization
 from models.registry import MODELS
 from models.rope_config import RopeConfig, parse_rope
@@ -40,6 +41,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     attention_out_bias: bool  # Seed-OSS; others have both or none
+    qkv_bias: bool
     mlp_bias: bool
     rope: RopeConfig
     sliding_window: int | None
@@ -49,6 +51,7 @@ class ModelConfig:
     dtype: str  # the checkpoint's: "float32", "bfloat16" or "float16"
     eos_token_ids: frozenset[int]
     quantization: QuantizationConfig | None  # of the weights; None: they are stored plainly
+    moe: MoeConfig | None = None  # None: no layer has experts
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, max_model_len: int | None = None) -> ModelConfig:
@@ -116,9 +119,10 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         attention_bias=fields.boolean("attention_bias", False),
         attention_out_bias=fields.boolean("attention_out_bias", False),
+        qkv_bias=fields.boolean("qkv_bias", True),
         mlp_bias=fields.boolean("mlp_bias", False),
         rope=rope,
-        sliding_window=fields.optional_integer("sliding_window"),
+        sliding_window=fields.optional_integer("sliding_window", minimum=0) or None,
         use_sliding_window=fields.boolean("use_sliding_window", False),
         max_window_layers=fields.integer("max_window_layers", 28, minimum=0),
         layer_types=_layer_types(fields, num_layers),
@@ -127,6 +131,7 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
             fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
         ),
         quantization=parse_quantization(fields),
+        moe=parse_moe(fields, architecture),
     )
 
 

@@ -71,9 +71,9 @@ class Fields:
             raise self.wrong(name, f"expected a number > 0, found {_shown(value)}")
         return float(value)
 
-    def optional_integer(self, name: str) -> int | None:
+    def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
         """Return an integer, or None where the field is absent."""
-        return self.integer(name) if self.has(name) else None
+        return self.integer(name, minimum=minimum) if self.has(name) else None
 
     def optional_number(self, name: str) -> float | None:
         """Return a number above 0, or None where the field is absent."""

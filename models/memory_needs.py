@@ -122,7 +122,12 @@ def _gguf_bytes(config: ModelConfig, file: GgufFile, dtype: str) -> int:
 def _weight_bytes(config: ModelConfig, format_: str, dtype: str) -> int:
     head: _Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
-    layers = sum(_matrix_bytes(one, format_, dtype) for one in _layer(config)) * config.num_layers
+    layers = sum(
+        _matrix_bytes(one, format_, dtype)
+        for layer in range(config.num_layers)
+        for one in _layer(config, layer)
+    )
+    layers += _exact_bytes(config, format_, dtype)
     head_format = _HEADS_FORMATS.get(format_, format_)
     total = norms + layers + _matrix_bytes(head, head_format, dtype)
     if not config.tie_word_embeddings:
@@ -136,7 +141,7 @@ def _is_narrow(config: ModelConfig) -> bool:
     return config.dtype == "bfloat16" and config.quantization is None
 
 
-def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool) -> str:
+def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool = True) -> str:
     """Return the format of the layers; a dtype where they stay torch's own."""
     if weights != "auto":
         return weights
@@ -145,14 +150,29 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool)
     return _OF_DTYPES[config.dtype if dtype == "float32" else dtype]
 
 
-def _layer(config: ModelConfig) -> list[_Matrix]:
+def _layer(config: ModelConfig, layer: int) -> list[_Matrix]:
+    """Return the linear layers of one layer, but for those that are never rounded."""
     query, key = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
-    return [
-        (query + 2 * key, config.hidden_size),
-        (config.hidden_size, query),
-        (2 * config.intermediate_size, config.hidden_size),
-        (config.hidden_size, config.intermediate_size),
-    ]
+    hidden, moe = config.hidden_size, config.moe
+    attention = [(query + 2 * key, hidden), (hidden, query)]
+    if moe is None or layer in moe.dense_layers:
+        return [*attention, *_mlp(hidden, config.intermediate_size)]
+    experts = _mlp(hidden, moe.inner_size) * moe.num_experts
+    return [*attention, *experts, *_mlp(hidden, moe.shared_size)]
+
+
+def _mlp(hidden_size: int, inner_size: int) -> list[_Matrix]:
+    return [(2 * inner_size, hidden_size), (hidden_size, inner_size)] if inner_size else []
+
+
+def _exact_bytes(config: ModelConfig, format_: str, dtype: str) -> int:
+    """Return the bytes of routers, which keep their numbers whatever ``--weights`` is."""
+    moe = config.moe
+    if moe is None:
+        return 0
+    exact = dtype if format_ in _DTYPE_BYTES else _format(config, "auto", dtype)
+    router = (moe.num_experts + moe.has_shared_gate, config.hidden_size)
+    return (config.num_layers - len(moe.dense_layers)) * _matrix_bytes(router, exact, dtype)
 
 
 def _matrix_bytes(matrix: _Matrix, format_: str, dtype: str) -> int:

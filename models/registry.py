@@ -22,8 +22,11 @@ MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
         "LlamaForCausalLM": "models.architectures.llama:LlamaForCausalLM",
         "MinistralForCausalLM": "models.architectures.mistral:MinistralForCausalLM",
         "MistralForCausalLM": "models.architectures.mistral:MistralForCausalLM",
+        "MixtralForCausalLM": "models.architectures.mixtral:MixtralForCausalLM",
         "Qwen2ForCausalLM": "models.architectures.qwen2:Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM": "models.architectures.qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "models.architectures.qwen3:Qwen3ForCausalLM",
         "SeedOssForCausalLM": "models.architectures.seed_oss:SeedOssForCausalLM",
+        "Qwen3MoeForCausalLM": "models.architectures.qwen3_moe:Qwen3MoeForCausalLM",
     },
 )

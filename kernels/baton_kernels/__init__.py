@@ -17,6 +17,7 @@ from baton_kernels.packed import (
     WeightFormat,
 )
 from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
+from baton_kernels.routing import Routing, Scoring
 from baton_kernels.state_metadata import StateMetadata
 
 
@@ -191,16 +192,53 @@ def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     return out
 
 
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts, and how much each counts."""
+    chosen: tuple[Tensor, Tensor] = ops_for(logits).route(logits, routing, bias)
+    return chosen
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    base: Tensor | None = None,
+    base_gate: Tensor | None = None,
+) -> Tensor:
+    """Send each token through its experts, and add up what they make."""
+    out: Tensor = ops_for(x).experts(x, ids, weights, gate_up, down, base, base_gate)
+    return out
+
+
+def packed_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    base: Tensor | None = None,
+    base_gate: Tensor | None = None,
+) -> Tensor:
+    """`experts` with packed weights, which are always on the CPU."""
+    out: Tensor = ops_for(x).packed_experts(x, ids, weights, gate_up, down, base, base_gate)
+    return out
+
+
 __all__ = [
     "FP8",
     "CodeLayout",
     "GroupedIntegers",
     "Groups",
     "PackedWeight",
+    "Routing",
+    "Scoring",
     "StateMetadata",
     "WeightFormat",
     "add_rms_norm",
     "causal_conv",
+    "experts",
     "gated_delta_rule",
     "gated_rms_norm",
     "gather_kv",
@@ -209,11 +247,13 @@ __all__ = [
     "norm_rotary_store_latent",
     "pack_integers",
     "pack_rows",
+    "packed_experts",
     "packed_gated_linear",
     "packed_linear",
     "paged_attention",
     "rms_norm",
     "rotary",
+    "route",
     "selective_scan",
     "silu_mul",
     "store_kv",

@@ -76,6 +76,8 @@ def _triton_ops() -> SimpleNamespace:
         packed_gated_linear=reference.packed_gated_linear,
         grouped_packed_linear=reference.grouped_packed_linear,
         norm_rotary_store_latent=reference.norm_rotary_store_latent,
+        route=reference.route,
+        experts=reference.experts,
     )
     for name, module in _TRITON.items():
         try:

@@ -296,6 +296,11 @@ class PackedWeight:
     in_features: int
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All memory of it."""
+        return (self.panels, self.scales, *(self.groups.tensors if self.groups else ()), self.bias)
+
+    @property
     def width(self) -> int:
         """Outputs of a panel."""
         return self.panels.shape[2]

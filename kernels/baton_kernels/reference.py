@@ -7,7 +7,7 @@ Refuses to know: devices, models, how requests are batched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from baton_kernels.recurrent import causal_conv as causal_conv
 from baton_kernels.recurrent import gated_delta_rule as gated_delta_rule
 from baton_kernels.recurrent import gated_rms_norm as gated_rms_norm
 from baton_kernels.recurrent import selective_scan as selective_scan
+from baton_kernels.routing import Routing, Scoring
 
 # What a quantized KV cache stores (Micikevicius et al., arXiv:2209.05433). A float8 number is also
 # one of every wider type, so that reading it rounds nothing.
@@ -296,6 +297,121 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """
     inputs = rounded_inputs(x) if weight.format.code_bits else x.float()
     return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts.
+
+    Args:
+        logits: ``[num_tokens, num_experts]``.
+        routing: the rule.
+        bias: ``[num_experts]`` float32, added to scores where experts are chosen, only there.
+
+    Returns:
+        Experts ``[num_tokens, top_k]`` int64, the best first, and how much each counts, float32.
+    """
+    scores = logits.float()
+    if routing.scoring == Scoring.SOFTMAX:
+        scores = scores.softmax(dim=-1)
+    elif routing.scoring == Scoring.SIGMOID:
+        scores = scores.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        groups = choice.view(len(choice), routing.num_groups, -1)
+        best = groups.topk(min(routing.group_best, groups.shape[2]), dim=-1).values.sum(dim=-1)
+        chosen = torch.zeros_like(best).scatter_(
+            1, best.topk(routing.top_groups, dim=-1).indices, 1
+        )
+        choice = (groups * chosen.unsqueeze(2)).flatten(1)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = scores.gather(1, ids)
+    if routing.scoring == Scoring.SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(dim=-1)
+    if routing.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return ids.contiguous(), weights * routing.scale
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    base: Tensor | None = None,
+    base_gate: Tensor | None = None,
+) -> Tensor:
+    """Send each token through its experts, gated MLPs, and add up what they make.
+
+    Args:
+        x: ``[num_tokens, hidden_size]``.
+        ids: ``[num_tokens, top_k]`` int64, each token's experts.
+        weights: ``[num_tokens, top_k]`` float32, factors on their results.
+        gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups.
+        down: ``[num_experts, hidden_size, inner_size]``.
+        base: ``[num_tokens, hidden_size]``, what is added to; of shared experts.
+        base_gate: ``[num_tokens, 1]`` logits: ``sigmoid(base_gate) * base`` is added to.
+
+    Returns:
+        ``[num_tokens, hidden_size]``; added in the order of ``ids``, in float32.
+    """
+
+    def compute(expert: int, rows: Tensor) -> Tensor:
+        return functional.linear(silu_mul(functional.linear(rows, gate_up[expert])), down[expert])
+
+    return _mix_experts(x, ids, weights, compute, base, base_gate)
+
+
+def packed_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    base: Tensor | None = None,
+    base_gate: Tensor | None = None,
+) -> Tensor:
+    """`experts`, whose weights are packed: those of all experts, one after another.
+
+    Inputs of each product are rounded where weights are codes, see ``rounded_inputs``.
+    """
+    hidden, inner = x.shape[1], down.in_features
+    all_halves, all_downs = gate_up.unpacked(), down.unpacked()
+
+    def multiply(rows: Tensor, weight: PackedWeight, every: Tensor, part: slice) -> Tensor:
+        inputs = rounded_inputs(rows) if weight.format.code_bits else rows.float()
+        bias = None if weight.bias is None else weight.bias[part]
+        return functional.linear(inputs, every[part], bias).to(rows.dtype)
+
+    def compute(expert: int, rows: Tensor) -> Tensor:
+        of_inner = slice(2 * expert * inner, 2 * (expert + 1) * inner)
+        of_hidden = slice(expert * hidden, (expert + 1) * hidden)
+        halves = multiply(rows, gate_up, all_halves, of_inner)
+        return multiply(silu_mul(halves), down, all_downs, of_hidden)
+
+    return _mix_experts(x, ids, weights, compute, base, base_gate)
+
+
+def _mix_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    compute: Callable[[int, Tensor], Tensor],
+    base: Tensor | None,
+    base_gate: Tensor | None,
+) -> Tensor:
+    """`experts`, each of which is ``compute(expert, rows)``."""
+    results = x.new_empty(*ids.shape, x.shape[1])  # [num_tokens, top_k, hidden_size]
+    for expert in sorted(set(ids.flatten().tolist())):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        results[tokens, places] = compute(expert, x[tokens])
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for place in range(ids.shape[1]):
+        total += weights[:, place : place + 1] * results[:, place]
+    if base is not None:
+        share = 1.0 if base_gate is None else base_gate.float().sigmoid()
+        total += share * base
+    return total.to(x.dtype)
 
 
 def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -5,6 +5,8 @@
  * follows Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
  * Refuses to know: what a layer is for.
  */
+#include "linear.h"
+
 #include "codes.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
@@ -16,19 +18,6 @@
 #define FETCH_AHEAD 3072 /* bytes of a stream that is read once */
 #define SUPER 256 /* inputs whose groups' scales have a factor in common */
 #define WIDEN_FROM 3     /* blocks of rows that pay for converting a slice of bf16 or int8 once */
-
-typedef struct {
-    int64_t x_type, w_type, out_type, num_threads;
-    int64_t gated; /* the first half of W makes gates of the second: out[M, N / 2] */
-    int64_t num_rows, num_columns, depth, x_stride, out_stride; /* num_columns: of out */
-    const void *x, *w;
-    const float *scales, *bias; /* one per row of W, or NULL */
-    char *out;
-    /* Of codes, see codes.h: [N / PANEL][K / group][PANEL] numbers, or NULL, and by what those of
-     * each SUPER inputs are multiplied, [N / PANEL][K / SUPER][PANEL] numbers, or NULL. */
-    int64_t group, scales_type, minima_type, factors_type;
-    const void *group_scales, *group_minima, *scale_factors, *minimum_factors;
-} linear_call;
 
 INLINE int is_codes(int type) { return type == CODES8 || type == CODES4; }
 INLINE int bits_of(int type) { return type == CODES4 ? 4 : 8; }
@@ -56,12 +45,14 @@ INLINE int is_direct(const linear_call *c) {
     return c->num_rows == 1 && c->x_type == FLOAT32 && !is_codes(c->w_type);
 }
 
+INLINE int64_t packed_row_bytes(const linear_call *c) {
+    return is_codes(c->w_type) ? ceil_div(c->depth, BLOCK) * block_bytes(bits_of(c->w_type))
+                               : num_slices(c) * X_STRIDE * (int64_t)sizeof(float);
+}
+
 static void *packed_memory(const linear_call *c) {
     if (is_direct(c)) return (void *)c->x;
-    int64_t row_bytes = is_codes(c->w_type)
-                            ? ceil_div(c->depth, BLOCK) * block_bytes(bits_of(c->w_type))
-                            : num_slices(c) * X_STRIDE * (int64_t)sizeof(float);
-    return baton_scratch(0, min64(c->num_rows, chunk_rows(c)) * row_bytes);
+    return baton_scratch(0, min64(c->num_rows, chunk_rows(c)) * packed_row_bytes(c));
 }
 
 /* Rows [begin, end) of a chunk of x into [block][row of the chunk], as codes.h wants them. */
@@ -309,8 +300,6 @@ static void panels_of(const linear_call *c, void *packed) {
     }
 }
 
-/* Returns 0, or 1 when there is no memory for the packed input. `gated`: num_columns, those of
- * the output, is a multiple of PANEL, and W has twice as many rows. */
 int baton_linear(const linear_call *c) {
     int failed = 0, by_rows = c->num_rows >= c->num_threads * BY_ROWS;
     void *packed = packed_memory(c);
@@ -346,6 +335,37 @@ int baton_grouped_linear(const grouped_call *c) {
         failed += rows_of(&own, 0, own.num_rows);
     }
     return failed;
+}
+
+int64_t baton_most_rows(const linear_call *c) { return chunk_rows(c); }
+
+int64_t baton_packed_bytes(const linear_call *c) { return c->num_rows * packed_row_bytes(c); }
+
+void baton_pack_input(const linear_call *c, void *to) { pack_rows(c, 0, c->num_rows, 0, c->num_rows, to); }
+
+void baton_linear_panels(const linear_call *c, int64_t begin, int64_t end, const void *packed) {
+    row_blocks b = cut(c, c->num_rows);
+    for (int64_t panel = begin; panel < end; panel++)
+        any_panel_of(c, panel, 0, b, 0, b.num_blocks, is_direct(c) ? c->x : packed);
+}
+
+linear_call baton_linear_part(const linear_call *c, int64_t i) {
+    linear_call part = *c;
+    int64_t panels = i * (num_panels(c) << c->gated), columns = panels * PANEL;
+    int codes = is_codes(c->w_type);
+    int64_t depth = codes ? ceil_div(c->depth, 8) * 8 : c->depth;
+    int64_t panel_bytes = codes ? depth * PANEL * bits_of(c->w_type) / 8
+                                : depth * PANEL * size_of(c->w_type);
+    part.w = (const char *)c->w + panels * panel_bytes;
+    if (c->scales) part.scales = c->scales + columns;
+    if (c->bias) part.bias = c->bias + columns;
+    if (!c->group_scales) return part;
+    int64_t groups = columns * ceil_div(c->depth, c->group), supers = columns * ceil_div(c->depth, SUPER);
+    part.group_scales = at(c->scales_type, c->group_scales, groups);
+    if (c->group_minima) part.group_minima = at(c->minima_type, c->group_minima, groups);
+    if (c->scale_factors) part.scale_factors = at(c->factors_type, c->scale_factors, supers);
+    if (c->minimum_factors) part.minimum_factors = at(c->factors_type, c->minimum_factors, supers);
+    return part;
 }
 
 int baton_panel(void) { return PANEL; }

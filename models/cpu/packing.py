@@ -22,7 +22,7 @@ from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.cpu.decode_tapes import DecodeTapes
 from models.layers.embedding import NarrowEmbedding, PackedEmbedding
-from models.layers.linear import GatedLinear, PackedLinear
+from models.layers.linear import ExactLinear, GatedLinear, PackedLinear
 from models.loading.stored_weights import WeightPart
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,10 @@ class _Packing:
             return self._take_embedding(owner, parts)
         if not isinstance(owner, nn.Linear):
             return False
-        self._packed[owner] = self._pack(parts, is_head=owner is self._model.lm_head)
+        if isinstance(owner, ExactLinear):
+            self._packed[owner] = self._pack_as(self._exact_format(parts), parts)
+        else:
+            self._packed[owner] = self._pack(parts, is_head=owner is self._model.lm_head)
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
@@ -138,7 +141,10 @@ class _Packing:
             wanted = self._exact_format(parts)
         elif wanted == WeightFormat.INT4 and is_head:
             wanted = WeightFormat.INT8
-        weight = self._empty(parts, wanted)
+        return self._pack_as(wanted, parts)
+
+    def _pack_as(self, format_: WeightFormat, parts: Sequence[WeightPart]) -> ops.PackedWeight:
+        weight = self._empty(parts, format_)
         for part in parts:
             for first_row, rows in part.pieces():
                 ops.pack_rows(weight, first_row, rows)

@@ -13,6 +13,10 @@ from torch import Tensor, nn
 import baton_kernels as ops
 
 
+class ExactLinear(nn.Linear):
+    """A linear layer that is never rounded: a small one on which much depends, as a router."""
+
+
 class JoinedLinear(nn.Linear):
     """Several projections of one input, stacked along the output.
 
@@ -100,4 +104,4 @@ class PackedLinear(nn.Module):
         return self._compute(x, self.packed)
 
 
-__all__ = ["GatedLinear", "JoinedLinear", "PackedLinear", "RegroupedLinear"]
+__all__ = ["ExactLinear", "GatedLinear", "JoinedLinear", "PackedLinear", "RegroupedLinear"]

@@ -230,6 +230,8 @@ def _fill_parameter(
 ) -> None:
     """Make a parameter of copies: the file's pages would otherwise stay the weight's memory."""
     shape = getattr(owner, attribute).shape
+    if attribute in getattr(owner, "float32_parameters", ()):
+        dtype = torch.float32
     weight = torch.empty(shape, device=device, dtype=dtype)
     for part in parts:
         for first_row, rows in part.pieces():

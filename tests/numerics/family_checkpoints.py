@@ -77,6 +77,32 @@ FAMILIES: dict[str, Family] = {
         refused={"sliding_window": None},
     ),
     "MistralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
+    "MixtralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
+    "Qwen2MoeForCausalLM": Family(
+        {
+            "plain": {},
+            "windows, a dense layer": {
+                "num_hidden_layers": 3,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [1],
+                "sliding_window": WINDOW,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+        }
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        {
+            "plain": {},
+            "normalized, dense layers": {
+                "num_hidden_layers": 4,
+                "num_experts": 8,
+                "num_experts_per_tok": 3,
+                "decoder_sparse_step": 2,
+                "norm_topk_prob": True,
+            },
+        }
+    ),
     "Qwen2ForCausalLM": Family(
         {
             "plain": {},

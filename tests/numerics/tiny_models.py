@@ -35,6 +35,12 @@ def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
         "initializer_range": 0.2,
         "sliding_window": None,
         "eos_token_id": [1, 2],
+        # Of models with experts; panels of native kernels are 8 to 32 wide.
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
     }
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**(shape | overrides))).eval()

@@ -27,7 +27,7 @@ def _fields(ctype: type, names: str) -> list[tuple[str, type]]:
 
 
 class LinearCall(Structure):
-    """``linear_call`` in linear.c."""
+    """``linear_call`` in linear.h."""
 
     _fields_ = (
         *_fields(c_int64, "x_type w_type out_type num_threads gated"),
@@ -44,6 +44,28 @@ class GroupedLinearCall(Structure):
     _fields_ = (
         ("first", LinearCall),
         *_fields(c_int64, "num_groups x_group_stride out_group_stride"),
+    )
+
+
+class ExpertsCall(Structure):
+    """``experts_call`` in experts.c."""
+
+    _fields_ = (
+        ("gate_up", LinearCall),
+        ("down", LinearCall),
+        *_fields(c_int64, "num_tokens num_experts top_k hidden num_threads x_stride"),
+        *_fields(c_void_p, "ids weights x base base_gate out"),
+    )
+
+
+class RouteCall(Structure):
+    """``route_call`` in route.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_tokens num_experts top_k scoring normalize"),
+        *_fields(c_int64, "num_groups top_groups group_best"),
+        *_fields(c_void_p, "logits bias ids weights"),
+        ("scale", c_double),
     )
 
 
@@ -187,6 +209,8 @@ _SIGNATURES = {
     "baton_run_tape": (c_int, [c_int64, POINTER(TapeEntry)]),
     "baton_linear": (c_int, [POINTER(LinearCall)]),
     "baton_grouped_linear": (c_int, [POINTER(GroupedLinearCall)]),
+    "baton_experts": (c_int, [POINTER(ExpertsCall)]),
+    "baton_route": (c_int, [POINTER(RouteCall)]),
     "baton_pack_rows": (c_int, [POINTER(PackCall)]),
     "baton_pack_integers": (c_int, [POINTER(IntegersCall)]),
     "baton_unpack_rows": (c_int, [POINTER(UnpackCall)]),

@@ -19,6 +19,7 @@ from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.native.library import (
     AttentionCall,
     ConvCall,
+    ExpertsCall,
     GatedNormCall,
     GroupedLinearCall,
     IntegersCall,
@@ -27,6 +28,7 @@ from baton_kernels.native.library import (
     NormCall,
     PackCall,
     RecurrenceCall,
+    RouteCall,
     SiluCall,
     StoreCall,
     UnpackCall,
@@ -35,6 +37,7 @@ from baton_kernels.native.library import (
 from baton_kernels.native.tape import Recorder, Tape, record
 from baton_kernels.packed import GroupedIntegers, Groups, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
+from baton_kernels.routing import Routing, Scoring
 from baton_kernels.state_metadata import StateMetadata
 
 # As in vectors.h.
@@ -225,18 +228,8 @@ class NativeOps:
         assert in_features == weight.in_features
         out = rows.new_empty(num_rows, num_columns)
         if num_rows:
-            code, scales, bias = _CODES[x.dtype], weight.scales, weight.bias
-            groups = _tensors_of(weight.groups)
-            types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
-            call = LinearCall(
-                *(code, _FORMATS[weight.format], code, torch.get_num_threads(), gated),
-                *(num_rows, num_columns, in_features, rows.stride(0), num_columns),
-                *(rows.data_ptr(), weight.panels.data_ptr()),
-                *(_address(scales), _address(bias), out.data_ptr()),
-                *(weight.group_size, *types, *map(_address, groups)),
-            )
-            tensors = (rows, weight.panels, scales, *groups, bias, out)
-            self._run(self._library.baton_linear, call, *tensors)
+            call = self._linear_call(rows, weight, num_columns, out, gated=gated)
+            self._run(self._library.baton_linear, call, rows, *weight.tensors, out)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
     def grouped_packed_linear(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
@@ -305,6 +298,78 @@ class NativeOps:
         )
         tensors = (query, latent, weight, cos, sin, cache, out, slot_mapping)
         self._run(self._library.baton_store_latent, call, *tensors)
+
+    def _linear_call(
+        self,
+        rows: Tensor,
+        weight: PackedWeight,
+        num_columns: int,
+        out: Tensor | None = None,
+        *,
+        gated: bool,
+    ) -> LinearCall:
+        code, groups = _CODES[rows.dtype], _tensors_of(weight.groups)
+        types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
+        return LinearCall(
+            *(code, _FORMATS[weight.format], code, torch.get_num_threads(), gated),
+            *(len(rows), num_columns, weight.in_features, rows.stride(0), num_columns),
+            *(rows.data_ptr(), weight.panels.data_ptr()),
+            *(_address(weight.scales), _address(weight.bias), _address(out)),
+            *(weight.group_size, *types, *map(_address, groups)),
+        )
+
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See the reference."""
+        if not (_plain(logits) and (bias is None or bias.dtype == torch.float32)):
+            return reference.route(logits, routing, bias)
+        num_tokens, num_experts = logits.shape
+        ids = torch.empty(num_tokens, routing.top_k, dtype=torch.int64)
+        weights = torch.empty(num_tokens, routing.top_k)
+        call = RouteCall(
+            *(_CODES[logits.dtype], torch.get_num_threads(), num_tokens, num_experts),
+            *(routing.top_k, list(Scoring).index(routing.scoring), routing.normalize),
+            *(routing.num_groups, routing.top_groups, routing.group_best, logits.data_ptr()),
+            *(_address(bias), ids.data_ptr(), weights.data_ptr()),
+            routing.scale,
+        )
+        self._run(self._library.baton_route, call, logits, bias, ids, weights)
+        return ids, weights
+
+    def experts(self, x: Tensor, *arguments: Any) -> Tensor:
+        """See the reference, which computes it: what is to be fast is packed."""
+        return reference.experts(x, *arguments)
+
+    def packed_experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+        base: Tensor | None = None,
+        base_gate: Tensor | None = None,
+    ) -> Tensor:
+        """See the reference; experts are whole panels."""
+        hidden, inner = x.shape[1], down.in_features
+        others = [one for one in (base, base_gate) if one is not None]
+        fits = _plain(x, *others) and hidden % self.panel_width == inner % self.panel_width == 0
+        if not fits or gate_up.width != self.panel_width:
+            return reference.packed_experts(x, ids, weights, gate_up, down, base, base_gate)
+        assert ids.dtype == torch.int64 and weights.dtype == torch.float32  # noqa: PT018
+        out = torch.empty_like(x)
+        call = ExpertsCall(
+            self._linear_call(x, gate_up, inner, gated=True),
+            self._linear_call(x, down, hidden, gated=False),
+            *(len(x), down.out_features // hidden, ids.shape[1], hidden),
+            *(torch.get_num_threads(), x.stride(0)),
+            *(ids.data_ptr(), weights.data_ptr(), x.data_ptr()),
+            *(_address(base), _address(base_gate), out.data_ptr()),
+        )
+        tensors = (x, ids, weights, *gate_up.tensors, *down.tensors, base, base_gate, out)
+        self._run(self._library.baton_experts, call, *tensors)
+        return out
 
     def attention(
         self,

@@ -1,0 +1,41 @@
+"""How tokens choose experts: the numbers of a router's rule.
+
+Refuses to know: tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Scoring(Enum):
+    """What makes scores of a router's logits; in the order of route.c."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # the logits choose
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A router's rule.
+
+    Attributes:
+        top_k: experts of a token.
+        scoring: of logits.
+        normalize: whether the weights of a token's experts are divided by their sum.
+        scale: factor on them.
+        num_groups: of experts, of equal size; with more than one, groups are chosen first
+            (DeepSeek-AI, arXiv:2405.04434).
+        top_groups: that a token's experts are of.
+        group_best: experts whose scores, added, are a group's.
+    """
+
+    top_k: int
+    scoring: Scoring = Scoring.SOFTMAX
+    normalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1

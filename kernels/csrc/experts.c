@@ -1,0 +1,191 @@
+/* A mixture of experts: each token goes through few of many gated MLPs, and their results are added.
+ *
+ * Rows are sorted by expert, so that each weight is read once for all tokens that want it. Sums over
+ * a token's experts run in the order in which the token has chosen them: what a token gets does not
+ * depend on its company.
+ * Refuses to know: how experts are chosen, how a linear layer is computed.
+ */
+#include <string.h>
+
+#include "linear.h"
+#include "vectors.h"
+
+#define MOST_BYTES (64 << 20) /* of what is kept between the steps; more tokens are cut */
+#define JOBS_PER_THREAD 4     /* from which threads share jobs, not panels */
+
+enum { PACKED = 0, SHARED = 1, PLAN = 2 }; /* slots of scratch memory, PACKED as in linear.c */
+
+typedef struct {
+    linear_call gate_up, down; /* of the first expert; x, out and num_rows are set here */
+    int64_t num_tokens, num_experts, top_k, hidden, num_threads, x_stride;
+    const int64_t *ids;   /* [num_tokens, top_k] */
+    const float *weights; /* [num_tokens, top_k] */
+    const void *x;        /* [num_tokens, hidden], of `gate_up.x_type`, as everything here */
+    const void *base;     /* [num_tokens, hidden], what is added to, or NULL */
+    const void *base_gate; /* [num_tokens], logits of how much of it, or NULL: all */
+    void *out;            /* [num_tokens, hidden] */
+} experts_call;
+
+/* Rows of one expert that are multiplied at once: places [first, first + count) of the order. */
+typedef struct {
+    linear_call gate_up, down;
+    int64_t first, count, packed_at; /* the last: bytes, where panels are shared */
+} job;
+
+typedef struct {
+    int64_t num_rows, num_jobs;
+    int64_t *order; /* rows by expert; row = token of the slab * top_k + place */
+    job *jobs;
+    char *gathered, *middle, *results, *packed; /* results: by row, the others by place */
+} plan;
+
+static int64_t inner(const experts_call *c) { return c->down.depth; }
+
+/* Sort the rows of the tokens from `token` on by expert, and cut them into jobs. */
+static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *p) {
+    int type = c->gate_up.x_type;
+    int64_t rows = count * c->top_k, size = size_of(type), most = baton_most_rows(&c->down);
+    most = min64(most, baton_most_rows(&c->gate_up));
+    int64_t most_jobs = min64(rows, c->num_experts) + rows / most;
+    int64_t counts_bytes = (c->num_experts + 1) * sizeof(int64_t);
+    char *memory = baton_scratch(PLAN, counts_bytes + rows * sizeof(int64_t) + most_jobs * sizeof(job));
+    if (!memory) return 1;
+    int64_t *starts = (int64_t *)memory;
+    p->order = starts + c->num_experts + 1;
+    p->jobs = (job *)(p->order + rows);
+    const int64_t *ids = c->ids + token * c->top_k;
+    memset(starts, 0, counts_bytes);
+    for (int64_t r = 0; r < rows; r++) starts[ids[r] + 1]++;
+    for (int64_t e = 0; e < c->num_experts; e++) starts[e + 1] += starts[e];
+    for (int64_t r = 0; r < rows; r++) p->order[starts[ids[r]]++] = r; /* starts: now ends */
+    int64_t middle_at = rows * c->hidden * size, results_at = middle_at + rows * inner(c) * size;
+    int64_t packed_at = (results_at + rows * c->hidden * size + 63) / 64 * 64, packed = 0;
+    p->num_rows = rows;
+    p->num_jobs = 0;
+    for (int64_t e = 0, first = 0; e < c->num_experts; first = starts[e++])
+        for (int64_t at = first; at < starts[e]; at += most) {
+            job *j = &p->jobs[p->num_jobs++];
+            *j = (job){baton_linear_part(&c->gate_up, e), baton_linear_part(&c->down, e), at,
+                       min64(most, starts[e] - at), packed};
+            j->gate_up.num_rows = j->down.num_rows = j->count;
+            j->gate_up.x_stride = c->hidden;
+            j->down.x_stride = inner(c);
+            packed += (max64(baton_packed_bytes(&j->gate_up), baton_packed_bytes(&j->down)) + 63) / 64 * 64;
+        }
+    int alone = p->num_jobs >= JOBS_PER_THREAD * c->num_threads;
+    memory = baton_scratch(SHARED, packed_at + (alone ? 0 : packed));
+    if (!memory) return 1;
+    p->gathered = memory;
+    p->middle = memory + middle_at;
+    p->results = memory + results_at;
+    p->packed = alone ? NULL : memory + packed_at;
+    for (int64_t i = 0; i < p->num_jobs; i++) {
+        job *j = &p->jobs[i];
+        j->gate_up.x = p->gathered + j->first * c->hidden * size;
+        j->gate_up.out = p->middle + j->first * inner(c) * size;
+        j->down.x = j->gate_up.out;
+        /* Over the input, which has been read: then to where the row belongs. */
+        j->down.out = (char *)j->gate_up.x;
+    }
+    return 0;
+}
+
+static void gather(const experts_call *c, const plan *p, int64_t token, const job *j) {
+    int type = c->gate_up.x_type;
+    for (int64_t i = 0; i < j->count; i++) {
+        int64_t from = token + p->order[j->first + i] / c->top_k;
+        memcpy((char *)j->gate_up.x + i * c->hidden * size_of(type),
+               at(type, c->x, from * c->x_stride), c->hidden * size_of(type));
+    }
+}
+
+static void scatter(const experts_call *c, const plan *p, const job *j) {
+    int64_t row_bytes = c->hidden * size_of(c->gate_up.x_type);
+    for (int64_t i = 0; i < j->count; i++)
+        memcpy(p->results + p->order[j->first + i] * row_bytes, j->down.out + i * row_bytes, row_bytes);
+}
+
+static int job_alone(const experts_call *c, const plan *p, int64_t token, const job *j) {
+    int64_t bytes = max64(baton_packed_bytes(&j->gate_up), baton_packed_bytes(&j->down));
+    void *packed = baton_scratch(PACKED, bytes);
+    if (!packed) return 1;
+    gather(c, p, token, j);
+    baton_pack_input(&j->gate_up, packed);
+    baton_linear_panels(&j->gate_up, 0, inner(c) / PANEL, packed);
+    baton_pack_input(&j->down, packed);
+    baton_linear_panels(&j->down, 0, c->hidden / PANEL, packed);
+    scatter(c, p, j);
+    return 0;
+}
+
+/* The panels [first, last) of all jobs' outputs, counted through; each job has `each`. */
+static void panels_of_jobs(const plan *p, int is_down, int64_t each, int64_t first, int64_t last) {
+    for (int64_t i = first / each; i * each < last; i++) {
+        const job *j = &p->jobs[i];
+        baton_linear_panels(is_down ? &j->down : &j->gate_up, max64(first - i * each, 0),
+                            min64(last - i * each, each), p->packed + j->packed_at);
+    }
+}
+
+/* All jobs by all threads, each of which computes some panels of them. */
+static void jobs_together(const experts_call *c, const plan *p, int64_t token) {
+    int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
+    for (int is_down = 0; is_down <= 1; is_down++) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < p->num_jobs; i++) {
+            const job *j = &p->jobs[i];
+            if (!is_down) gather(c, p, token, j);
+            baton_pack_input(is_down ? &j->down : &j->gate_up, p->packed + j->packed_at);
+        }
+        int64_t each = (is_down ? c->hidden : inner(c)) / PANEL, all = each * p->num_jobs;
+        panels_of_jobs(p, is_down, each, all * thread / team, all * (thread + 1) / team);
+#pragma omp barrier
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < p->num_jobs; i++) scatter(c, p, &p->jobs[i]);
+}
+
+/* out = base * sigmoid(gate) + the sum of a token's results; `at_token` is counted in the slab. */
+static void add_up(const experts_call *c, const plan *p, int64_t token, int64_t at_token) {
+    int type = c->gate_up.x_type;
+    const float *weights = c->weights + (token + at_token) * c->top_k;
+    float gate = 1;
+    if (c->base_gate) {
+        read_row(type, at(type, c->base_gate, token + at_token), &gate, 1);
+        gate = 1 / (1 + exp_fast(splat(-gate))[0]);
+    }
+    for (int64_t i = 0; i < c->hidden; i += LANES) {
+        vec sum = {0};
+        for (int64_t k = 0; k < c->top_k; k++)
+            sum = multiply_add(splat(weights[k]),
+                               load(type, p->results, (at_token * c->top_k + k) * c->hidden + i), sum);
+        if (c->base)
+            sum = multiply_add(splat(gate), load(type, c->base, (token + at_token) * c->hidden + i), sum);
+        store_as(type, c->out, (token + at_token) * c->hidden + i, sum);
+    }
+}
+
+/* Returns 0, or 1 when there is no memory. `hidden` and the experts' width are multiples of PANEL. */
+int baton_experts(const experts_call *c) {
+    int64_t token_bytes = c->top_k * (2 * c->hidden + inner(c)) * size_of(c->gate_up.x_type);
+    int64_t slab = max64(MOST_BYTES / token_bytes, 1);
+    for (int64_t token = 0; token < c->num_tokens; token += slab) {
+        int64_t count = min64(slab, c->num_tokens - token);
+        plan p;
+        if (make_plan(c, token, count, &p)) return 1;
+        int failed = 0;
+#pragma omp parallel num_threads(c->num_threads) reduction(+ : failed)
+        {
+            if (p.packed) {
+                jobs_together(c, &p, token);
+            } else {
+#pragma omp for schedule(dynamic)
+                for (int64_t i = 0; i < p.num_jobs; i++) failed += job_alone(c, &p, token, &p.jobs[i]);
+            }
+#pragma omp for schedule(static)
+            for (int64_t t = 0; t < count; t++) add_up(c, &p, token, t);
+        }
+        if (failed) return 1;
+    }
+    return 0;
+}

@@ -1,0 +1,142 @@
+"""A mixture of experts as config.json describes it, in the dialect of each architecture; no torch.
+
+Refuses to know: tensors, how experts are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from models.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """The experts of one model.
+
+    Attributes:
+        num_experts: of each layer that has some.
+        inner_size: of each expert's gated middle.
+        top_k: experts of a token.
+        scoring: what makes scores of a router's logits, see ``baton_kernels.routing.Scoring``.
+        normalize: whether the weights of a token's experts are divided by their sum.
+        scale: factor on them.
+        num_groups: of experts; with more than one, groups are chosen first.
+        top_groups: that a token's experts are of.
+        group_best: experts whose scores, added, are a group's.
+        has_bias: whether a checkpoint has a number per expert that is added where they are chosen.
+        shared_size: of the gated middle of what every token goes through besides; 0: nothing.
+        has_shared_gate: whether a token's logit says how much of that it gets.
+        dense_layers: layers that have one MLP in place of experts.
+    """
+
+    num_experts: int
+    inner_size: int
+    top_k: int
+    scoring: str = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    has_bias: bool = False
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    dense_layers: frozenset[int] = frozenset()
+
+
+def parse_moe(fields: Fields, architecture: str) -> MoeConfig | None:
+    """Read the experts from the fields of config.json; None: the architecture has none.
+
+    Raises:
+        ModelLoadError: a field that is missing, out of range, or not supported.
+    """
+    parse = _DIALECTS.get(architecture)
+    if parse is None:
+        return None
+    moe = parse(fields)
+    if moe.top_k > moe.num_experts:
+        problem = f"{moe.top_k}, but there are {moe.num_experts} experts"
+        raise fields.wrong("num_experts_per_tok", problem)
+    if moe.num_experts % moe.num_groups:
+        raise fields.wrong("n_group", f"{moe.num_groups} does not divide {moe.num_experts}")
+    chosen = moe.num_experts // moe.num_groups * moe.top_groups
+    if moe.top_groups > moe.num_groups or moe.top_k > chosen:
+        raise fields.wrong("topk_group", f"{moe.top_groups} groups of {moe.num_groups}")
+    return moe
+
+
+def _mixtral(fields: Fields) -> MoeConfig:
+    """Jiang et al., arXiv:2401.04088."""
+    return MoeConfig(
+        num_experts=fields.integer("num_local_experts"),
+        inner_size=fields.integer("intermediate_size"),
+        top_k=fields.integer("num_experts_per_tok"),
+        normalize=True,
+    )
+
+
+def _qwen3(fields: Fields) -> MoeConfig:
+    """Yang et al., arXiv:2505.09388."""
+    count = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    return MoeConfig(
+        num_experts=fields.integer(count),
+        inner_size=fields.integer("moe_intermediate_size"),
+        top_k=fields.integer("num_experts_per_tok"),
+        normalize=fields.boolean("norm_topk_prob", False),
+        dense_layers=_dense_layers_of_steps(fields),
+    )
+
+
+def _qwen2(fields: Fields) -> MoeConfig:
+    """Yang et al., arXiv:2407.10671."""
+    shared_size = fields.integer("shared_expert_intermediate_size")
+    return replace(_qwen3(fields), shared_size=shared_size, has_shared_gate=True)
+
+
+def _deepseek(fields: Fields, *, scoring: str, group_best: int) -> MoeConfig:
+    """Read what DeepSeek's models and those after them have (arXiv:2405.04434, 2412.19437).
+
+    Args:
+        fields: of config.json.
+        scoring: of the architecture; sigmoid scores come with a bias.
+        group_best: experts whose scores are a group's.
+    """
+    dense = fields.integer("first_k_dense_replace", 0, minimum=0)
+    inner_size = fields.integer("moe_intermediate_size")
+    return MoeConfig(
+        num_experts=fields.integer("n_routed_experts"),
+        inner_size=inner_size,
+        top_k=fields.integer("num_experts_per_tok"),
+        scoring=scoring,
+        normalize=fields.boolean("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        num_groups=fields.integer("n_group", 1),
+        top_groups=fields.integer("topk_group", 1),
+        group_best=group_best,
+        has_bias=scoring == "sigmoid",
+        shared_size=fields.integer("n_shared_experts", 0, minimum=0) * inner_size,
+        dense_layers=frozenset(range(dense)),
+    )
+
+
+def _glm4(fields: Fields) -> MoeConfig:
+    """GLM-4.5 (arXiv:2508.06471)."""
+    return _deepseek(fields, scoring="sigmoid", group_best=2)
+
+
+def _dense_layers_of_steps(fields: Fields) -> frozenset[int]:
+    """Return the layers without experts of Qwen's models."""
+    step = fields.integer("decoder_sparse_step", 1)
+    named = fields.token_ids("mlp_only_layers")
+    layers = range(fields.integer("num_hidden_layers"))
+    return frozenset(layer for layer in layers if layer in named or (layer + 1) % step)
+
+
+_DIALECTS: dict[str, Callable[[Fields], MoeConfig]] = {
+    "MixtralForCausalLM": _mixtral,
+    "Qwen2MoeForCausalLM": _qwen2,
+    "Qwen3MoeForCausalLM": _qwen3,
+    "Glm4MoeForCausalLM": _glm4,
+}

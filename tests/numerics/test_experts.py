@@ -1,0 +1,104 @@
+"""Routing and experts in C compute what the reference does, and the same in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import baton_kernels as ops
+from baton_kernels import PackedWeight, Routing, Scoring, WeightFormat, reference
+from baton_kernels.dispatch import native_ops
+from baton_kernels.native.ops import NativeOps
+
+ROUTINGS = {
+    "softmax": Routing(3),
+    "normalized": Routing(3, normalize=True, scale=2.5),
+    "sigmoid": Routing(3, Scoring.SIGMOID, normalize=True),
+    "of the chosen": Routing(2, Scoring.SOFTMAX_OF_CHOSEN),
+    "groups by their best": Routing(3, num_groups=4, top_groups=2),
+    "groups by their best two": Routing(
+        4, Scoring.SIGMOID, num_groups=4, top_groups=2, group_best=2
+    ),
+}
+NUM_EXPERTS = 12
+# Tokens, hidden size, size of an expert, experts, those of a token.
+SHAPES = [(1, 64, 32, 4, 2), (7, 64, 96, 8, 3), (150, 64, 32, 5, 5), (33, 128, 64, 16, 1)]
+
+
+@pytest.fixture
+def native() -> NativeOps:
+    found = native_ops()
+    if found is None:
+        pytest.skip("no native kernels here")
+    return found
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_tokens_choose_what_the_reference_chooses(
+    native: NativeOps, name: str, dtype: torch.dtype, has_bias: bool
+) -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(300, NUM_EXPERTS).to(dtype)  # with equal ones in 16 bits
+    bias = torch.rand(NUM_EXPERTS) if has_bias else None
+    ids, weights = native.route(logits, ROUTINGS[name], bias)
+    expected_ids, expected_weights = reference.route(logits, ROUTINGS[name], bias)
+    # Exponentials differ by a bit: two scores of nearly one size may change places.
+    certain = (ids == expected_ids).all(dim=1)
+    assert float(certain.float().mean()) > 0.98
+    torch.testing.assert_close(weights[certain], expected_weights[certain], rtol=1e-5, atol=1e-6)
+    assert ids.dtype == torch.int64
+
+
+def test_equal_scores_go_to_the_first() -> None:
+    for logits in (torch.zeros(2, 6), torch.tensor([[0.0, 2, 1, 2, 1, 0]])):
+        ids, _ = ops.route(logits, Routing(3))
+        assert ids.tolist() == ([[0, 1, 2]] * 2 if len(logits) == 2 else [[1, 3, 2]])
+
+
+def packed(num_rows: int, num_columns: int, format_: WeightFormat, width: int) -> PackedWeight:
+    weight = torch.randn(num_rows, num_columns) / num_columns**0.5
+    return PackedWeight.pack(weight, None, format_, width)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("format_", WeightFormat, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_in_c(
+    native: NativeOps, shape: tuple[int, ...], format_: WeightFormat, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    num_tokens, hidden, inner, num_experts, top_k = shape
+    x = torch.randn(num_tokens, hidden).to(dtype)
+    base, base_gate = torch.randn_like(x), torch.randn(num_tokens, 1).to(dtype)
+    ids, weights = native.route(torch.randn(num_tokens, num_experts), Routing(top_k))
+    gate_up = packed(2 * num_experts * inner, hidden, format_, native.panel_width)
+    down = packed(num_experts * hidden, inner, format_, native.panel_width)
+
+    def compute(rows: slice, *, shared: bool) -> Tensor:
+        extra = (base[rows], base_gate[rows]) if shared else (None, None)
+        return native.packed_experts(x[rows], ids[rows], weights[rows], gate_up, down, *extra)
+
+    every = slice(None)
+    for shared in (False, True):
+        found = compute(every, shared=shared)
+        extra = (base, base_gate) if shared else ()
+        expected = reference.packed_experts(x, ids, weights, gate_up, down, *extra)
+        # Where inputs are rounded to 8 bits, a sum's last bit may decide about a step.
+        tolerance = 3e-2 if dtype == torch.bfloat16 else 2e-3 if format_.code_bits else 1e-5
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        alone = [compute(slice(row, row + 1), shared=shared) for row in range(num_tokens)]
+        assert torch.equal(found, torch.cat(alone))
+
+
+def test_experts_that_are_no_whole_panels_are_computed_all_the_same(native: NativeOps) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 20)
+    ids, weights = native.route(torch.randn(5, 4), Routing(2))
+    gate_up = packed(2 * 4 * 12, 20, WeightFormat.FP32, native.panel_width)
+    down = packed(4 * 20, 12, WeightFormat.FP32, native.panel_width)
+    found = native.packed_experts(x, ids, weights, gate_up, down)
+    plain = (gate_up.unpacked().view(4, 24, 20), down.unpacked().view(4, 20, 12))
+    torch.testing.assert_close(found, reference.experts(x, ids, weights, *plain))
