@@ -1,0 +1,99 @@
+"""Products in C for CPUs that this machine is not: cross-compiled, and run by an emulator.
+
+For Arm it needs `gcc-aarch64-linux-gnu`, `libc6-dev-arm64-cross` and `qemu-user`, else it is not
+run and says so. QEMU knows neither AVX-512 nor AVX-VNNI. Refuses to know: how long they take.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_kernels import CodeLayout, PackedWeight, WeightFormat, reference
+from baton_kernels.native.ops import _CODES, _FORMATS
+from tests.numerics.test_native_ops import draw_integers
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "fakes" / "linear_program.c"
+FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-w")
+ARM = (("aarch64-linux-gnu-gcc",), ("qemu-aarch64", "-cpu", "max"))
+X86 = (("x86_64-linux-gnu-gcc",), ("qemu-x86_64", "-cpu", "max"))
+pytestmark = [pytest.mark.large, pytest.mark.lengthy, pytest.mark.timeout(600)]
+# Name: compiler, emulator, flags.
+CPUS = {
+    "Arm without dot products": (*ARM, "-march=armv8-a"),
+    "Arm with dot products": (*ARM, "-march=armv8.2-a+dotprod"),
+    "Arm with products of mixed signs": (*ARM, "-march=armv8.6-a+i8mm"),
+    "x86-64": (*X86, "-march=x86-64"),
+    "x86-64 with AVX2": (*X86, "-march=x86-64-v3"),
+}
+
+
+@pytest.fixture(scope="module", params=CPUS)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command that runs it."""
+    compiler, emulator, march = CPUS[request.param]
+    for needed in (compiler[0], emulator[0]):
+        if shutil.which(needed) is None:
+            pytest.skip(f"not run: no {needed} here")
+    path = tmp_path_factory.mktemp("program") / "linear"
+    sources = (PROGRAM, ROOT / "kernels" / "csrc" / "scratch.c")
+    command = [*compiler, *FLAGS, march, "-static", *map(str, sources), "-o", str(path), "-lm"]
+    subprocess.run(command, check=True)
+    return [*emulator, str(path)]
+
+
+def run(program: Sequence[str], folder: Path, x: Tensor, weight: PackedWeight) -> Tensor:
+    groups = (None,) * 4 if weight.groups is None else weight.groups.tensors
+    types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
+    tensors = (x, weight.panels, weight.scales, weight.bias, *groups)
+    contents = [
+        b"" if one is None else one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for one in tensors
+    ]
+    num_rows, depth = x.shape
+    columns = weight.out_features
+    numbers = (0, _FORMATS[weight.format], 0, 1, 0, num_rows, columns, depth, depth, columns)
+    sizes = map(len, contents)
+    header = struct.pack("<22q", *numbers, weight.group_size, *types, *sizes)
+    (folder / "in").write_bytes(header + b"".join(contents))
+    subprocess.run([*program, str(folder / "in"), str(folder / "out")], check=True)
+    content = bytearray((folder / "out").read_bytes())
+    return torch.frombuffer(content, dtype=torch.float32).view(num_rows, columns)
+
+
+F16, I8 = torch.float16, torch.int8
+LAYOUTS = (
+    None,
+    CodeLayout(WeightFormat.INT4, 32, I8, I8, F16),
+    CodeLayout(WeightFormat.INT4, 128, F16, I8),
+    CodeLayout(WeightFormat.INT8, 16, I8, None, F16),
+    CodeLayout(WeightFormat.INT8, 32, F16, F16),
+)
+
+
+def test_products_are_those_of_the_definition(program: list[str], tmp_path: Path) -> None:
+    width = int(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
+    torch.manual_seed(0)
+    shape, x = (45, 300), torch.randn(13, 300) / 300
+    weights = [
+        PackedWeight.pack(torch.randn(shape), torch.randn(45), one, width) for one in WeightFormat
+    ]
+    for layout in filter(None, LAYOUTS):
+        assert layout.format.code_bits is not None
+        integers = draw_integers(layout.format.code_bits, shape, layout)
+        weight = PackedWeight.empty(*shape, layout.format, width, layout=layout)
+        weight.write_integers(0, integers)
+        weights.append(weight)
+    for weight in weights:
+        together = run(program, tmp_path, x, weight)
+        expected = reference.packed_linear(x, weight)
+        torch.testing.assert_close(together, expected, rtol=1e-5, atol=2e-5)
+        assert torch.equal(run(program, tmp_path, x[5:6], weight), together[5:6])
