@@ -1,0 +1,133 @@
+"""Guesses change nothing: tokens and logprobs are those of requests alone, without guesses.
+
+In one process, in a split system, and in one whose nodes die; every method, 1, 3 and 5 guesses.
+``BATON_REQUESTS`` says how many requests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from baton.api.sampling_params import SamplingParams
+from engine import LLM
+from engine.core.metrics import EngineMetrics
+from engine.speculation import PROPOSERS
+from kvconnector.peer_process import PeerProcess
+from tests.fakes.handoff_cluster import BLOCK_SIZE
+from tests.property.num_examples import num_requests
+from tests.property.test_split_in_any_company import (
+    Alone,
+    Crowd,
+    folder,
+    make_system,
+    patched,
+)
+
+__all__ = ["patched"]  # a fixture
+
+CASES = [(method, num_drafts) for method in PROPOSERS.names() for num_drafts in (1, 3, 5)]
+MAX_TOKENS = 60  # of an output in one process; a cold model soon repeats itself
+SMALL: dict[str, Any] = {"num_threads": 1}
+
+
+def options_of(method: str, num_drafts: int) -> dict[str, Any]:
+    return {
+        "speculative_method": method,
+        "num_speculative_tokens": num_drafts,
+        "adaptive_speculation": False,  # so that it does not depend on the machine's speed
+        "ngram_min": 1,
+        **SMALL,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    return Alone(SMALL)
+
+
+@pytest.mark.parametrize(("method", "num_drafts"), CASES)
+@pytest.mark.timeout(0)
+def test_in_one_process(
+    method: str, num_drafts: int, alone: Alone, record_property: Callable[[str, object], None]
+) -> None:
+    draw = random.Random(num_drafts)
+    prompts, params = [], []
+    for _ in range(num_requests(36) // len(CASES)):
+        prompts.append([draw.randrange(3, 64) for _ in range(draw.choice([1, 7, 33, 120]))])
+        params.append(
+            SamplingParams(
+                max_tokens=draw.randint(2, MAX_TOKENS),
+                temperature=draw.choice([0.0, 0.0, 1.0]),
+                seed=draw.randrange(2**31),
+                ignore_eos=True,
+                logprobs=1,
+                repetition_penalty=draw.choice([1.0, 1.0, 1.2]),
+            )
+        )
+    llm = LLM(
+        str(folder()),
+        block_size=BLOCK_SIZE,
+        num_blocks=60,
+        max_num_requests=6,
+        max_num_batched_tokens=48,
+        long_prefill_token_threshold=20,
+        async_scheduling=draw.random() < 0.5,
+        **options_of(method, num_drafts),
+    )
+    num_tokens = 0
+    for found, prompt, own in zip(llm.generate(prompts, params), prompts, params, strict=True):
+        expected = alone.complete(prompt, own)
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == expected.logprobs
+        num_tokens += len(found.token_ids)
+    assert_guessed([llm.metrics()])
+    record_property("tokens", num_tokens)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize(("method", "num_drafts"), CASES)
+@pytest.mark.timeout(0)
+def test_in_a_split_system(
+    method: str,
+    num_drafts: int,
+    dies: bool,
+    alone: Alone,
+    patched: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    draw = random.Random(num_drafts)
+    num_left, num_tokens, metrics = num_requests(72) // len(CASES), 0, list[EngineMetrics]()
+    while num_left > 0:
+        num_now = min(num_left, 25)
+        num_left -= num_now
+        system = make_system(alone, options_of(method, num_drafts), draw)
+        patched.setattr(
+            PeerProcess, "has_ended", lambda peer, dead=system.dead: peer.engine_id in dead
+        )
+        crowd = Crowd(system, alone, draw.randrange(2**31))
+        if not dies:
+            patched.setattr(crowd, "_disturb", lambda: None)
+        try:
+            crowd.run(num_now)
+            engines = [process.node.engine for process in system.by_id.values()]
+            metrics += [engine.metrics() for engine in engines]
+            system.close()
+        finally:
+            system.abandon()
+        for client, expected in crowd.asked:
+            client.check()
+            assert client.error is None
+            assert tuple(client.token_ids) == expected.token_ids
+            assert tuple(client.logprobs) == expected.logprobs
+            num_tokens += len(client.token_ids)
+    assert_guessed(metrics)
+    record_property("tokens", num_tokens)
+
+
+def assert_guessed(metrics: list[EngineMetrics]) -> None:
+    num_right = sum(one.accepted_drafts_total for one in metrics)
+    assert 0 < num_right < sum(one.drafts_total for one in metrics)
