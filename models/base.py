@@ -44,12 +44,6 @@ class ForwardContext:
         assert isinstance(metadata, AttentionMetadata)
         return metadata.max_seq_len
 
-    @property
-    def attention_groups(self) -> tuple[AttentionStep, ...] | None:
-        """The groups, if none of them is of states."""
-        groups = tuple(group for group in self.groups if isinstance(group[0], AttentionMetadata))
-        return groups if len(groups) == len(self.groups) else None
-
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
         """Return the step of a layer that attends: metadata, the backend that planned it, cache.
 

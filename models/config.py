@@ -15,11 +15,13 @@ from baton.api.errors import ModelLoadError
 from models.fields import Fields
 from models.moe_config import MoeConfig, parse_moe
 from models.quantization import QuantizationConfig, parse_quantization
+from models.recurrent_config import Mamba2Config, parse_bamba
 from models.registry import MODELS
 from models.rope_config import RopeConfig, parse_rope
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
+_TURNING = {"BambaForCausalLM": 0.5}  # the part of a head that turns, where it is not all
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -52,6 +54,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     quantization: QuantizationConfig | None  # of the weights; None: they are stored plainly
     moe: MoeConfig | None = None  # None: no layer has experts
+    mamba2: Mamba2Config | None = None  # of layers that do not attend; None: all do
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, max_model_len: int | None = None) -> ModelConfig:
@@ -102,6 +105,7 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         max_model_len=max_model_len,
+        turning=_TURNING.get(architecture, 1.0),
     )
     limits = (max_model_len or max_position_embeddings, rope.max_len or max_position_embeddings)
     return ModelConfig(
@@ -132,7 +136,14 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         ),
         quantization=parse_quantization(fields),
         moe=parse_moe(fields, architecture),
+        mamba2=_mamba2(fields, architecture, num_layers),
     )
+
+
+def _mamba2(fields: Fields, architecture: str, num_layers: int) -> Mamba2Config | None:
+    if architecture != "BambaForCausalLM":
+        return None
+    return parse_bamba(fields, fields.integer("hidden_size"), num_layers)
 
 
 def _architecture(fields: Fields) -> str:

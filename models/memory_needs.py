@@ -54,7 +54,7 @@ class MemoryNeeds:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Bytes of one block of tokens, all layers."""
+        """Bytes of one block of tokens, all layers that attend."""
         return self.kv_token_bytes * self.block_size
 
 
@@ -81,7 +81,8 @@ def memory_needs(
         native_kernels: without them ``auto`` keeps all weights in ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
-    kv_token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * value_bytes
+    num_attending = sum(_attends(config, index) for index in range(config.num_layers))
+    kv_token_bytes = 2 * num_attending * config.num_kv_heads * config.head_dim * value_bytes
     weights = {
         name: _weight_bytes(config, _format(config, name, dtype, native_kernels), dtype)
         for name in WEIGHTS
@@ -150,11 +151,19 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool 
     return _OF_DTYPES[config.dtype if dtype == "float32" else dtype]
 
 
+def _attends(config: ModelConfig, layer: int) -> bool:
+    return config.mamba2 is None or not config.mamba2.recurrent_layers[layer]
+
+
 def _layer(config: ModelConfig, layer: int) -> list[_Matrix]:
     """Return the linear layers of one layer, but for those that are never rounded."""
     query, key = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     hidden, moe = config.hidden_size, config.moe
     attention = [(query + 2 * key, hidden), (hidden, query)]
+    if config.mamba2 is not None and not _attends(config, layer):
+        inner_size = config.mamba2.inner_size
+        size = inner_size + config.mamba2.num_channels + config.mamba2.num_heads
+        attention = [(size, hidden), (hidden, inner_size)]
     if moe is None or layer in moe.dense_layers:
         return [*attention, *_mlp(hidden, config.intermediate_size)]
     experts = _mlp(hidden, moe.inner_size) * moe.num_experts

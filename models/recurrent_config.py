@@ -40,6 +40,11 @@ class Mamba2Config:
         """Size of all heads."""
         return self.num_heads * self.head_dim
 
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution."""
+        return self.inner_size + 2 * self.num_groups * self.state_dim
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
@@ -58,6 +63,21 @@ class DeltaNetConfig:
     key_dim: int
     value_dim: int
     kernel_size: int
+
+
+def parse_bamba(fields: Fields, hidden_size: int, num_layers: int) -> Mamba2Config:
+    """Read the mixers of Bamba, of which some layers attend instead.
+
+    Raises:
+        ModelLoadError: as `parse_mamba2`, or no layer attends, or one that there is not.
+    """
+    attending = fields.token_ids("attn_layer_indices")
+    if not attending or max(attending) >= num_layers:
+        problem = f"some of {num_layers} layers have to attend, found {list(attending)}"
+        raise fields.wrong("attn_layer_indices", problem)
+    return parse_mamba2(
+        fields, hidden_size, tuple(layer not in attending for layer in range(num_layers))
+    )
 
 
 def parse_mamba2(
@@ -97,9 +117,9 @@ def _refuse_time_step_limit(fields: Fields) -> None:
     """Refuse a limit: transformers applies it to prompts and not to the tokens behind them."""
     if not fields.has("time_step_limit"):
         return
-    least, most = fields.numbers("time_step_limit", 2)
-    if least > 0 or most != math.inf:
-        raise fields.wrong("time_step_limit", f"[{least}, {most}] is not supported")
+    found = fields.get("time_step_limit")
+    if found not in ([0.0, most] for most in (math.inf, {"__float__": "Infinity"})):
+        raise fields.wrong("time_step_limit", f"{found} is not supported")
 
 
 def parse_delta_net(fields: Fields) -> DeltaNetConfig:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
     "model architecture",
     {
+        "BambaForCausalLM": "models.architectures.bamba:BambaForCausalLM",
         "CwmForCausalLM": "models.architectures.cwm:CwmForCausalLM",
         "LlamaForCausalLM": "models.architectures.llama:LlamaForCausalLM",
         "MinistralForCausalLM": "models.architectures.mistral:MinistralForCausalLM",

@@ -45,11 +45,28 @@ class RopeConfig:
     use_long_factors: bool = False
     max_len: int | None = None  # positions from here on would be wrong; None: no such limit
 
+    def rotary_dim(self, head_dim: int) -> int:
+        """Count the dims of a head that have a frequency."""
+        whole = self.rope_type == "proportional"  # whose partial factor is among the frequencies
+        return head_dim if whole else int(head_dim * self.partial_rotary_factor)
+
 
 def parse_rope(
-    fields: Fields, *, head_dim: int, max_position_embeddings: int, max_model_len: int | None
+    fields: Fields,
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    max_model_len: int | None,
+    turning: float = 1.0,
 ) -> RopeConfig:
     """Read the rotary embedding from the fields of config.json.
+
+    Args:
+        fields: of config.json.
+        head_dim: size of one attention head.
+        max_position_embeddings: as config.json has it.
+        max_model_len: see ``ModelConfig.from_folder``.
+        turning: the part of a head that turns in this architecture.
 
     Raises:
         ModelLoadError: an unknown type, or a field that is missing or out of range.
@@ -64,9 +81,9 @@ def parse_rope(
     theta = scaling.optional_number("rope_theta")
     partial = scaling.optional_number("partial_rotary_factor")
     if partial is None:
-        partial = fields.number("partial_rotary_factor", 1.0)
-    if partial > 1.0 or (partial < 1.0 and rope_type != "proportional"):
-        # The supported networks rotate whole heads in transformers, whatever this field says.
+        partial = fields.number("partial_rotary_factor", turning)
+    if partial > 1.0 or (partial != turning and rope_type != "proportional"):
+        # The supported networks rotate as much in transformers, whatever this field says.
         raise fields.wrong("partial_rotary_factor", f"{partial} is not supported with {rope_type}")
     original = fields.optional_integer("original_max_position_embeddings")
     if original is None:
@@ -93,7 +110,9 @@ def parse_rope(
             return _yarn(common, scaling, max_position_embeddings / original)
         case _:
             ratio = max_position_embeddings / original
-            return _longrope(common, scaling, ratio, head_dim // 2, max_model_len)
+            return _longrope(
+                common, scaling, ratio, common.rotary_dim(head_dim) // 2, max_model_len
+            )
 
 
 def _rope_type(scaling: Fields) -> str:

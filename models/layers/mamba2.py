@@ -36,7 +36,7 @@ class Mamba2(nn.Module):
         self._config = config
         self._layer_index = layer_index
         inner_size, num_heads = config.inner_size, config.num_heads
-        num_channels = inner_size + 2 * config.num_groups * config.state_dim
+        num_channels = config.num_channels
         size = inner_size + num_channels + num_heads
         self.in_proj = nn.Linear(hidden_size, size, bias=config.proj_bias)
         self.conv1d = ShortConv(
@@ -55,7 +55,7 @@ class Mamba2(nn.Module):
         # [num_slots, num_channels, kernel_size - 1], [num_slots, num_heads, state_dim, head_dim]
         metadata, (conv_states, states) = context.state_layer(self._layer_index)
         projected = self.in_proj(hidden)
-        inner_size, num_channels = config.inner_size, self.conv1d.state_shape[0]
+        inner_size, num_channels = config.inner_size, config.num_channels
         gate, dt = projected[:, :inner_size], projected[:, inner_size + num_channels :]
         mixed = projected[:, inner_size : inner_size + num_channels]
         mixed = self.conv1d(mixed, conv_states, metadata)  # [num_tokens, num_channels]

@@ -24,20 +24,21 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     Returns:
         ``[rotary_dim / 2]`` float32, radians per position.
     """
+    dim = rope.rotary_dim(head_dim)
     match rope.rope_type:
         case "proportional":
             return _proportional(rope, head_dim)
         case "linear":
-            return _plain(rope, head_dim) / rope.factor
+            return _plain(rope, dim) / rope.factor
         case "llama3":
-            return _llama3(rope, _plain(rope, head_dim))
+            return _llama3(rope, _plain(rope, dim))
         case "yarn":
-            return _yarn(rope, head_dim)
+            return _yarn(rope, dim)
         case "longrope":
-            return _longrope(rope, head_dim)
+            return _longrope(rope, dim)
         case _:
             # "dynamic" too: up to rope.max_len its NTK-scaled base is the unscaled one.
-            return _plain(rope, head_dim)
+            return _plain(rope, dim)
 
 
 def _exponents(dim: int) -> Tensor:

@@ -57,7 +57,36 @@ def layers(pattern: str) -> dict[str, Any]:
     }
 
 
+# States that fit into a block of two tokens: those of real models take hundreds.
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 3,
+    "mamba_n_groups": 2,
+    "mamba_expand": 1,
+    "head_dim": 32,
+}
+
 FAMILIES: dict[str, Family] = {
+    "BambaForCausalLM": Family(
+        {
+            "plain": MAMBA | {"attn_layer_indices": [1]},
+            "every bias, one group": MAMBA
+            | {
+                "num_hidden_layers": 4,
+                "attn_layer_indices": [0, 2],
+                "mamba_n_groups": 1,
+                "mamba_proj_bias": True,
+                "attention_bias": True,
+                "mlp_bias": True,
+            },
+        },
+        refused={
+            "time_step_limit": [0.1, 2.0],
+            "attn_layer_indices": 7,
+            "mamba_d_head": 9,
+            "mamba_n_heads": 7,
+        },
+    ),
     "CwmForCausalLM": Family(
         {"plain": layers("ff"), "windows 3:1": layers("fsss") | {"mlp_bias": True}},
         refused={"sliding_window": None},
