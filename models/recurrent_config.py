@@ -118,7 +118,7 @@ def _refuse_time_step_limit(fields: Fields) -> None:
     if not fields.has("time_step_limit"):
         return
     found = fields.get("time_step_limit")
-    if found not in ([0.0, most] for most in (math.inf, {"__float__": "Infinity"})):
+    if found not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
         raise fields.wrong("time_step_limit", f"{found} is not supported")
 
 

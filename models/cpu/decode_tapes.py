@@ -16,7 +16,8 @@ from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
 from baton_kernels.native.tape import Tape, TapeError
-from models.base import AttentionStep, ForwardContext
+from baton_kernels.state_metadata import StateMetadata
+from models.base import ForwardContext, GroupStep
 
 Inputs = Sequence[Tensor]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Tensor]
@@ -31,7 +32,7 @@ class _Taped:
 
     tape: Tape
     inputs: Inputs
-    metadata: tuple[AttentionMetadata, ...]
+    metadata: tuple[AttentionMetadata | StateMetadata, ...]
     result: Tensor  # [num_tokens, hidden_size]
 
 
@@ -66,7 +67,7 @@ class DecodeTapes:
             return layers(inputs, context)
         for place, tensor in zip(taped.inputs, inputs, strict=True):
             place.copy_(tensor)
-        for static, (metadata, _) in zip(taped.metadata, _attention(context), strict=True):
+        for static, (metadata, _) in zip(taped.metadata, context.groups, strict=True):
             _copy_metadata(static, metadata)
         taped.tape.run()
         return taped.result.clone()
@@ -74,18 +75,14 @@ class DecodeTapes:
     def _record(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> _Taped | None:
         with torch.inference_mode(mode=False):
             places = [torch.empty_like(tensor).copy_(tensor) for tensor in inputs]
-            statics = tuple(_static(metadata) for metadata, _ in _attention(context))
-        groups = tuple(
-            (static, backend)
-            for static, (_, backend) in zip(statics, _attention(context), strict=True)
-        )
+            groups = tuple(_static_group(group) for group in context.groups)
         try:
             _plan(groups)
             tape, result = self._ops.record(lambda: layers(places, replace(context, groups=groups)))
         except TapeError:
-            _plan(_attention(context))
+            _plan(context.groups)
             return None
-        return _Taped(tape, places, statics, result)
+        return _Taped(tape, places, tuple(metadata for metadata, _ in groups), result)
 
     def _forget(self) -> None:
         """Delete the least recently used tapes, until few rows are kept."""
@@ -99,28 +96,52 @@ class DecodeTapes:
 def _key(inputs: Inputs, context: ForwardContext) -> _Key | None:
     """Return what a tape depends on besides its inputs' values; None: not a decode step alone."""
     num_tokens = len(inputs[0])
-    groups = context.attention_groups
-    if groups is None:  # nothing of a state is taped yet
-        return None
-    first = groups[0][0]
+    first = context.groups[0][0]
+    assert isinstance(first, AttentionMetadata)
     if not (first.max_query_len == 1 and first.num_requests == first.num_tokens == num_tokens):
         return None
     if context.after_layer is not None or num_tokens > MAX_ROWS_KEPT:
         return None
-    widths = tuple(_width(metadata) for metadata, _ in groups)
-    caches = tuple(c.data_ptr() for c in context.layer_caches if isinstance(c, Tensor))
+    widths = tuple(
+        _width(metadata) if isinstance(metadata, AttentionMetadata) else metadata.num_segments
+        for metadata, _ in context.groups
+    )
+    caches = tuple(
+        tensor.data_ptr()
+        for cache in context.layer_caches
+        for tensor in ((cache,) if isinstance(cache, Tensor) else cache)
+    )
     return (num_tokens, inputs[0].dtype, torch.get_num_threads(), widths, caches)
 
 
-def _attention(context: ForwardContext) -> tuple[AttentionStep, ...]:
-    groups = context.attention_groups
-    assert groups is not None, "steps with states have no key"
-    return groups
-
-
-def _plan(groups: tuple[AttentionStep, ...]) -> None:
+def _plan(groups: tuple[GroupStep, ...]) -> None:
     for metadata, backend in groups:
-        backend.plan(metadata)
+        if backend is not None:
+            assert isinstance(metadata, AttentionMetadata)
+            backend.plan(metadata)
+
+
+def _static_group(group: GroupStep) -> GroupStep:
+    """Copy a group's metadata to memory of its own."""
+    metadata, backend = group
+    if isinstance(metadata, StateMetadata):
+        return _static_states(metadata), None
+    assert backend is not None
+    return _static(metadata), backend
+
+
+def _static_states(metadata: StateMetadata) -> StateMetadata:
+    """Copy the metadata; what is computed with the copy as it is leaves all states as they are.
+
+    What is recorded is computed twice, but a state may go on by a token once only.
+    """
+    return replace(
+        metadata,
+        segment_start_loc=metadata.segment_start_loc.clone(),
+        read_slots=metadata.read_slots.clone(),
+        write_slots=torch.full_like(metadata.write_slots, -1),
+        request_start_loc=metadata.request_start_loc.clone(),
+    )
 
 
 def _width(metadata: AttentionMetadata) -> int:
@@ -142,8 +163,16 @@ def _static(metadata: AttentionMetadata) -> AttentionMetadata:
     return static
 
 
-def _copy_metadata(to: AttentionMetadata, metadata: AttentionMetadata) -> None:
+def _copy_metadata(
+    to: AttentionMetadata | StateMetadata, metadata: AttentionMetadata | StateMetadata
+) -> None:
     """Copy what changes between two decode steps of as many requests."""
+    if isinstance(metadata, StateMetadata):
+        assert isinstance(to, StateMetadata)
+        to.read_slots.copy_(metadata.read_slots)
+        to.write_slots.copy_(metadata.write_slots)
+        return
+    assert isinstance(to, AttentionMetadata)
     to.seq_lens.copy_(metadata.seq_lens)
     to.slot_mapping.copy_(metadata.slot_mapping)
     to.block_table[:, : metadata.block_table.shape[1]].copy_(metadata.block_table)
