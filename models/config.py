@@ -13,6 +13,7 @@ from pathlib import Path
 
 from baton.api.errors import ModelLoadError
 from models.fields import Fields
+from models.mla_config import MLAConfig, parse_mla
 from models.moe_config import MoeConfig, parse_moe
 from models.quantization import QuantizationConfig, parse_quantization
 from models.recurrent_config import Mamba2Config, parse_bamba
@@ -55,6 +56,7 @@ class ModelConfig:
     quantization: QuantizationConfig | None  # of the weights; None: they are stored plainly
     moe: MoeConfig | None = None  # None: no layer has experts
     mamba2: Mamba2Config | None = None  # of layers that do not attend; None: all do
+    mla: MLAConfig | None = None  # None: layers keep keys and values
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, max_model_len: int | None = None) -> ModelConfig:
@@ -95,7 +97,8 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
     if num_heads % num_kv_heads:
         raise fields.wrong("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
     num_layers = fields.integer("num_hidden_layers")
-    head_dim = _head_dim(fields, num_heads)
+    mla = parse_mla(fields, architecture)
+    head_dim = _head_dim(fields, num_heads) if mla is None else mla.qk_rope_head_dim
     max_position_embeddings = fields.integer("max_position_embeddings")
     if max_model_len is not None and not 1 <= max_model_len <= max_position_embeddings:
         limit = f"max_position_embeddings is {max_position_embeddings}"
@@ -137,6 +140,7 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         quantization=parse_quantization(fields),
         moe=parse_moe(fields, architecture),
         mamba2=_mamba2(fields, architecture, num_layers),
+        mla=mla,
     )
 
 

@@ -13,6 +13,7 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
 from baton.engine_config import WEIGHTS
 from models.config import ModelConfig
+from models.mla_config import MLAConfig
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of the formats: bytes of a weight, and of what each group of inputs of an output has besides.
@@ -82,7 +83,8 @@ def memory_needs(
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
     num_attending = sum(_attends(config, index) for index in range(config.num_layers))
-    kv_token_bytes = 2 * num_attending * config.num_kv_heads * config.head_dim * value_bytes
+    width = 2 * config.num_kv_heads * config.head_dim if config.mla is None else config.mla.width
+    kv_token_bytes = num_attending * width * value_bytes
     weights = {
         name: _weight_bytes(config, _format(config, name, dtype, native_kernels), dtype)
         for name in WEIGHTS
@@ -164,10 +166,20 @@ def _layer(config: ModelConfig, layer: int) -> list[_Matrix]:
         inner_size = config.mamba2.inner_size
         size = inner_size + config.mamba2.num_channels + config.mamba2.num_heads
         attention = [(size, hidden), (hidden, inner_size)]
+    if config.mla is not None:
+        attention = _latent_attention(config, config.mla)
     if moe is None or layer in moe.dense_layers:
         return [*attention, *_mlp(hidden, config.intermediate_size)]
     experts = _mlp(hidden, moe.inner_size) * moe.num_experts
     return [*attention, *experts, *_mlp(hidden, moe.shared_size)]
+
+
+def _latent_attention(config: ModelConfig, mla: MLAConfig) -> list[_Matrix]:
+    """Return what `models/layers/latent_attention.py` has, but for what is never rounded."""
+    hidden, heads, rank = config.hidden_size, config.num_heads, mla.q_lora_rank
+    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    queries = [(query, hidden)] if rank is None else [(rank, hidden), (query, rank)]
+    return [*queries, (mla.width, hidden), (hidden, heads * mla.v_head_dim)]
 
 
 def _mlp(hidden_size: int, inner_size: int) -> list[_Matrix]:
@@ -175,13 +187,22 @@ def _mlp(hidden_size: int, inner_size: int) -> list[_Matrix]:
 
 
 def _exact_bytes(config: ModelConfig, format_: str, dtype: str) -> int:
-    """Return the bytes of routers, which keep their numbers whatever ``--weights`` is."""
-    moe = config.moe
-    if moe is None:
-        return 0
+    """Return the bytes of what keeps its numbers whatever ``--weights`` is.
+
+    These are routers, and what makes keys and values of latents.
+    """
+    moe, mla = config.moe, config.mla
     exact = dtype if format_ in _DTYPE_BYTES else _format(config, "auto", dtype)
+    latents = 0
+    if mla is not None:
+        heads = config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        latents = config.num_layers * _matrix_bytes((heads, mla.kv_lora_rank), exact, dtype)
+    if moe is None:
+        return latents
     router = (moe.num_experts + moe.has_shared_gate, config.hidden_size)
-    return (config.num_layers - len(moe.dense_layers)) * _matrix_bytes(router, exact, dtype)
+    return latents + (config.num_layers - len(moe.dense_layers)) * _matrix_bytes(
+        router, exact, dtype
+    )
 
 
 def _matrix_bytes(matrix: _Matrix, format_: str, dtype: str) -> int:

@@ -104,6 +104,8 @@ def _deepseek(fields: Fields, *, scoring: str, group_best: int) -> MoeConfig:
         group_best: experts whose scores are a group's.
     """
     dense = fields.integer("first_k_dense_replace", 0, minimum=0)
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise fields.wrong("moe_layer_freq", "only 1 is supported")
     inner_size = fields.integer("moe_intermediate_size")
     return MoeConfig(
         num_experts=fields.integer("n_routed_experts"),
@@ -126,6 +128,32 @@ def _glm4(fields: Fields) -> MoeConfig:
     return _deepseek(fields, scoring="sigmoid", group_best=2)
 
 
+def _deepseek_v2(fields: Fields) -> MoeConfig:
+    """Scores of a softmax; groups are chosen by their best expert, or there are none."""
+    method = _only(fields, "topk_method", "greedy", "group_limited_greedy")
+    _only(fields, "scoring_func", "softmax")
+    if fields.boolean("norm_topk_prob", False):
+        raise fields.wrong("norm_topk_prob", "true is not supported")
+    moe = replace(_deepseek(fields, scoring="softmax", group_best=1), normalize=False)
+    return moe if method != "greedy" else replace(moe, num_groups=1, top_groups=1)
+
+
+def _deepseek_v3(fields: Fields) -> MoeConfig:
+    """Scores of a sigmoid; groups are chosen by their best two, with a bias."""
+    _only(fields, "topk_method", "noaux_tc")
+    _only(fields, "scoring_func", "sigmoid")
+    return _deepseek(fields, scoring="sigmoid", group_best=2)
+
+
+def _only(fields: Fields, name: str, *supported: str) -> str:
+    """Return one of these, the first where the field is absent."""
+    found = fields.text(name, supported[0])
+    if found not in supported:
+        problem = f"{found!r} is not supported; supported: {', '.join(supported)}"
+        raise fields.wrong(name, problem)
+    return found
+
+
 def _dense_layers_of_steps(fields: Fields) -> frozenset[int]:
     """Return the layers without experts of Qwen's models."""
     step = fields.integer("decoder_sparse_step", 1)
@@ -139,4 +167,6 @@ _DIALECTS: dict[str, Callable[[Fields], MoeConfig]] = {
     "Qwen2MoeForCausalLM": _qwen2,
     "Qwen3MoeForCausalLM": _qwen3,
     "Glm4MoeForCausalLM": _glm4,
+    "DeepseekV2ForCausalLM": _deepseek_v2,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
 }

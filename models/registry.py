@@ -20,6 +20,8 @@ MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
     {
         "BambaForCausalLM": "models.architectures.bamba:BambaForCausalLM",
         "CwmForCausalLM": "models.architectures.cwm:CwmForCausalLM",
+        "DeepseekV2ForCausalLM": "models.architectures.deepseek:DeepseekForCausalLM",
+        "DeepseekV3ForCausalLM": "models.architectures.deepseek:DeepseekForCausalLM",
         "LlamaForCausalLM": "models.architectures.llama:LlamaForCausalLM",
         "MinistralForCausalLM": "models.architectures.mistral:MinistralForCausalLM",
         "MistralForCausalLM": "models.architectures.mistral:MistralForCausalLM",

@@ -169,6 +169,10 @@ class DecoderForCausalLM(nn.Module):
         """Return how checkpoints call the parameter that is ``name`` here; others override it."""
         return name
 
+    def ignores_weight(self, name: str) -> bool:
+        """Say whether a checkpoint may have this weight, which nothing here reads."""
+        return False
+
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
         hidden: Tensor = self.model(input_ids, context)  # [num_tokens, hidden_size]

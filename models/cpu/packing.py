@@ -22,6 +22,7 @@ from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.cpu.decode_tapes import DecodeTapes
 from models.layers.embedding import NarrowEmbedding, PackedEmbedding
+from models.layers.latent_attention import LatentProjection, PackedLatentProjection
 from models.layers.linear import ExactLinear, GatedLinear, PackedLinear
 from models.loading.stored_weights import WeightPart
 
@@ -82,6 +83,7 @@ class _Packing:
         self._packer = packer
         self._model = model
         self._packed: dict[nn.Module, ops.PackedWeight] = {}
+        self._latents: dict[nn.Module, PackedLatentProjection] = {}
         self._embedding: NarrowEmbedding | PackedEmbedding | None = None
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
@@ -90,7 +92,9 @@ class _Packing:
             return self._take_embedding(owner, parts)
         if not isinstance(owner, nn.Linear):
             return False
-        if isinstance(owner, ExactLinear):
+        if isinstance(owner, LatentProjection):
+            self._latents[owner] = self._pack_latents(owner, parts)
+        elif isinstance(owner, ExactLinear):
             self._packed[owner] = self._pack_as(self._exact_format(parts), parts)
         else:
             self._packed[owner] = self._pack(parts, is_head=owner is self._model.lm_head)
@@ -120,6 +124,8 @@ class _Packing:
             for name, child in parent.named_children():
                 if child in self._packed:
                     setattr(parent, name, _layer(child, self._packed.pop(child)))
+                elif child in self._latents:
+                    setattr(parent, name, self._latents.pop(child))
         if self._embedding is not None:
             decoder.embed_tokens = self._embedding
         if native is not None:
@@ -142,6 +148,17 @@ class _Packing:
         elif wanted == WeightFormat.INT4 and is_head:
             wanted = WeightFormat.INT8
         return self._pack_as(wanted, parts)
+
+    def _pack_latents(
+        self, owner: LatentProjection, parts: Sequence[WeightPart]
+    ) -> PackedLatentProjection:
+        """Pack both matrices; as applied to queries one is turned, so no groups are kept."""
+        format_ = self._exact_format(parts)
+        keys, values = owner.parts(torch.cat([rows for part in parts for _, rows in part.pieces()]))
+        turned = (keys.transpose(1, 2).flatten(0, 1), values.flatten(0, 1))
+        return PackedLatentProjection(
+            *(self._pack_as(format_, [WeightPart(0, rows.contiguous())]) for rows in turned)
+        )
 
     def _pack_as(self, format_: WeightFormat, parts: Sequence[WeightPart]) -> ops.PackedWeight:
         weight = self._empty(parts, format_)

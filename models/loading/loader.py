@@ -169,7 +169,10 @@ def _load_weights(
     packer: WeightPacker | None,
 ) -> None:
     places, scales = dict(_checkpoint_parameters(model)), _kv_scales(model)
-    _check_names(folder, stored, places, scales)
+    ignored = [name for name in stored if model.ignores_weight(name)]
+    if ignored:
+        logger.info("not loaded, as nothing reads them: %s", _first_of(ignored))
+    _check_names(folder, stored, places, {*scales, *ignored})
     if model.lm_head is None and _HEAD in stored:
         _check_tied(folder, stored)
     for name in scales.keys() & stored.keys():

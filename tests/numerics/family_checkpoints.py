@@ -65,6 +65,30 @@ MAMBA = {
     "mamba_expand": 1,
     "head_dim": 32,
 }
+LATENTS: dict[str, Any] = {
+    "initializer_range": 0.35,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 8),
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 
 FAMILIES: dict[str, Family] = {
     "BambaForCausalLM": Family(
@@ -104,6 +128,43 @@ FAMILIES: dict[str, Family] = {
     "MinistralForCausalLM": Family(
         {"plain": layers("ff"), "windows 1:3": layers("fsff")},
         refused={"sliding_window": None},
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        {
+            "queries at once, no groups": LATENTS
+            | {
+                "num_hidden_layers": 3,
+                "q_lora_rank": None,
+                "topk_method": "greedy",
+            },
+            "groups, YaRN": LATENTS
+            | {
+                "num_hidden_layers": 3,
+                "topk_method": "group_limited_greedy",
+                "n_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 2.5,
+                "rope_parameters": YARN,
+            },
+        },
+        refused={"moe_layer_freq": 2, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        {
+            "no experts": LATENTS | {"first_k_dense_replace": 2},
+            "halves turn, biases": LATENTS
+            | {
+                "num_hidden_layers": 3,
+                "rope_interleave": False,
+                "attention_bias": True,
+                "norm_topk_prob": False,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            "groups, YaRN": LATENTS
+            | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+        },
+        refused={"moe_layer_freq": 2, "scoring_func": "softmax", "topk_method": "greedy"},
     ),
     "MistralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
     "MixtralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),

@@ -47,6 +47,9 @@ def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter, 0.2, 1.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):  # of a router
+            buffer.uniform_(0.0, 0.3)
     return model
 
 

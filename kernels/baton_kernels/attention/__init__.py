@@ -27,6 +27,9 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
     },
 )
 
+# Those that take a cache of one vector per token instead of keys and values.
+_LATENT_BACKENDS = ("reference", "cpu", "native")
+
 
 def choose_attention_backend(
     device: torch.device | str,
@@ -51,8 +54,8 @@ def choose_attention_backend(
     Raises:
         ConfigError: ``override`` is not a registered name, or cannot be used here.
     """
-    if latent:  # none of them takes one
-        raise ConfigError("attention_backend: there is none for latents (MLA)")
+    if latent:
+        return _choose_for_latents(device, override, block_size, fp8=fp8)
     if override is not None:
         _check(override, block_size)
         problem = _reason_against_fp8(override, device) if fp8 else None
@@ -63,6 +66,22 @@ def choose_attention_backend(
     problem = _reason_against_fp8(name, device) if fp8 else None
     if problem is not None:
         return "reference", f"the KV cache is fp8, and {name}: {problem}"
+    return name, reason
+
+
+def _choose_for_latents(
+    device: torch.device | str, override: str | None, block_size: int, *, fp8: bool
+) -> tuple[str, str]:
+    if fp8:
+        raise ConfigError("kv_cache_dtype: fp8 is not supported for latents (MLA)")
+    if override is not None:
+        _check(override, block_size)
+        if override not in _LATENT_BACKENDS:
+            raise ConfigError(f"attention_backend: {override} does not take latents (MLA)")
+        return override, "asked for by the user"
+    name, reason = _fastest(device)
+    if name not in _LATENT_BACKENDS:
+        return "reference", f"{name} does not take latents"
     return name, reason
 
 

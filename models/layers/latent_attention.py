@@ -1,0 +1,143 @@
+"""Latent attention of one decoder layer: what is kept of a token is one vector for all heads.
+
+Keys and values are never made of the vectors: the matrix that would make keys is applied to the
+query, the one that would make values to the sum (DeepSeek-AI, arXiv:2405.04434, section 2.1.2).
+Refuses to know: how the backend attends, which requests there are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import baton_kernels as ops
+from baton_kernels.attention.base import as_keys_and_values
+from models.base import ForwardContext, Rotations
+from models.config import ModelConfig
+from models.layers.norm import RMSNorm
+
+# Of the norms between low-rank projections, whatever the config's `rms_norm_eps` is.
+_EPS = 1e-6
+
+
+class LatentProjection(nn.Linear):
+    """What would make keys and values of latents; a checkpoint's ``kv_b_proj``.
+
+    Args:
+        num_heads: of which each has rows for its key, then for its value.
+        rank: numbers of a latent.
+        key_dim: of a head, without those that carry the position.
+        value_dim: of a head.
+    """
+
+    def __init__(self, num_heads: int, rank: int, key_dim: int, value_dim: int) -> None:
+        super().__init__(rank, num_heads * (key_dim + value_dim), bias=False)
+        self._sizes = (num_heads, key_dim, value_dim, rank)
+
+    def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut ``[out_features, rank]`` into `[num_heads, key_dim or value_dim, rank]` of each."""
+        num_heads, key_dim, value_dim, rank = self._sizes
+        heads = weight.view(num_heads, key_dim + value_dim, rank)
+        return heads[:, :key_dim], heads[:, key_dim:]
+
+    def absorb(self, query: Tensor, out: Tensor) -> None:
+        """``[num_tokens, num_heads, key_dim]`` to ``out``, ``[num_tokens, num_heads, rank]``."""
+        out.copy_(torch.einsum("thk,hkr->thr", query, self.parts(self.weight)[0]))
+
+    def expand(self, attended: Tensor, out: Tensor) -> None:
+        """``[num_tokens, num_heads, rank]`` to ``out``, ``[num_tokens, num_heads, value_dim]``."""
+        out.copy_(torch.einsum("thr,hvr->thv", attended, self.parts(self.weight)[1]))
+
+
+class PackedLatentProjection(nn.Module):
+    """A ``LatentProjection`` on a CPU: each of its two matrices once, in panels.
+
+    Args:
+        keys: ``num_heads`` times ``rank`` outputs of ``key_dim`` inputs.
+        values: ``num_heads`` times ``value_dim`` outputs of ``rank`` inputs.
+    """
+
+    def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
+        super().__init__()
+        self._keys, self._values = keys, values
+        # The same memory under the names by which memory is counted.
+        self.keys = nn.Parameter(keys.panels, requires_grad=False)
+        self.values = nn.Parameter(values.panels, requires_grad=False)
+
+    def absorb(self, query: Tensor, out: Tensor) -> None:
+        """See ``LatentProjection``."""
+        ops.grouped_packed_linear(query, self._keys, out)
+
+    def expand(self, attended: Tensor, out: Tensor) -> None:
+        """See ``LatentProjection``."""
+        ops.grouped_packed_linear(attended, self._values, out)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention; a ``LayerPart``.
+
+    Args:
+        config: of a model that has it.
+        layer_index: which layer of the cache is this one's.
+    """
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        mla = config.mla
+        assert mla is not None, "a model with latent attention"
+        self._mla, self._layer_index, self._num_heads = mla, layer_index, config.num_heads
+        hidden, bias, rank = config.hidden_size, config.attention_bias, mla.kv_lora_rank
+        query_size = config.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        if mla.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden, query_size, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, mla.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, _EPS)
+            self.q_b_proj = nn.Linear(mla.q_lora_rank, query_size, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, mla.width, bias=bias)
+        self.kv_a_layernorm = RMSNorm(rank, _EPS)
+        self.kv_b_proj: LatentProjection | PackedLatentProjection = LatentProjection(
+            config.num_heads, rank, mla.qk_nope_head_dim, mla.v_head_dim
+        )
+        self.o_proj = nn.Linear(config.num_heads * mla.v_head_dim, hidden, bias=bias)
+
+    def forward(self, hidden: Tensor, rotations: Rotations, context: ForwardContext) -> Tensor:
+        """Attend for all tokens of the step.
+
+        Args:
+            hidden: ``[num_tokens, hidden_size]``, normalized.
+            rotations: of the step; the first is taken.
+            context: the step; this layer's cache is ``[num_blocks, block_size, width]``.
+
+        Returns:
+            ``[num_tokens, hidden_size]``.
+        """
+        mla, (cos, sin) = self._mla, rotations[0]
+        rank, nope = mla.kv_lora_rank, mla.qk_nope_head_dim
+        attention, backend, cache = context.layer(self._layer_index)
+        heads = self._queries(hidden)  # [num_tokens, num_heads, nope + rope]
+        shape = heads.shape[:2]
+        query = heads.new_empty(*shape, mla.width)
+        self.kv_b_proj.absorb(heads[..., :nope], query[..., :rank])
+        ops.norm_rotary_store_latent(
+            *(heads[..., nope:], self.kv_a_proj_with_mqa(hidden), cos, sin),
+            *(cache, attention.slot_mapping),
+            weight=self.kv_a_layernorm.weight,
+            eps=_EPS,
+            interleaved=mla.rope_interleave,
+            out=query[..., rank:],
+        )
+        attended = backend.run(
+            query, as_keys_and_values(cache), attention, scale=mla.scale, value_dim=rank
+        )  # [num_tokens, num_heads, rank]
+        values = heads.new_empty(*shape, mla.v_head_dim)
+        self.kv_b_proj.expand(attended, values)
+        out: Tensor = self.o_proj(values.flatten(1))
+        return out
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        if self._mla.q_lora_rank is None:
+            queries: Tensor = self.q_proj(hidden)
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        return queries.view(len(hidden), self._num_heads, -1)
