@@ -13,6 +13,7 @@ from pathlib import Path
 
 from baton.api.errors import ModelLoadError
 from models.fields import Fields
+from models.lfm2_config import ShortConvConfig, common_fields, parse_short_conv
 from models.mla_config import MLAConfig, parse_mla
 from models.moe_config import MoeConfig, parse_moe
 from models.quantization import QuantizationConfig, parse_quantization
@@ -24,6 +25,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _TURNING = {"BambaForCausalLM": 0.5}  # the part of a head that turns, where it is not all
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_LFM2 = "Lfm2ForCausalLM"
+_LFM2_LAYER_TYPES = ("full_attention", "conv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class ModelConfig:
     use_sliding_window: bool
     max_window_layers: int
     layer_types: tuple[str, ...] | None
+    short_conv: ShortConvConfig | None  # of LFM2's layers that do not attend
     dtype: str  # the checkpoint's: "float32", "bfloat16" or "float16"
     eos_token_ids: frozenset[int]
     quantization: QuantizationConfig | None  # of the weights; None: they are stored plainly
@@ -91,6 +95,9 @@ class ModelConfig:
 
 def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> ModelConfig:
     architecture = _architecture(fields)
+    short_conv = None
+    if architecture == _LFM2:
+        short_conv, fields = parse_short_conv(fields), common_fields(fields)
     _refuse_unsupported(fields)
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -132,7 +139,8 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         sliding_window=fields.optional_integer("sliding_window", minimum=0) or None,
         use_sliding_window=fields.boolean("use_sliding_window", False),
         max_window_layers=fields.integer("max_window_layers", 28, minimum=0),
-        layer_types=_layer_types(fields, num_layers),
+        layer_types=_layer_types(fields, num_layers, architecture),
+        short_conv=short_conv,
         dtype=_dtype(fields),
         eos_token_ids=frozenset(
             fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
@@ -180,12 +188,12 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     return head_dim
 
 
-def _layer_types(fields: Fields, num_layers: int) -> tuple[str, ...] | None:
+def _layer_types(fields: Fields, num_layers: int, architecture: str) -> tuple[str, ...] | None:
     if not fields.has("layer_types"):
         return None
     layer_types = fields.texts("layer_types")
     for name in layer_types:
-        if name not in _LAYER_TYPES:
+        if name not in (_LFM2_LAYER_TYPES if architecture == _LFM2 else _LAYER_TYPES):
             raise fields.wrong("layer_types", f"{name!r} is not supported")
     if len(layer_types) != num_layers:
         raise fields.wrong("layer_types", f"{len(layer_types)} entries for {num_layers} layers")

@@ -53,6 +53,10 @@ class Fields:
         """Say whether the field is there and not null."""
         return self._values.get(name) is not None
 
+    def with_values(self, values: Mapping[str, object]) -> Fields:
+        """Return the same fields, but for these."""
+        return Fields({**self._values, **values}, self._source, self._prefix)
+
     def names(self) -> list[str]:
         """List the names of all fields."""
         return list(self._values)

@@ -154,6 +154,8 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool 
 
 
 def _attends(config: ModelConfig, layer: int) -> bool:
+    if config.short_conv is not None and config.layer_types is not None:
+        return config.layer_types[layer] != "conv"
     return config.mamba2 is None or not config.mamba2.recurrent_layers[layer]
 
 
@@ -161,17 +163,19 @@ def _layer(config: ModelConfig, layer: int) -> list[_Matrix]:
     """Return the linear layers of one layer, but for those that are never rounded."""
     query, key = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     hidden, moe = config.hidden_size, config.moe
-    attention = [(query + 2 * key, hidden), (hidden, query)]
+    mixer = [(query + 2 * key, hidden), (hidden, query)]
     if config.mamba2 is not None and not _attends(config, layer):
         inner_size = config.mamba2.inner_size
         size = inner_size + config.mamba2.num_channels + config.mamba2.num_heads
-        attention = [(size, hidden), (hidden, inner_size)]
+        mixer = [(size, hidden), (hidden, inner_size)]
     if config.mla is not None:
-        attention = _latent_attention(config, config.mla)
+        mixer = _latent_attention(config, config.mla)
+    if config.short_conv is not None and not _attends(config, layer):
+        mixer = [(3 * hidden, hidden), (hidden, hidden)]
     if moe is None or layer in moe.dense_layers:
-        return [*attention, *_mlp(hidden, config.intermediate_size)]
+        return [*mixer, *_mlp(hidden, config.intermediate_size)]
     experts = _mlp(hidden, moe.inner_size) * moe.num_experts
-    return [*attention, *experts, *_mlp(hidden, moe.shared_size)]
+    return [*mixer, *experts, *_mlp(hidden, moe.shared_size)]
 
 
 def _latent_attention(config: ModelConfig, mla: MLAConfig) -> list[_Matrix]:

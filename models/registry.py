@@ -22,6 +22,7 @@ MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
         "CwmForCausalLM": "models.architectures.cwm:CwmForCausalLM",
         "DeepseekV2ForCausalLM": "models.architectures.deepseek:DeepseekForCausalLM",
         "DeepseekV3ForCausalLM": "models.architectures.deepseek:DeepseekForCausalLM",
+        "Lfm2ForCausalLM": "models.architectures.lfm2:Lfm2ForCausalLM",
         "LlamaForCausalLM": "models.architectures.llama:LlamaForCausalLM",
         "MinistralForCausalLM": "models.architectures.mistral:MinistralForCausalLM",
         "MistralForCausalLM": "models.architectures.mistral:MistralForCausalLM",

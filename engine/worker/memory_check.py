@@ -42,7 +42,11 @@ def check_memory(
     kv_cache = config.kv_cache_bytes or 0
     if config.num_blocks is not None:
         # Where layers have windows, a block may be of some of the layers alone.
-        kv_cache = 0 if model.sliding_window else config.num_blocks * needs.kv_block_bytes
+        kv_cache = (
+            0
+            if model.sliding_window or model.short_conv
+            else config.num_blocks * needs.kv_block_bytes
+        )
     weights = needs.weights[config.weights]
     if weights + kv_cache <= host_memory.available:
         return

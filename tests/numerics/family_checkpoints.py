@@ -89,6 +89,8 @@ YARN: dict[str, Any] = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+# Their fields with other names than elsewhere.
+LFM2 = {"block_multiple_of": 8, "norm_eps": 1e-6}
 
 FAMILIES: dict[str, Family] = {
     "BambaForCausalLM": Family(
@@ -114,6 +116,20 @@ FAMILIES: dict[str, Family] = {
     "CwmForCausalLM": Family(
         {"plain": layers("ff"), "windows 3:1": layers("fsss") | {"mlp_bias": True}},
         refused={"sliding_window": None},
+    ),
+    "Lfm2ForCausalLM": Family(
+        {
+            "one of each": LFM2 | {"layer_types": ["conv", "full_attention"]},
+            "biases, untied": LFM2
+            | {
+                "conv_bias": True,
+                "conv_L_cache": 4,
+                "tie_word_embeddings": False,
+                "num_hidden_layers": 5,
+                "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+            },
+        },
+        refused={"conv_L_cache": 1, "block_multiple_of": 0},
     ),
     "LlamaForCausalLM": Family(
         {
