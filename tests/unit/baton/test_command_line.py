@@ -149,8 +149,8 @@ def test_errors_name_options_as_users_write_them(text: str, expected: str) -> No
 
 
 def test_an_error_of_a_command_is_one_line_with_its_option() -> None:
-    code, _, errors = baton("prefill", "--model", "x", "--block-size", "0")
-    assert (code, errors) == (2, "error: --block-size: must be 1 or more, got 0\n")
+    code, _, errors = baton("prefill", "--model", "x", "--block-size", "-1")
+    assert (code, errors) == (2, "error: --block-size: must be 0 or more, got -1\n")
     code, _, errors = baton("generate", "x", "--max-tokens", "-1")
     assert (code, errors.count("\n")) == (1, 1)
     assert errors.startswith("error: --max-tokens: ")

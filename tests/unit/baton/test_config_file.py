@@ -94,7 +94,7 @@ def test_no_secret_is_shown_and_what_must_be_given_is_said() -> None:
         ("[rooter]", "[rooter]: must be one of up, router, prefill, decode, sim-node"),
         ("block_size = '3'", "block_size: expected `int`, got `str`"),
         ("[decode]\nblock_size = 1.5", "[decode] block_size: expected `int`, got `float`"),
-        ("[decode]\nblock_size = 0", "[decode] block_size: must be 1 or more, got 0"),
+        ("[decode]\nblock_size = -1", "[decode] block_size: must be 0 or more, got -1"),
         ("[decode]\nkv_cache_memory = 3", "[decode] kv_cache_memory: expected `str`, got `int`"),
         ("listen = 'x:1'", "listen: each program has its own; say it in one's table, as [router]"),
         ("router = []", "router: each program has its own; say it in one's table, as [router]"),
@@ -115,7 +115,7 @@ def test_what_is_wrong_in_a_file_is_said_in_one_line(
 @pytest.mark.parametrize(
     ("variable", "value", "problem"),
     [
-        ("BATON_BLOCK_SIZE", "0", "must be 1 or more, got 0"),
+        ("BATON_BLOCK_SIZE", "-1", "must be 0 or more, got -1"),
         ("BATON_BLOCK_SIZE", "x", "must be a valid integer, unable to parse string as an integer"),
         ("BATON_KV_CACHE_MEMORY", "much", "must be a number of bytes such as 512M or 2G, "
          "got 'much'"),

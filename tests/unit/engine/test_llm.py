@@ -154,7 +154,7 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
-        ("block_size", 0, "block_size: must be 1 or more"),
+        ("block_size", -1, "block_size: must be 0 or more"),
         ("dtype", "int8", "dtype: must be one of"),
         ("max_model_len", 65, "max_model_len"),
         ("num_blocks", 3, "max_model_len: 16 is more than the KV cache holds"),
