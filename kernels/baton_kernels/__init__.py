@@ -27,16 +27,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(x + residual), x + residual)``."""
-    both: tuple[Tensor, Tensor] = ops_for(x).add_rms_norm(x, residual, weight, eps)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """``(rms_norm(sum), sum)`` of ``residual + x * factor``."""
+    both: tuple[Tensor, Tensor] = ops_for(x).add_rms_norm(x, residual, weight, eps, factor)
     return both
+
+
+def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
+    """``residual + x * factor``."""
+    total: Tensor = ops_for(x).scaled_add(x, residual, factor)
+    return total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of the two halves of the last dimension."""
     gated: Tensor = ops_for(gate_up).silu_mul(gate_up)
     return gated
+
+
+def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up`` of the two halves of the last dimension."""
+    gated: Tensor = ops_for(gate_up).gated_mul(gate_up, activation)
+    return gated
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``."""
+    capped: Tensor = ops_for(x).soft_cap(x, cap)
+    return capped
 
 
 def norm_rotary_store(
@@ -186,9 +206,9 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     return out
 
 
-def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """``silu_mul(packed_linear(x, weight))``."""
-    out: Tensor = ops_for(x).packed_gated_linear(x, weight)
+def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu") -> Tensor:
+    """``gated_mul(packed_linear(x, weight), activation)``."""
+    out: Tensor = ops_for(x).packed_gated_linear(x, weight, activation)
     return out
 
 
@@ -240,6 +260,7 @@ __all__ = [
     "causal_conv",
     "experts",
     "gated_delta_rule",
+    "gated_mul",
     "gated_rms_norm",
     "gather_kv",
     "grouped_packed_linear",
@@ -254,8 +275,10 @@ __all__ = [
     "rms_norm",
     "rotary",
     "route",
+    "scaled_add",
     "selective_scan",
     "silu_mul",
+    "soft_cap",
     "store_kv",
     "unpack_rows",
 ]

@@ -60,6 +60,7 @@ _TRITON = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
     "silu_mul": "silu_mul",
+    "gated_mul": "silu_mul",
     "norm_rotary_store": "norm_rotary_store",
     "gated_rms_norm": "recurrent.gated_norm",
     "causal_conv": "recurrent.causal_conv",
@@ -78,6 +79,8 @@ def _triton_ops() -> SimpleNamespace:
         norm_rotary_store_latent=reference.norm_rotary_store_latent,
         route=reference.route,
         experts=reference.experts,
+        scaled_add=reference.scaled_add,
+        soft_cap=reference.soft_cap,
     )
     for name, module in _TRITON.items():
         try:

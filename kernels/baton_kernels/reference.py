@@ -7,6 +7,7 @@ Refuses to know: devices, models, how requests are batched.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,6 +25,13 @@ from baton_kernels.routing import Routing, Scoring
 # one of every wider type, so that reading it rounds nothing.
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+# What a gate goes through; "gelu_tanh" is the approximation (Hendrycks and Gimpel,
+# arXiv:1606.08415).
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "gelu": functional.gelu,
+}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,15 +43,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
 
     Returns:
-        ``[..., size]`` in the dtype of ``x``; like Hugging Face, the normalized value is rounded
-        to that dtype before the weight is applied.
+        ``[..., size]`` in the dtype of ``x``; like Hugging Face's Llama, the normalized value is
+        rounded to that dtype before the weight is applied. A wide weight, of float32 where ``x``
+        is not, is applied before, and the product rounded, as Gemma and OLMo have it.
     """
     wide = x.float()  # [..., size]
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
+    if weight.dtype != x.dtype:
+        return (weight * (wide * inverse_rms)).to(x.dtype)
     return weight * (wide * inverse_rms).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
+    """``residual + x * factor``; the product is rounded, unless the factor is 1.
+
+    Args:
+        x: ``[num_tokens, hidden_size]``, the output of a layer.
+        residual: like ``x``, left as it is.
+        factor: of what a layer adds (Granite's residual multiplier).
+    """
+    return residual + (x if factor == 1.0 else x * factor)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Add a layer's output to the residual stream, and normalize the sum.
 
     Args:
@@ -51,11 +75,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         residual: ``[num_tokens, hidden_size]``, left as it is.
         weight: ``[hidden_size]``.
         eps: see :func:`rms_norm`.
+        factor: see :func:`scaled_add`.
 
     Returns:
-        ``(rms_norm(x + residual), x + residual)``.
+        ``(rms_norm(sum), sum)`` of ``scaled_add(x, residual, factor)``.
     """
-    new_residual = residual + x  # [num_tokens, hidden_size]
+    new_residual = scaled_add(x, residual, factor)  # [num_tokens, hidden_size]
     return rms_norm(new_residual, weight, eps), new_residual
 
 
@@ -98,8 +123,31 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Returns:
         ``[..., size]``.
     """
+    return gated_mul(gate_up, "silu")
+
+
+def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up`` of the two halves (Shazeer, arXiv:2002.05202).
+
+    Args:
+        gate_up: ``[..., 2 * size]``, the gate in the first half, what it gates in the second.
+        activation: one of ``ACTIVATIONS``.
+
+    Returns:
+        ``[..., size]``.
+    """
     gate, up = gate_up.chunk(2, dim=-1)  # each [..., size]
-    return functional.silu(gate) * up
+    return ACTIVATIONS[activation](gate) * up
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)`` of logits (Gemma 2, arXiv:2408.00118), computed in float32.
+
+    Args:
+        x: ``[..., size]``.
+        cap: what no result exceeds.
+    """
+    return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
 
 def quantize_fp8(x: Tensor, scale: float) -> Tensor:
@@ -166,7 +214,8 @@ def norm_rotary_store(
         sin: see :func:`rotary`.
         kv_cache: see :func:`store_kv`; this step's keys, rotated, and values are written into it.
         slot_mapping: see :func:`store_kv`.
-        query_weight: ``[head_dim]`` of the norm over each query head; None: the model has none.
+        query_weight: ``[head_dim]`` of the norm over each query head, or of the norm over all of
+            them together, ``[num_heads * head_dim]``; None: the model has none.
         key_weight: the same for key heads.
         eps: see :func:`rms_norm`.
         key_scale: see :func:`store_kv`.
@@ -180,12 +229,19 @@ def norm_rotary_store(
     query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
     value = heads[:, -num_kv_heads:]
     if query_weight is not None:
-        query = rms_norm(query, query_weight, eps)
+        query = _norm_of_heads(query, query_weight, eps)
     if key_weight is not None:
-        key = rms_norm(key, key_weight, eps)
+        key = _norm_of_heads(key, key_weight, eps)
     query, key = rotary(query, key, cos, sin)
     store_kv(key, value, kv_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale)
     return query
+
+
+def _norm_of_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm each head, or all together: ``[num_tokens, heads, head_dim]``."""
+    if len(weight) == heads.shape[-1]:
+        return rms_norm(heads, weight, eps)
+    return rms_norm(heads.flatten(1), weight, eps).view(heads.shape)
 
 
 def norm_rotary_store_latent(
@@ -414,14 +470,15 @@ def _mix_experts(
     return total.to(x.dtype)
 
 
-def packed_gated_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """``silu_mul(packed_linear(x, weight))``: as many outputs as half of the weight's.
+def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu") -> Tensor:
+    """``gated_mul(packed_linear(x, weight), activation)``: half as many outputs as the weight's.
 
     Args:
         x: ``[..., in_features]``.
         weight: first the gate's rows, then as many of what is gated.
+        activation: see :func:`gated_mul`.
     """
-    return silu_mul(packed_linear(x, weight))
+    return gated_mul(packed_linear(x, weight), activation)
 
 
 def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -454,6 +511,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     value_dim: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each request's newest tokens over all of its cached tokens.
 
@@ -479,6 +537,8 @@ def paged_attention(
         soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the
             softmax (Gemma 2, arXiv:2408.00118); None: they stay as they are.
         value_dim: numbers of a value that count, the first ones; None: all of them.
+        sinks: ``[num_heads]`` float32, of each head a score that takes part in the softmax and
+            has no value (Xiao et al., arXiv:2309.17453; gpt-oss); None: there are none.
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``query``; computed in float32.
@@ -490,7 +550,9 @@ def paged_attention(
         if query_len:
             key, value = gather_kv(kv_cache, blocks, seq_len)
             value = value[..., :value_dim]
-            out[start:end] = _attend(query[start:end], key, value, scale, sliding_window, soft_cap)
+            out[start:end] = _attend(
+                *(query[start:end], key, value, scale, sliding_window, soft_cap, sinks)
+            )
         start = end
     return out
 
@@ -502,6 +564,7 @@ def _attend(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     query_len, num_heads, _ = query.shape
     num_kv_heads, seq_len, _ = key.shape
@@ -516,5 +579,9 @@ def _attend(
     hidden = key_at > query_at  # [query_len, seq_len]
     if sliding_window is not None:
         hidden = hidden | (key_at <= query_at - sliding_window)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)  # [num_heads, query_len, seq_len]
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:  # one column more
+        sink = sinks.view(-1, 1, 1).expand(-1, query_len, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., :seq_len]  # [num_heads, query_len, seq_len]
     return (weights @ value).transpose(0, 1).to(query.dtype)  # [query_len, num_heads, head_dim]

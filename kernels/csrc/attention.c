@@ -67,7 +67,8 @@ static void join(const attention_call *c, const piece *p, const float *partials)
             baton_join(&state, sums, (softmax_state){part[0], part[1]}, part + 2,
                        padded_sum(c) / LANES, LANES);
         }
-        for (int64_t d = 0; d < c->value_dim; d++) sums[d] /= state.total;
+        float divisor = baton_divisor(state, c->sinks, p->kv_head * group + h);
+        for (int64_t d = 0; d < c->value_dim; d++) sums[d] /= divisor;
         int64_t to = (p->row * c->num_heads + p->kv_head * group + h) * c->value_dim;
         write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->value_dim);
     }

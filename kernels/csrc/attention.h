@@ -32,6 +32,7 @@ typedef struct {
     void *out;
     const int32_t *query_start_loc, *seq_lens, *block_table;
     double scale, soft_cap; /* soft_cap 0: none */
+    const float *sinks;     /* [num_heads], or NULL */
 } attention_call;
 
 /* Query rows [row, row + num_tokens) of one KV head over the keys [begin, end). */
@@ -63,6 +64,7 @@ float baton_weigh(double soft_cap, float *scores, int64_t from, int64_t to, int6
                   softmax_state *state);
 void baton_join(softmax_state *state, float *sums, softmax_state span, const float *span_sums,
                 int64_t num, int64_t stride);
+float baton_divisor(softmax_state state, const float *sinks, int64_t head);
 
 int64_t prompt_scratch_bytes(const attention_call *c);
 void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch, float *partial);

@@ -211,7 +211,8 @@ static void finish(const attention_call *c, const piece *p, const decode_state *
             to[1] = d->states[h].total;
             memcpy(to + 2, sums, d->padded_value * sizeof(float));
         } else {
-            for (int64_t j = 0; j < c->value_dim; j++) sums[j] /= d->states[h].total;
+            float divisor = baton_divisor(d->states[h], c->sinks, p->kv_head * d->group + h);
+            for (int64_t j = 0; j < c->value_dim; j++) sums[j] /= divisor;
             int64_t to = (p->row * c->num_heads + p->kv_head * d->group + h) * c->value_dim;
             write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->value_dim);
         }

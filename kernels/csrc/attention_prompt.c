@@ -197,9 +197,10 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
         int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
         for (int64_t r = 0; r < rows; r++) {
             const float *from = sums + sums_of(padded, start, r);
-            for (int64_t j = 0; j < c->value_dim; j++)
-                row[j] = from[j / PANEL * PANEL * rows + j % PANEL] / states[start + r].total;
             int64_t token = p->row + (start + r) / group, head = p->kv_head * group + (start + r) % group;
+            float divisor = baton_divisor(states[start + r], c->sinks, head);
+            for (int64_t j = 0; j < c->value_dim; j++)
+                row[j] = from[j / PANEL * PANEL * rows + j % PANEL] / divisor;
             int64_t to = (token * c->num_heads + head) * c->value_dim;
             write_row(type, row, (char *)c->out + to * size_of(type), c->value_dim);
         }

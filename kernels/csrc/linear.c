@@ -207,7 +207,7 @@ INLINE void finish(const linear_call *c, int type, int64_t row, int64_t column, 
     }
     adjust(c, c->num_columns + column, width, up);
     for (int64_t i = 0; i < PANEL; i += LANES) {
-        vec gate = round_all(type, silu(round_all(type, load(FLOAT32, tile, i))));
+        vec gate = round_all(type, activate(c->gated, round_all(type, load(FLOAT32, tile, i))));
         store_as(type, to, i, gate * round_all(type, load(FLOAT32, up, i)));
     }
 }
@@ -217,7 +217,7 @@ INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chun
                      int64_t begin, int64_t end, const void *packed) {
     float tiles[2][MAX_CHUNK * PANEL] __attribute__((aligned(64)));
     int64_t first = block_start(b, begin), last = block_start(b, end);
-    for (int half = 0; half <= c->gated; half++) {
+    for (int half = 0; half <= (c->gated != 0); half++) {
         int64_t here = panel + half * num_panels(c), next = panel + 1;
         if (c->gated && !half) next = panel + num_panels(c);
         if (is_codes(type))

@@ -9,7 +9,8 @@
 
 typedef struct {
     int64_t x_type, w_type, out_type, num_threads;
-    int64_t gated; /* the first half of W makes gates of the second: out[M, N / 2] */
+    /* SILU and so on: the first half of W makes gates of the second, out[M, N / 2]; 0: none. */
+    int64_t gated;
     int64_t num_rows, num_columns, depth, x_stride, out_stride; /* num_columns: of out */
     const void *x, *w;
     const float *scales, *bias; /* one per row of W, or NULL */

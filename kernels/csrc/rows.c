@@ -13,13 +13,18 @@ INLINE int threads_for(int num_threads, int64_t elements) {
     return elements < SERIAL_ELEMENTS ? 1 : num_threads;
 }
 
-/* In place; like Hugging Face, the normalized value is rounded before the weight is applied. */
-INLINE void norm_row(int type, float *row, const void *weight, int64_t size, float eps) {
+INLINE float sum_of_squares(const float *row, int64_t size) {
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < size; i++) squares += row[i] * row[i];
-    float inverse_rms = 1.0f / sqrtf(squares / size + eps);
-    if (type == BFLOAT16 || type == FLOAT16) {
+    return squares;
+}
+
+/* In place; like Hugging Face, the normalized value is rounded before a weight of its own type is
+ * applied. A wide weight, of FLOAT32, is applied before. */
+INLINE void apply_norm(int type, int wide, float *row, float inverse_rms, const void *weight,
+                       int64_t size) {
+    if ((type == BFLOAT16 || type == FLOAT16) && !wide) {
         const uint16_t *w = weight;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++)
@@ -32,55 +37,66 @@ INLINE void norm_row(int type, float *row, const void *weight, int64_t size, flo
     }
 }
 
-INLINE void rms_norm_row(int type, int64_t size, const void *x, const void *residual,
-                         const void *weight, float eps, void *out, void *sum) {
-    float row[size], other[size];
-    read_row(type, x, row, size);
-    if (residual) {
-        read_row(type, residual, other, size);
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) row[i] = round_to(type, row[i] + other[i]);
-        write_row(type, row, sum, size);
-    }
-    norm_row(type, row, weight, size, eps);
-    write_row(type, row, out, size);
+INLINE void norm_row(int type, int wide, float *row, const void *weight, int64_t size, float eps) {
+    float inverse_rms = 1.0f / sqrtf(sum_of_squares(row, size) / size + eps);
+    apply_norm(type, wide, row, inverse_rms, weight, size);
 }
 
 typedef struct {
     int64_t type, num_threads, num_rows, size;
-    const void *x, *residual, *weight; /* residual may be NULL */
+    const void *x, *residual, *weight; /* residual may be NULL; weight: only the sum is wanted */
     void *out, *sum;
     double eps;
+    int64_t wide;  /* the weight is of FLOAT32, whatever `type` is */
+    double factor; /* of x, where there is a residual */
 } norm_call;
+
+INLINE void rms_norm_row(int type, const norm_call *c, int64_t i) {
+    int64_t size = c->size, from = i * size * size_of(type);
+    float row[size], other[size];
+    read_row(type, (const char *)c->x + from, row, size);
+    if (c->residual) {
+        read_row(type, (const char *)c->residual + from, other, size);
+        if (c->factor != 1) {
+            float factor = c->factor;
+            for (int64_t j = 0; j < size; j++) row[j] = round_to(type, row[j] * factor);
+        }
+#pragma omp simd
+        for (int64_t j = 0; j < size; j++) row[j] = round_to(type, row[j] + other[j]);
+        write_row(type, row, (char *)c->sum + from, size);
+    }
+    if (!c->weight) return;
+    norm_row(type, c->wide, row, c->weight, size, c->eps);
+    write_row(type, row, (char *)c->out + from, size);
+}
 
 /* rms_norm, or add_rms_norm where there is a residual. All rows are contiguous. */
 int baton_rms_norm(const norm_call *c) {
     int team = threads_for(c->num_threads, c->num_rows * c->size);
 #pragma omp parallel for num_threads(team) if (team > 1)
     for (int64_t i = 0; i < c->num_rows; i++) {
-        int64_t from = i * c->size * size_of(c->type);
-        const void *x = (const char *)c->x + from;
-        const void *more = c->residual ? (const char *)c->residual + from : NULL;
-        char *out = (char *)c->out + from, *sum = (char *)c->sum + from;
         if (c->type == BFLOAT16)
-            rms_norm_row(BFLOAT16, c->size, x, more, c->weight, c->eps, out, sum);
+            rms_norm_row(BFLOAT16, c, i);
         else if (c->type == FLOAT16)
-            rms_norm_row(FLOAT16, c->size, x, more, c->weight, c->eps, out, sum);
+            rms_norm_row(FLOAT16, c, i);
         else
-            rms_norm_row(FLOAT32, c->size, x, more, c->weight, c->eps, out, sum);
+            rms_norm_row(FLOAT32, c, i);
     }
     return 0;
 }
 
-INLINE void silu_mul_row(int type, int64_t size, const void *gate, const void *up, void *out) {
+INLINE void gated_mul_row(int type, int64_t kind, int64_t size, const void *gate, const void *up,
+                          void *out) {
     int64_t whole = size - size % LANES, rest = (size - whole) * size_of(type);
-    for (int64_t j = 0; j < whole; j += LANES)
-        store_as(type, out, j, round_all(type, silu(load(type, gate, j))) * load(type, up, j));
+    for (int64_t j = 0; j < whole; j += LANES) {
+        vec gated = round_all(type, activate(kind, load(type, gate, j)));
+        store_as(type, out, j, gated * load(type, up, j));
+    }
     if (!rest) return;
     float last[3][LANES] = {{0}};
     memcpy(last[0], at(type, gate, whole), rest);
     memcpy(last[1], at(type, up, whole), rest);
-    vec gated = round_all(type, silu(load(type, last[0], 0)));
+    vec gated = round_all(type, activate(kind, load(type, last[0], 0)));
     store_as(type, last[2], 0, gated * load(type, last[1], 0));
     memcpy((void *)at(type, out, whole), last[2], rest);
 }
@@ -89,9 +105,10 @@ typedef struct {
     int64_t type, num_threads, num_rows, size; /* size: of the output's rows */
     const void *gate_up;
     void *out;
-} silu_call;
+    int64_t kind; /* SILU and so on */
+} gated_call;
 
-int baton_silu_mul(const silu_call *c) {
+int baton_gated_mul(const gated_call *c) {
     int64_t type = c->type, size = c->size;
     int team = threads_for(c->num_threads, c->num_rows * size);
 #pragma omp parallel for num_threads(team) if (team > 1)
@@ -99,11 +116,11 @@ int baton_silu_mul(const silu_call *c) {
         const void *gate = at(type, c->gate_up, 2 * i * size), *up = at(type, gate, size);
         void *to = (void *)at(type, c->out, i * size);
         if (type == BFLOAT16)
-            silu_mul_row(BFLOAT16, size, gate, up, to);
+            gated_mul_row(BFLOAT16, c->kind, size, gate, up, to);
         else if (type == FLOAT16)
-            silu_mul_row(FLOAT16, size, gate, up, to);
+            gated_mul_row(FLOAT16, c->kind, size, gate, up, to);
         else
-            silu_mul_row(FLOAT32, size, gate, up, to);
+            gated_mul_row(FLOAT32, c->kind, size, gate, up, to);
     }
     return 0;
 }
@@ -160,6 +177,28 @@ int baton_gated_rms_norm(const gated_norm_call *c) {
     return 0;
 }
 
+typedef struct {
+    int64_t type, num_threads, num_rows, size;
+    const void *x;
+    void *out;
+    double cap;
+} soften_call;
+
+/* soft_cap; vectors alone, whose lanes do not depend on their place in a row. */
+int baton_soft_cap(const soften_call *c) {
+    int team = threads_for(c->num_threads, c->num_rows * c->size);
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t i = 0; i < c->num_rows; i++)
+        for (int64_t j = 0; j < c->size; j += LANES) {
+            float row[LANES] = {0};
+            int64_t at_row = i * c->size + j, width = min64(LANES, c->size - j);
+            read_row(c->type, at(c->type, c->x, at_row), row, width);
+            store(row, soften(load(FLOAT32, row, 0), c->cap));
+            write_row(c->type, row, (void *)at(c->type, c->out, at_row), width);
+        }
+    return 0;
+}
+
 /* The first rotary_dim of a head turn, half-split; the rest stays. */
 INLINE void rotate(float *head, const float *cos, const float *sin, int64_t rotary_dim) {
     int64_t half = rotary_dim / 2;
@@ -182,12 +221,24 @@ typedef struct {
     double eps;
     int64_t cache_type; /* FLOAT8 where it is another than that of qkv */
     double key_factor, value_factor; /* of what is stored as FLOAT8 */
+    int64_t wide;                    /* the norms' weights are of FLOAT32, whatever `type` is */
+    int64_t whole; /* a norm is over all heads together, and its weight has all of their dims */
 } store_call;
 
 /* What is stored as FLOAT8 is rounded to the type of qkv first, as if it had been a tensor. */
 INLINE void store_float8(int type, float *head, float factor, uint8_t *to, int64_t size) {
     for (int64_t i = 0; i < size; i++) head[i] = round_to(type, head[i]) * factor;
     write_row(FLOAT8, head, to, size);
+}
+
+/* 1 / root of the mean square of `num` heads together. */
+INLINE float inverse_rms_of(int type, const store_call *c, const void *heads, int64_t num) {
+    float head[c->head_dim], squares = 0;
+    for (int64_t h = 0; h < num; h++) {
+        read_row(type, at(type, heads, h * c->head_dim), head, c->head_dim);
+        squares += sum_of_squares(head, c->head_dim);
+    }
+    return 1.0f / sqrtf(squares / (num * c->head_dim) + (float)c->eps);
 }
 
 INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token) {
@@ -200,12 +251,22 @@ INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token
                              : slot / c->block_size * c->block_stride +
                                    slot % c->block_size * c->token_stride;
     int64_t num_read = slot < 0 ? c->num_heads : num_rotated + c->num_kv_heads;
+    float of_queries = 0, of_keys = 0;
+    if (c->whole) {
+        of_queries = inverse_rms_of(type, c, from, c->num_heads);
+        of_keys = inverse_rms_of(type, c, at(type, from, c->num_heads * c->head_dim), c->num_kv_heads);
+    }
     for (int64_t h = 0; h < num_read; h++) {
         read_row(type, at(type, from, h * c->head_dim), head, c->head_dim);
         const void *weight = h < c->num_heads ? c->query_weight : c->key_weight;
         if (h < num_rotated) {
             if (weight) {
-                norm_row(type, head, weight, c->head_dim, c->eps);
+                int64_t nth = h < c->num_heads ? h : h - c->num_heads;
+                float inverse_rms =
+                    c->whole ? (h < c->num_heads ? of_queries : of_keys)
+                             : 1.0f / sqrtf(sum_of_squares(head, c->head_dim) / c->head_dim + (float)c->eps);
+                if (c->whole) weight = at(c->wide ? FLOAT32 : type, weight, nth * c->head_dim);
+                apply_norm(type, c->wide, head, inverse_rms, weight, c->head_dim);
                 for (int64_t i = 0; type != FLOAT32 && i < c->head_dim; i++)
                     head[i] = round_to(type, head[i]);
             }

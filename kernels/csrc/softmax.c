@@ -6,11 +6,6 @@
  */
 #include "attention.h"
 
-INLINE vec soften(vec score, float cap) {
-    /* cap * tanh(score / cap) */
-    return cap * (1.0f - 2.0f / (exp_fast(score * (2.0f / cap)) + 1.0f));
-}
-
 /* Scores of a tile, [num] with room for whole vectors, become weights; those outside [from, to)
  * become 0. Returns what the sums of earlier tiles must be multiplied by. */
 float baton_weigh(double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
@@ -55,4 +50,10 @@ void baton_join(softmax_state *state, float *sums, softmax_state span, const flo
     }
     state->total = scale_span ? span.total * factor + state->total : state->total * factor + span.total;
     if (!scale_span) state->top = span.top;
+}
+
+/* What a row's sums are to be divided by; a sink's weight counts, but it has no value
+ * (Xiao et al., arXiv:2309.17453). */
+float baton_divisor(softmax_state state, const float *sinks, int64_t head) {
+    return sinks ? state.total + exp_fast(splat(sinks[head] - state.top))[0] : state.total;
 }

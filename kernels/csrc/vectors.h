@@ -6,6 +6,7 @@
 #ifndef BATON_VECTORS_H
 #define BATON_VECTORS_H
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX2__)
@@ -357,6 +358,36 @@ INLINE vec exp_of_negative(vec x) { return keep(~(x < splat(-87.3f)), exp_within
 
 /* Below -88 it is 0 in float32, but the exponential has ended. */
 INLINE vec silu(vec x) { return keep(~(x < -88.0f), x / (exp_fast(-x) + 1.0f)); }
+
+/* What makes a gate of the first half of a gated unit; 0 is taken by "not gated". */
+enum { SILU = 1, GELU_TANH = 2, GELU = 3 };
+
+/* Hendrycks and Gimpel, arXiv:1606.08415. The approximation by tanh is x * sigmoid(2 * u). */
+INLINE vec gelu_tanh(vec x) {
+    vec u = 0.797884561f * (x + 0.044715f * x * x * x);
+    return keep(~(u < -44.0f), x / (exp_fast(-2.0f * u) + 1.0f));
+}
+
+INLINE vec gelu(vec x) {
+    vec grown;
+    for (int i = 0; i < LANES; i++) grown[i] = 1.0f + erff(x[i] * 0.707106781f);
+    return 0.5f * x * grown;
+}
+
+INLINE vec activate(int64_t kind, vec x) {
+    return kind == SILU ? silu(x) : kind == GELU_TANH ? gelu_tanh(x) : gelu(x);
+}
+
+/* cap * tanh(x / cap); where the difference would lose digits, by the series of the tangent. */
+INLINE vec soften(vec x, float cap) {
+    vec t = x / cap, square = t * t;
+    vec series = square * (62.0f / 2835) - 17.0f / 315;
+    series = series * square + 2.0f / 15;
+    series = series * square - 1.0f / 3;
+    series = series * square * t + t;
+    vec far = 1.0f - 2.0f / (exp_fast(2.0f * t) + 1.0f);
+    return cap * choose(square < splat(0.12f), series, far);
+}
 
 /* Memory of this thread that is kept from call to call; `slot` tells uses apart. NULL: none. */
 void *baton_scratch(int slot, int64_t bytes);

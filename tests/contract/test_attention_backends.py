@@ -38,6 +38,7 @@ class Step:
     metadata: AttentionMetadata
     window: int | None
     soft_cap: float | None = None
+    sinks: Tensor | None = None
 
     def run(self, backend: AttentionBackend) -> Tensor:
         backend.plan(self.metadata)
@@ -51,6 +52,7 @@ class Step:
             scale=0.25,
             sliding_window=self.window,
             soft_cap=self.soft_cap,
+            sinks=self.sinks,
         )
 
     def expected(self) -> Tensor:
@@ -63,6 +65,7 @@ class Step:
             scale=0.25,
             sliding_window=self.window,
             soft_cap=self.soft_cap,
+            sinks=self.sinks,
         )
 
 
@@ -268,3 +271,23 @@ def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
     monkeypatch.setattr("baton_kernels.attention.find_spec", find)
     monkeypatch.setattr("baton_kernels.attention.flash.find_spec", find)
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (9, None), (None, 0.7)])
+@pytest.mark.parametrize("lens", [CHUNK, FAR_APART, MIXED])
+def test_sinks(
+    backend: AttentionBackend,
+    lens: tuple[list[int], list[int]],
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Far below all scores a sink changes nothing; far above it takes all weight."""
+    plain = make_step(lens, window=window)
+    sinks = torch.tensor([0.5, -100.0, 200.0, 2.0])  # of each head
+    step = Step(plain.query, plain.kv_cache, plain.metadata, window, soft_cap, sinks)
+    out = step.run(backend)
+    torch.testing.assert_close(out, step.expected())
+    without = Step(plain.query, plain.kv_cache, plain.metadata, window, soft_cap).expected()
+    torch.testing.assert_close(out[:, 1], without[:, 1])
+    torch.testing.assert_close(out[:, 2], torch.zeros_like(out[:, 2]))
+    assert not torch.allclose(out[:, 0], without[:, 0])

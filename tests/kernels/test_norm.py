@@ -7,7 +7,7 @@ import torch
 
 from baton_kernels import reference
 from baton_kernels.triton.norm import add_rms_norm, rms_norm
-from baton_kernels.triton.silu_mul import silu_mul
+from baton_kernels.triton.silu_mul import gated_mul, silu_mul
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.kernels.poison import strided
 from tests.numerics.tolerances import assert_close
@@ -32,6 +32,20 @@ def test_add_rms_norm_and_its_sum(
     assert torch.equal(residual, before)
     assert torch.equal(total, expected_total)
     assert_close(normed, expected)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.22])
+def test_wide_weights_and_a_factor(factor: float, dtype: torch.dtype, device: torch.device) -> None:
+    x, residual = (torch.randn(5, 100).to(device, dtype) for _ in range(2))
+    weight = 1 + torch.randn(100, device=device) / 100
+    for ours, meant in zip(
+        add_rms_norm(x, residual, weight, 1e-5, factor),
+        reference.add_rms_norm(x, residual, weight, 1e-5, factor),
+        strict=True,
+    ):
+        assert ours.dtype == dtype
+        assert_close(ours, meant)
+    assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
 def test_norms_of_rows_that_do_not_lie_side_by_side(device: torch.device) -> None:
@@ -60,6 +74,12 @@ def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     assert_close(silu_mul(gate_up), reference.silu_mul(gate_up))
     if len(shape) == 2:
         assert_close(silu_mul(strided(gate_up)), reference.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_gated_mul(activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    gate_up = (torch.randn(3, 70) * 5).to(device, dtype)
+    assert_close(gated_mul(gate_up, activation), reference.gated_mul(gate_up, activation))
 
 
 def test_silu_mul_of_large_gates_is_finite(device: torch.device) -> None:

@@ -79,6 +79,23 @@ def test_norm_rotary_store(
     assert_same_cache(ours, meant)
 
 
+@pytest.mark.parametrize("of_all_heads", [False, True])
+def test_wide_norms_of_heads(of_all_heads: bool, dtype: torch.dtype, device: torch.device) -> None:
+    like, num_tokens = torch.empty(0, dtype=dtype, device=device), len(SLOTS)
+    qkv = torch.randn(num_tokens, 8 * 16).to(like)
+    cos, sin = angles(num_tokens, 16, like)
+    ours, meant = caches(2, 16, like)
+    weights: dict[str, Any] = {
+        "query_weight": torch.randn(4 * 16 if of_all_heads else 16, device=device),
+        "key_weight": torch.randn(2 * 16 if of_all_heads else 16, device=device),
+    }
+    slots = SLOTS.to(device)
+    query = norm_rotary_store(qkv, 4, cos, sin, ours, slots, **weights, eps=1e-5)
+    expected = reference.norm_rotary_store(qkv, 4, cos, sin, meant, slots, **weights, eps=1e-5)
+    assert_close(query, expected)
+    assert_same_cache(ours, meant)
+
+
 def test_norm_rotary_store_reads_rows_that_are_apart(device: torch.device) -> None:
     qkv = torch.randn(len(SLOTS), 8 * 16, device=device)
     cos, sin = angles(len(SLOTS), 16, qkv)

@@ -52,6 +52,7 @@ def test_linear(
     gated = PackedWeight.pack(weight[: out_features // width * width], None, format_, width)
     if len(weight) // width % 2 == 0:
         check(lambda x: native.packed_gated_linear(x, gated), rows)
+        check(lambda x: native.packed_gated_linear(x, gated, "gelu_tanh"), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,3 +63,8 @@ def test_norms_and_the_gated_middle(dtype: torch.dtype) -> None:
     check(lambda x: native.rms_norm(x, weight, 1e-6), rows)
     check(native.silu_mul, rows)
     check(lambda x: native.add_rms_norm(x, x * 2, weight, 1e-6)[0], rows)
+    check(lambda x: native.add_rms_norm(x, x * 2, weight.float(), 1e-6, 0.22)[0], rows)
+    check(lambda x: native.scaled_add(x, x * 2, 0.22), rows)
+    check(lambda x: native.gated_mul(x, "gelu_tanh"), rows)
+    check(lambda x: native.gated_mul(x, "gelu"), rows)
+    check(lambda x: native.soft_cap(x, 3.0), rows)

@@ -79,6 +79,73 @@ def test_silu_mul(native: NativeOps, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 @TYPES
+@pytest.mark.parametrize("factor", [1.0, 0.22])
+@pytest.mark.parametrize("shape", [(1, 5), (33, 768)])
+def test_add_rms_norm_with_a_wide_weight_and_a_factor(
+    native: NativeOps, shape: tuple[int, int], factor: float, dtype: torch.dtype
+) -> None:
+    x, residual = torch.randn(2, *shape).to(dtype)
+    weight = 1 + torch.randn(shape[1]) / 100  # whose last digits 16 bits would lose
+    for found, expected in zip(
+        native.add_rms_norm(x, residual, weight, 1e-5, factor),
+        reference.add_rms_norm(x, residual, weight, 1e-5, factor),
+        strict=True,
+    ):
+        assert found.dtype == dtype
+        close(found, expected)
+    close(native.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    total = native.scaled_add(x, residual, factor)
+    close(total, reference.scaled_add(x, residual, factor))
+
+
+@TYPES
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1, 2), (7, 6, 34), (19, 4096)])
+def test_gated_mul(
+    native: NativeOps, shape: tuple[int, ...], activation: str, dtype: torch.dtype
+) -> None:
+    gate_up = (torch.randn(shape) * 8).to(dtype)
+    close(native.gated_mul(gate_up, activation), reference.gated_mul(gate_up, activation))
+
+
+@TYPES
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1003)])
+def test_soft_cap(native: NativeOps, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = (torch.randn(shape) * torch.logspace(-3, 3, shape[-1])).to(dtype)
+    found, expected = native.soft_cap(x, 30.0), reference.soft_cap(x, 30.0)
+    close(found, expected)
+    assert float(found.abs().max()) <= 30.0
+
+
+@TYPES
+@pytest.mark.parametrize("rotary_dim", [24, 8])
+@pytest.mark.parametrize("wide", [False, True])
+def test_norm_rotary_store_with_norms_over_all_heads(
+    native: NativeOps, rotary_dim: int, wide: bool, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim = 6, 2, 24
+    table = make_tables([5], 4, num_blocks=9)
+    slots = make_metadata([5], [5], table, 4, 2).slot_mapping
+    ours, theirs = (make_cache(9, 3, num_kv_heads, 4, head_dim).to(dtype)[:, 1] for _ in range(2))
+    qkv = torch.randn(7, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    cos, sin = torch.randn(2, 7, rotary_dim).to(dtype)
+    weights = torch.randn(num_heads + num_kv_heads, head_dim)
+    weights = weights if wide else weights.to(dtype)
+    found, expected = (
+        op(
+            *(qkv, num_heads, cos, sin, cache, slots),
+            query_weight=weights[:num_heads].flatten(),
+            key_weight=weights[num_heads:].flatten(),
+            eps=1e-6,
+        )
+        for op, cache in ((native.norm_rotary_store, ours), (reference.norm_rotary_store, theirs))
+    )
+    rtol, atol = (1e-5, 2e-5) if dtype == torch.float32 else (2e-2, 6e-2)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@TYPES
 @pytest.mark.parametrize("rotary_dim", [24, 8])
 @pytest.mark.parametrize("norms", ["qk", "q", ""])
 @pytest.mark.parametrize("num_tokens", [5, 300])

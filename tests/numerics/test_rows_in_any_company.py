@@ -20,6 +20,7 @@ BLOCK_SIZE, NUM_KV_HEADS = 8, 2
 # What the C sources call TILE and SPAN, in keys.
 TILE, SPAN = 192, 576
 LENGTHS = (1, 2, TILE - 1, TILE, TILE + 1, SPAN, SPAN + 1, 2 * SPAN + 9)
+SINKS = {"sinks": 1.0}  # of each head
 KINDS = {
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.bfloat16),
@@ -64,13 +65,17 @@ class Texts:
         query = torch.cat([self.queries[text][begin:end] for text, begin, end in chunks])
         backend = NativeAttention()
         backend.plan(metadata)
-        out = backend.run(query, self.cache, metadata, scale=0.2, **options)  # type: ignore[arg-type]
+        sinks = torch.linspace(-1, 1, query.shape[1]) if options == SINKS else None
+        options = {} if options == SINKS else options
+        out = backend.run(query, self.cache, metadata, scale=0.2, sinks=sinks, **options)  # type: ignore[arg-type]
         return list(torch.split(out, lens))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("head_dim", "ratio"), [(64, 2), (80, 7), (128, 1), (200, 3)])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 250}, {"soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 250}, {"soft_cap": 3.0}, SINKS], ids=str
+)
 def test_attention(kind: str, head_dim: int, ratio: int, options: dict[str, float]) -> None:
     """As a decode alone, as decodes together, in prompts in one chunk and in chunks of any size."""
     texts = Texts(LENGTHS, kind, head_dim, ratio)

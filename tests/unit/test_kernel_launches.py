@@ -38,7 +38,7 @@ def see(self, x, y, z, stream, function, metadata, data, enter, leave, *argument
 CudaLauncher.__call__ = see
 memory = torch.zeros(4096, dtype=torch.float32)
 out = torch.zeros(512)
-launch = Launcher(silu_mul_kernel, BLOCK=BLOCK, num_warps=4)
+launch = Launcher(silu_mul_kernel, BLOCK=BLOCK, ACTIVATION="silu", num_warps=4)
 found = {}
 
 def compare(name, x, numbers):
@@ -48,7 +48,7 @@ def compare(name, x, numbers):
     first = driver.num_pointer_queries - asked
     launch((2, 1), (x, out), numbers)
     again = driver.num_pointer_queries - asked - first
-    silu_mul_kernel[2, 1](x, out, *numbers, BLOCK=BLOCK, num_warps=4)
+    silu_mul_kernel[2, 1](x, out, *numbers, BLOCK=BLOCK, ACTIVATION="silu", num_warps=4)
     found[name] = [first, again, seen[-2] == seen[-1], seen[-1][3]]
 
 compare("aligned", memory[:1024], (512, 256))

@@ -73,6 +73,7 @@ class AttentionBackend(Protocol):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         value_dim: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend for one layer, whose keys and values of this step are already in the cache.
 
@@ -86,6 +87,7 @@ class AttentionBackend(Protocol):
             soft_cap: bends scores, see ``baton_kernels.reference.paged_attention``.
             value_dim: of a value this many numbers count, the first ones; None: all. So a cache of
                 latents, seen as :func:`as_keys_and_values` does, gives them and not their keys.
+            sinks: ``[num_heads]`` float32, see ``baton_kernels.reference.paged_attention``.
 
         Returns:
             ``[num_tokens, num_heads, value_dim]``; padding tokens get zeros.

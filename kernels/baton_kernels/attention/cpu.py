@@ -55,6 +55,7 @@ class CpuAttention:
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         value_dim: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``AttentionBackend.run``."""
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
@@ -72,10 +73,10 @@ class CpuAttention:
             out[self._plan.num_rows :].zero_()
         for index, chunk in enumerate(self._plan.prompts):
             mask = self._prompt_mask(index, chunk, sliding_window, query)
-            self._run_prompt(out, query, cache, chunk, mask, scale, soft_cap)
+            self._run_prompt(out, query, cache, chunk, mask, scale, soft_cap, sinks)
         for index, group in enumerate(self._plan.decodes):
             mask = self._decode_mask(~index, group, sliding_window, query)
-            self._run_decodes(out, query, cache, group, mask, scale, soft_cap)
+            self._run_decodes(out, query, cache, group, mask, scale, soft_cap, sinks)
         return out
 
     def _run_prompt(
@@ -87,6 +88,7 @@ class CpuAttention:
         mask: Tensor | None,
         scale: float,
         soft_cap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         tokens = self._gather(cache, chunk.block_ids, query.dtype)[:, None, :, : chunk.seq_len]
         key, value = tokens.unbind(0)  # [1, num_kv_heads, seq_len, head_dim]
@@ -98,6 +100,7 @@ class CpuAttention:
             is_causal=mask is None,
             scale=scale,
             soft_cap=soft_cap,
+            sinks=sinks,
         )  # [1, num_heads, query_len, value_dim]
         out[chunk.rows] = attended.squeeze(0).transpose(0, 1)
 
@@ -110,6 +113,7 @@ class CpuAttention:
         mask: Tensor | None,
         scale: float,
         soft_cap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         tokens = self._gather(cache, group.block_ids, query.dtype)
         if group.pad_slots is not None:
@@ -128,6 +132,7 @@ class CpuAttention:
             is_causal=False,
             scale=scale,
             soft_cap=soft_cap,
+            sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
         )  # [num_requests, num_kv_heads, num_heads / num_kv_heads, value_dim]
         out[group.rows] = attended.flatten(1, 2)
 
@@ -183,8 +188,9 @@ def _attend(
     is_causal: bool,
     scale: float,
     soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Call SDPA, or with a soft cap, which SDPA does not know, its definition in float32.
+    """Call SDPA, or with a soft cap or sinks, which SDPA does not know, its definition in float32.
 
     Args:
         query: ``[n, num_heads, query_len, head_dim]``.
@@ -194,22 +200,28 @@ def _attend(
         is_causal: mask for ``query_len == seq_len`` instead of one given.
         scale: factor on the dot products.
         soft_cap: see ``AttentionBackend.run``.
+        sinks: ``[num_heads]``, or where rows are heads, ``[num_heads, query_len]``.
     """
     group = query.shape[1] // key.shape[1]
-    if soft_cap is None:
+    if soft_cap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
         )
     key, value = key.float(), value.float()
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = soft_cap * torch.tanh(query.float() @ key.mT * (scale / soft_cap))
+    scores = query.float() @ key.mT * scale  # [n, num_heads, query_len, seq_len]
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
     elif mask is not None:
         scores = scores + mask
-    return (scores.softmax(-1) @ value).to(query.dtype)
+    if sinks is not None:  # one column more
+        sink = sinks.view(len(sinks), -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).to(query.dtype)
 
 
 def _outside(key_at: Tensor, query_at: Tensor, window: int | None) -> Tensor:

@@ -41,6 +41,7 @@ class NativeAttention:
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         value_dim: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``AttentionBackend.run``."""
         if self._ops is not None:
@@ -50,6 +51,7 @@ class NativeAttention:
                 sliding_window=sliding_window,
                 soft_cap=soft_cap,
                 value_dim=value_dim,
+                sinks=sinks,
             )
             if out is not None:
                 return out
@@ -64,4 +66,5 @@ class NativeAttention:
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             value_dim=value_dim,
+            sinks=sinks,
         )

@@ -33,6 +33,7 @@ class ReferenceAttention:
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         value_dim: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``AttentionBackend.run``."""
         return reference.paged_attention(
@@ -45,4 +46,5 @@ class ReferenceAttention:
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             value_dim=value_dim,
+            sinks=sinks,
         )

@@ -64,6 +64,7 @@ class TritonAttention:
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         value_dim: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``AttentionBackend.run``; there is none over latents."""
         assert value_dim is None, "values are as long as keys"
@@ -73,10 +74,12 @@ class TritonAttention:
         has_prompts = metadata.max_query_len > 1
         if has_prompts:
             tiles = self._tiles_of_step(shape, query, sliding_window)
-            launch_tiles(out, query, kv_cache, metadata, tiles, scale, sliding_window, soft_cap)
+            launch_tiles(
+                out, query, kv_cache, metadata, tiles, scale, sliding_window, soft_cap, sinks
+            )
         if not has_prompts or 1 in metadata.query_lens:
             buffers = self._buffers_of_step(shape, query, sliding_window)
-            launch_decodes(out, query, kv_cache, metadata, buffers, scale, soft_cap)
+            launch_decodes(out, query, kv_cache, metadata, buffers, scale, soft_cap, sinks)
         elif self._num_rows < len(out):
             out[self._num_rows :].zero_()
         return out

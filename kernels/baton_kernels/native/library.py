@@ -104,15 +104,28 @@ class NormCall(Structure):
         *_fields(c_int64, "type num_threads num_rows size"),
         *_fields(c_void_p, "x residual weight out sum"),
         ("eps", c_double),
+        ("wide", c_int64),
+        ("factor", c_double),
     )
 
 
-class SiluCall(Structure):
-    """``silu_call`` in rows.c."""
+class GatedCall(Structure):
+    """``gated_call`` in rows.c."""
 
     _fields_ = (
         *_fields(c_int64, "type num_threads num_rows size"),
         *_fields(c_void_p, "gate_up out"),
+        ("kind", c_int64),
+    )
+
+
+class SoftenCall(Structure):
+    """``soften_call`` in rows.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_rows size"),
+        *_fields(c_void_p, "x out"),
+        ("cap", c_double),
     )
 
 
@@ -127,6 +140,7 @@ class StoreCall(Structure):
         ("eps", c_double),
         ("cache_type", c_int64),
         *_fields(c_double, "key_factor value_factor"),
+        *_fields(c_int64, "wide whole"),
     )
 
 
@@ -152,6 +166,7 @@ class AttentionCall(Structure):
         *_fields(c_int64, "block_stride kv_stride head_stride token_stride sliding_window"),
         *_fields(c_void_p, "query kv_cache out query_start_loc seq_lens block_table"),
         *_fields(c_double, "scale soft_cap"),
+        *_fields(c_void_p, "sinks"),
     )
 
 
@@ -215,10 +230,11 @@ _SIGNATURES = {
     "baton_pack_integers": (c_int, [POINTER(IntegersCall)]),
     "baton_unpack_rows": (c_int, [POINTER(UnpackCall)]),
     "baton_rms_norm": (c_int, [POINTER(NormCall)]),
-    "baton_silu_mul": (c_int, [POINTER(SiluCall)]),
     "baton_gated_rms_norm": (c_int, [POINTER(GatedNormCall)]),
     "baton_causal_conv": (c_int, [POINTER(ConvCall)]),
     "baton_recurrence": (c_int, [POINTER(RecurrenceCall)]),
+    "baton_gated_mul": (c_int, [POINTER(GatedCall)]),
+    "baton_soft_cap": (c_int, [POINTER(SoftenCall)]),
     "baton_norm_rotary_store": (c_int, [POINTER(StoreCall)]),
     "baton_store_latent": (c_int, [POINTER(LatentStoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),

@@ -20,6 +20,7 @@ from baton_kernels.native.library import (
     AttentionCall,
     ConvCall,
     ExpertsCall,
+    GatedCall,
     GatedNormCall,
     GroupedLinearCall,
     IntegersCall,
@@ -29,7 +30,7 @@ from baton_kernels.native.library import (
     PackCall,
     RecurrenceCall,
     RouteCall,
-    SiluCall,
+    SoftenCall,
     StoreCall,
     UnpackCall,
     load_library,
@@ -42,6 +43,7 @@ from baton_kernels.state_metadata import StateMetadata
 
 # As in vectors.h.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
+_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_KERNEL_SIZE = 16  # of a convolution: what a job keeps on its stack
 _MAX_KEY_DIM = 512  # of a recurrence, likewise
@@ -66,45 +68,74 @@ class NativeOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See the reference."""
         size = x.shape[-1]
-        if not (_plain(x, weight) and weight.shape == (size,)):
+        if not (_plain(x) and _is_weight(weight, x, (size,))):
             return reference.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
         call = NormCall(
             *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size),
             *(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None, eps),
+            *(_is_wide(weight, x), 1.0),
         )
         self._run(self._library.baton_rms_norm, call, x, weight, out)
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """See the reference."""
         size = x.shape[-1]
-        alike = _plain(x, residual, weight) and x.shape == residual.shape
-        if not (alike and weight.shape == (size,)):
-            return reference.add_rms_norm(x, residual, weight, eps)
+        alike = _plain(x, residual) and x.shape == residual.shape
+        if not (alike and _is_weight(weight, x, (size,))):
+            return reference.add_rms_norm(x, residual, weight, eps, factor)
         out, new_residual = torch.empty_like(x), torch.empty_like(x)
         call = NormCall(
             *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size, x.data_ptr()),
             *(residual.data_ptr(), weight.data_ptr(), out.data_ptr(), new_residual.data_ptr()),
-            eps,
+            *(eps, _is_wide(weight, x), factor),
         )
         tensors = (x, residual, weight, out, new_residual)
         self._run(self._library.baton_rms_norm, call, *tensors)
         return out, new_residual
 
+    def scaled_add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
+        """See the reference."""
+        if not (_plain(x, residual) and x.shape == residual.shape):
+            return reference.scaled_add(x, residual, factor)
+        size, total = x.shape[-1], torch.empty_like(x)
+        call = NormCall(
+            *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size, x.data_ptr()),
+            *(residual.data_ptr(), None, None, total.data_ptr(), 0.0, 0, factor),
+        )
+        self._run(self._library.baton_rms_norm, call, x, residual, total)
+        return total
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See the reference."""
+        return self.gated_mul(gate_up, "silu")
+
+    def gated_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """See the reference."""
         size = gate_up.shape[-1] // 2
         if not _plain(gate_up):
-            return reference.silu_mul(gate_up)
+            return reference.gated_mul(gate_up, activation)
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
-        call = SiluCall(
+        call = GatedCall(
             *(_CODES[gate_up.dtype], torch.get_num_threads(), out.numel() // size, size),
-            *(gate_up.data_ptr(), out.data_ptr()),
+            *(gate_up.data_ptr(), out.data_ptr(), _ACTIVATIONS[activation]),
         )
-        self._run(self._library.baton_silu_mul, call, gate_up, out)
+        self._run(self._library.baton_gated_mul, call, gate_up, out)
+        return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """See the reference."""
+        if not (_plain(x) and x.numel()):
+            return reference.soft_cap(x, cap)
+        size, out = x.shape[-1], torch.empty_like(x)
+        call = SoftenCall(
+            *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size),
+            *(x.data_ptr(), out.data_ptr(), cap),
+        )
+        self._run(self._library.baton_soft_cap, call, x, out)
         return out
 
     def norm_rotary_store(
@@ -125,9 +156,15 @@ class NativeOps:
         """See the reference."""
         weights = [weight for weight in (query_weight, key_weight) if weight is not None]
         _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-        fits = _plain(qkv, cos, sin, *weights) and kv_cache.dtype in (qkv.dtype, FP8)
+        fits = _plain(qkv, cos, sin) and kv_cache.dtype in (qkv.dtype, FP8)
         fits = fits and kv_cache.stride(4) == 1 and slot_mapping.is_contiguous()
-        if not (fits and all(weight.shape == (head_dim,) for weight in weights)):
+        of_heads = all(_is_weight(weight, qkv, (head_dim,)) for weight in weights)
+        sizes = (num_heads * head_dim, num_kv_heads * head_dim)
+        of_all = len(weights) == 2 and all(
+            _is_weight(weight, qkv, (size,)) for weight, size in zip(weights, sizes, strict=True)
+        )
+        alike = len({weight.dtype for weight in weights}) <= 1
+        if not (fits and alike and (of_heads or of_all)):
             return reference.norm_rotary_store(
                 *(qkv, num_heads, cos, sin, kv_cache, slot_mapping),
                 query_weight=query_weight,
@@ -147,6 +184,7 @@ class NativeOps:
             None if key_weight is None else key_weight.data_ptr(),
             *(cos.data_ptr(), sin.data_ptr(), kv_cache.data_ptr(), out.data_ptr()),
             *(slot_mapping.data_ptr(), eps, _CODES[kv_cache.dtype], 1 / key_scale, 1 / value_scale),
+            *(any(_is_wide(weight, qkv) for weight in weights), not of_heads),
         )
         tensors = (qkv, query_weight, key_weight, cos, sin, kv_cache, out, slot_mapping)
         self._run(self._library.baton_norm_rotary_store, call, *tensors)
@@ -210,16 +248,18 @@ class NativeOps:
         """See the reference."""
         if x.dtype not in _FLOATS:
             return self.packed_linear(x.float(), weight).to(x.dtype)
-        return self._linear(x, weight, weight.out_features, gated=False)
+        return self._linear(x, weight, weight.out_features, gated=0)
 
-    def packed_gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+    def packed_gated_linear(
+        self, x: Tensor, weight: PackedWeight, activation: str = "silu"
+    ) -> Tensor:
         """See the reference; one pass where both halves are whole panels."""
         num_columns = weight.out_features // 2
         if x.dtype not in _FLOATS or num_columns % self.panel_width:
-            return self.silu_mul(self.packed_linear(x, weight))
-        return self._linear(x, weight, num_columns, gated=True)
+            return self.gated_mul(self.packed_linear(x, weight), activation)
+        return self._linear(x, weight, num_columns, gated=_ACTIVATIONS[activation])
 
-    def _linear(self, x: Tensor, weight: PackedWeight, num_columns: int, *, gated: bool) -> Tensor:
+    def _linear(self, x: Tensor, weight: PackedWeight, num_columns: int, *, gated: int) -> Tensor:
         """``[..., in_features]`` -> ``[..., num_columns]``."""
         rows = x if x.dim() == 2 else x.flatten(0, -2)  # [num_rows, in_features]
         if rows.stride(1) != 1:
@@ -381,9 +421,11 @@ class NativeOps:
         sliding_window: int | None,
         soft_cap: float | None,
         value_dim: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor | None:
         """``reference.paged_attention``; None where tensors are not of the kind this takes."""
         table = metadata.block_table
+        assert sinks is None or sinks.dtype == torch.float32
         fits = _plain(query) and kv_cache.dtype in (query.dtype, FP8) and kv_cache.stride(4) == 1
         if not (fits and table.dtype == torch.int32 and table.stride(-1) == 1):
             return None
@@ -400,8 +442,9 @@ class NativeOps:
             *(query.data_ptr(), kv_cache.data_ptr(), out.data_ptr()),
             *(metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr()),
             *(table.data_ptr(), scale, soft_cap or 0.0),
+            None if sinks is None else sinks.data_ptr(),
         )
-        tensors = (metadata.query_start_loc, metadata.seq_lens, table)
+        tensors = (metadata.query_start_loc, metadata.seq_lens, table, sinks)
         self._run(self._library.baton_attention, call, query, kv_cache, out, *tensors)
         return out
 
@@ -613,3 +656,13 @@ def _step(metadata: StateMetadata, num_tokens: int) -> tuple[int, ...]:
     assert all(one.dtype == torch.int32 and one.is_contiguous() for one in _loc(metadata))
     num_requests = len(metadata.request_start_loc) - 1
     return (num_requests, num_tokens, *(one.data_ptr() for one in _loc(metadata)))
+
+
+def _is_weight(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Say whether it is a norm's weight for ``x``: of its type, or wide (float32)."""
+    known = (x.dtype, torch.float32)
+    return weight.shape == shape and weight.dtype in known and weight.is_contiguous()
+
+
+def _is_wide(weight: Tensor, x: Tensor) -> bool:
+    return weight.dtype != x.dtype

@@ -19,6 +19,8 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase
 
+# What a kernel without sinks is compiled with ahead of time.
+NO_SINKS: dict[str, int | float | bool | None] = {"sinks": None}
 _LOG2_E = math.log2(math.e)
 
 
@@ -148,6 +150,13 @@ def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED
     else:
         loaded = tl.load(pointers)
     return loaded
+
+
+@triton.jit
+def sink_weights(sinks, heads, present, highest):
+    """Of each row's sink, relative to its highest score: ``[len(heads)]``."""
+    scores = tl.load(sinks + heads, mask=present, other=0.0) * 1.4426950408889634  # log2(e)
+    return tl.exp2(tl.minimum(scores - highest, 126.0))  # a float ends at 2^128
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from torch import Tensor
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
 from baton_kernels.triton.attention_tile import (
+    NO_SINKS,
     PagedShape,
     TileSize,
     aot_case,
@@ -36,6 +37,7 @@ from baton_kernels.triton.attention_tile import (
     padded_side,
     scaled_scores,
     score_factors,
+    sink_weights,
 )
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.tile_sizes import decode_tile
@@ -98,6 +100,7 @@ def plan_decodes(
 def merge_parts(
     part_out,  # [num_slots, num_heads, HEAD_DIM] float32
     part_lse,  # [num_slots, num_heads] float32
+    sinks,  # [num_heads] float32, or None
     first_slot,  # of the request
     num_parts,
     kv_head,
@@ -130,6 +133,8 @@ def merge_parts(
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * values, 0)
         highest = new_highest
+    if sinks is not None:
+        total += sink_weights(sinks, kv_head * GROUP + heads, heads < GROUP, highest)
     return acc / tl.where(heads < GROUP, total, 1.0)[:, None]
 
 
@@ -145,6 +150,7 @@ def decode_attention(
     query_start_loc,  # [num_requests + 1] int32
     work,  # [num_slots, 4] int32, of plan_decodes
     first_slot,  # [num_requests + 1] int32, likewise
+    sinks,  # [num_heads] float32, or None
     score_scale,
     cap,
     num_requests,
@@ -204,7 +210,11 @@ def decode_attention(
         scores = scaled_scores(products, score_scale, cap, HAS_SOFT_CAP)
         scores = tl.where((tokens < end)[None, :], scores, -float("inf"))
         highest, total, acc = fold(scores, v, highest, total, acc, IEEE)
-    result = acc / total[:, None]
+    divisor = total
+    if sinks is not None:
+        weights = sink_weights(sinks, heads, rows < GROUP, highest)
+        divisor += tl.where(parts == 1, weights, 0.0)
+    result = acc / divisor[:, None]
     if parts == 1:
         tl.store(out + token * token_size + places, result.to(out.dtype.element_ty), mask=in_tile)
     else:
@@ -218,7 +228,7 @@ def decode_attention(
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
             tl.store(counter, 0)  # for the next launch; no other part of this one is to come
             merged = merge_parts(
-                part_out, part_lse, tl.load(first_slot + request), parts, kv_head,
+                part_out, part_lse, sinks, tl.load(first_slot + request), parts, kv_head,
                 NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, D, HEADS, PARTS,
             )  # fmt: skip
             group = tl.arange(0, HEADS)
@@ -292,6 +302,7 @@ def launch_decodes(
     buffers: DecodeBuffers,
     scale: float,
     soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend for the requests that compute one token, and zero the padding behind all requests.
 
@@ -303,6 +314,7 @@ def launch_decodes(
         buffers: filled by :func:`launch_plan` for this step.
         scale: see ``AttentionBackend.run``.
         soft_cap: see ``AttentionBackend.run``.
+        sinks: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
     num_slots = metadata.num_requests + spare_slots(shape, query.device)
@@ -322,6 +334,7 @@ def launch_decodes(
             starts,
             buffers.work,
             buffers.first_slot,
+            sinks,
         ),
         (
             score_scale,
@@ -367,7 +380,13 @@ def _constants(
 
 
 def _aot_case(
-    head_dim: int, num_heads: int, num_kv_heads: int, dtype: str, cache: str = ""
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: str,
+    cache: str = "",
+    *,
+    has_sinks: bool = False,
 ) -> AotCase:
     shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, 16, bool(cache))
     element_size = 4 if dtype == "fp32" else 2
@@ -375,10 +394,14 @@ def _aot_case(
     tables = dict.fromkeys(("block_table", "query_start_loc", "work"), "i32")
     tables |= dict.fromkeys(("first_slot", "arrived"), "i32")
     return aot_case(
-        f"decode_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{fp8_suffix(cache)}",
+        f"decode_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{fp8_suffix(cache)}"
+        + " sinks" * has_sinks,
         decode_attention,
-        dict.fromkeys(("out", "query"), dtype) | {"kv_cache": cache or dtype} | parts | tables,
-        _constants(shape, element_size, has_soft_cap=False),
+        dict.fromkeys(("out", "query"), dtype)
+        | {"kv_cache": cache or dtype, "sinks": "fp32"}
+        | parts
+        | tables,
+        _constants(shape, element_size, has_soft_cap=False) | ({} if has_sinks else NO_SINKS),
         decode_tile(shape, element_size),
     )
 
@@ -386,6 +409,7 @@ def _aot_case(
 AOT_CASES = (
     *(_aot_case(head_dim, 32, 8, "bf16") for head_dim in (64, 80, 96, 128, 256)),
     *(_aot_case(128, *heads, "bf16") for heads in ((16, 8), (40, 8), (64, 8), (32, 4), (32, 32))),
+    _aot_case(64, 64, 8, "bf16", has_sinks=True),
     _aot_case(128, 32, 8, "fp16"),
     _aot_case(128, 32, 8, "fp32"),
     *(_aot_case(head_dim, 32, 8, "bf16", FP8) for head_dim in (64, 80, 128, 256)),

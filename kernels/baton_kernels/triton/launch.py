@@ -39,7 +39,7 @@ class Launcher:
         options: Triton's, such as ``num_warps``, and the kernel's constants, by name.
     """
 
-    def __init__(self, kernel: Any, **options: int | float | bool | None) -> None:
+    def __init__(self, kernel: Any, **options: int | float | bool | str | None) -> None:
         self._kernel = kernel
         self._options = options
         self._is_compiled = isinstance(kernel, JITFunction)  # else it is interpreted

@@ -22,21 +22,26 @@ LARGEST_SIZE = 32768
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `baton_kernels.reference.rms_norm`; the weight is ``[size]``, of the dtype of ``x``."""
-    out, _ = _norm(x, None, weight, eps)
+    """See `baton_kernels.reference.rms_norm`; the weight is ``[size]``."""
+    out, _ = _norm(x, None, weight, eps, 1.0)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """See `baton_kernels.reference.add_rms_norm`; the sum is a new tensor."""
-    return _norm(x, residual, weight, eps)
+    return _norm(x, residual, weight, eps, factor)
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float
+) -> tuple[Tensor, Tensor]:
     """Norm the sum of ``x`` and residual; return both, without a residual of ``x`` alone."""
     size = x.shape[-1]
     assert weight.shape == (size,), f"weight: [{size}], got {tuple(weight.shape)}"
-    assert weight.dtype == x.dtype, f"weight: {x.dtype}, got {weight.dtype}"
+    known = (x.dtype, torch.float32)
+    assert weight.dtype in known, f"weight: {x.dtype} or float32, got {weight.dtype}"
     assert size <= LARGEST_SIZE, f"size: at most {LARGEST_SIZE}, got {size}"
     rows, x_stride = _as_rows(x, size)
     added, residual_stride = (rows, x_stride) if residual is None else _as_rows(residual, size)
@@ -44,11 +49,11 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
     total = x if residual is None else torch.empty_like(out)
     num_rows = x.numel() // size
     if num_rows:
-        num_tile_rows, launch = _launcher(size, residual is not None)
+        num_tile_rows, launch = _launcher(size, residual is not None, factor != 1.0)
         launch(
             (-(-num_rows // num_tile_rows),),
             (rows, added, weight, out, total),
-            (x_stride, residual_stride, num_rows, size, eps),
+            (x_stride, residual_stride, num_rows, size, eps, factor),
         )
     return out, total
 
@@ -63,13 +68,14 @@ def _as_rows(x: Tensor, size: int) -> tuple[Tensor, int]:
 
 
 @functools.cache
-def _launcher(size: int, adds: bool) -> tuple[int, Launcher]:
+def _launcher(size: int, adds: bool, scales: bool) -> tuple[int, Launcher]:
     """Return the rows of a program, and what launches it."""
     block = triton.next_power_of_2(size)
     num_tile_rows = max(1, TILE_ELEMENTS // block)
     return num_tile_rows, Launcher(
-        rms_norm_kernel, ROWS=num_tile_rows, BLOCK=block, ADDS=adds, num_warps=_num_warps(block)
-    )
+        rms_norm_kernel,
+        ROWS=num_tile_rows, BLOCK=block, ADDS=adds, SCALES=scales, num_warps=_num_warps(block),
+    )  # fmt: skip
 
 
 def _num_warps(block: int) -> int:
@@ -79,14 +85,18 @@ def _num_warps(block: int) -> int:
 @triton.jit(do_not_specialize=["num_rows"])  # it would be compiled anew in the middle of serving
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, num_rows, size,
-    eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    eps, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows per program; like the reference, each intermediate result is rounded."""
-    dtype = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    weight_dtype: tl.constexpr = weight_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     exists = (row < num_rows) & (column < size)
     x = tl.load(x_ptr + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
+    if SCALES:
+        x = (x * factor).to(dtype).to(tl.float32)
     if ADDS:
         added = tl.load(residual_ptr + row * residual_stride + column, mask=exists, other=0.0)
         total = (x + added.to(tl.float32)).to(dtype)
@@ -94,24 +104,27 @@ def rms_norm_kernel(
         x = total.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
     weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
-    normed = (x * inverse_rms).to(dtype).to(tl.float32) * weight
-    tl.store(out_ptr + row * size + column, normed.to(dtype), mask=exists)
+    normed = x * inverse_rms
+    if weight_dtype == dtype:  # a wide weight is applied before anything is rounded
+        normed = normed.to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (normed * weight).to(dtype), mask=exists)
 
 
-def _case(name: str, size: int, adds: bool) -> AotCase:
+def _case(name: str, size: int, adds: bool, weight: str = "") -> AotCase:
     block = triton.next_power_of_2(size)
     pointers = ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr")
     return AotCase(
-        f"{name} {size} bf16",
+        f"{name} {size} bf16" + f", {weight} weight" * bool(weight),
         rms_norm_kernel,
         {
             **dict.fromkeys(pointers, "*bf16"),
+            "weight_ptr": f"*{weight or 'bf16'}",
             **dict.fromkeys(("x_stride", "residual_stride", "size"), "i32:16"),
             "num_rows": "i32",
-            "eps": "fp32",
-            **dict.fromkeys(("ROWS", "BLOCK", "ADDS"), "constexpr"),
+            **dict.fromkeys(("eps", "factor"), "fp32"),
+            **dict.fromkeys(("ROWS", "BLOCK", "ADDS", "SCALES"), "constexpr"),
         },
-        {"ROWS": max(1, TILE_ELEMENTS // block), "BLOCK": block, "ADDS": adds},
+        {"ROWS": max(1, TILE_ELEMENTS // block), "BLOCK": block, "ADDS": adds, "SCALES": False},
         num_warps=_num_warps(block),
     )
 
@@ -119,5 +132,6 @@ def _case(name: str, size: int, adds: bool) -> AotCase:
 AOT_CASES = (
     _case("rms_norm", 128, False),
     _case("add_rms_norm", 4096, True),
+    _case("add_rms_norm", 4096, True, "fp32"),
     _case("add_rms_norm", 8192, True),
 )

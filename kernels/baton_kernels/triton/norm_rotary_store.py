@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +17,7 @@ from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
 from baton_kernels.triton.fp8 import has_fp8, to_stored
 from baton_kernels.triton.launch import Launcher
+from baton_kernels.triton.norm import rms_norm
 
 HEADS = 8  # of one program
 
@@ -36,7 +38,8 @@ def norm_rotary_store(
 ) -> Tensor:
     """See `baton_kernels.reference.norm_rotary_store`; in one launch.
 
-    A cache of float8 on a GPU without it is left to the definition.
+    Norms over all heads together are launched before. A cache of float8 on a GPU without it is
+    left to the definition.
     """
     if kv_cache.dtype == reference.FP8 and not has_fp8(kv_cache.device):
         return reference.norm_rotary_store(
@@ -48,6 +51,10 @@ def norm_rotary_store(
     out = qkv.new_empty((num_tokens, num_heads, head_dim))
     if not num_tokens:
         return out
+    query_weight_size = head_dim if query_weight is None else len(query_weight)
+    if query_weight_size != head_dim:
+        qkv = _norm_all_heads(qkv, query_weight, key_weight, eps)
+        query_weight = key_weight = None
     rotary_dim = cos.shape[-1]
     assert qkv.stride(1) == kv_cache.stride(4) == 1
     known = (qkv.dtype, reference.FP8)
@@ -62,6 +69,19 @@ def norm_rotary_store(
         (qkv.stride(0), *kv_cache.stride()[:4], eps, 1 / key_scale, 1 / value_scale),
     )  # fmt: skip
     return out
+
+
+def _norm_all_heads(
+    qkv: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float
+) -> Tensor:
+    """Norm the queries of a token together, and its keys."""
+    assert query_weight is not None
+    assert key_weight is not None
+    sizes = [len(query_weight), len(key_weight)]
+    query, key, value = qkv.split([*sizes, qkv.shape[1] - sum(sizes)], dim=1)
+    return torch.cat(
+        (rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps), value), dim=1
+    )
 
 
 @functools.cache
@@ -145,11 +165,16 @@ def normalize(
     dtype: tl.constexpr,
 ):  # fmt: skip
     """Some dims ``[HEADS, n]`` of heads times their norm's weight, rounded as the reference is."""
-    normed = (x * inverse_rms[:, None]).to(dtype).to(tl.float32)
+    wide = x * inverse_rms[:, None]
+    normed = wide.to(dtype).to(tl.float32)
     if query_weight_ptr is not None:
+        if query_weight_ptr.dtype.element_ty != dtype:  # applied before anything is rounded
+            normed = wide
         weight = tl.load(query_weight_ptr + dim, mask=exists, other=0.0).to(tl.float32)[None, :]
         x = tl.where(is_query[:, None], (normed * weight).to(dtype).to(tl.float32), x)
     if key_weight_ptr is not None:
+        if key_weight_ptr.dtype.element_ty != dtype:
+            normed = wide
         weight = tl.load(key_weight_ptr + dim, mask=exists, other=0.0).to(tl.float32)[None, :]
         x = tl.where(is_key[:, None], (normed * weight).to(dtype).to(tl.float32), x)
     return x
@@ -287,6 +312,7 @@ def _case(
     rotary_dim: int,
     with_norm: bool,
     cache: str = "bf16",
+    weight: str = "bf16",
 ) -> AotCase:
     weights = ("query_weight_ptr", "key_weight_ptr")
     constants: dict[str, int | float | bool | None] = {
@@ -297,13 +323,14 @@ def _case(
     pointers = ("qkv_ptr", "cos_ptr", "sin_ptr", *weights, "out_ptr", "cache_ptr")
     strides = ("qkv_stride", "block_stride", "plane_stride", "head_stride", "token_stride")
     signature = {
-        **dict.fromkeys(pointers, "*bf16"), "cache_ptr": f"*{cache}", "slots_ptr": "*i64",
+        **dict.fromkeys(pointers, "*bf16"), **dict.fromkeys(weights, f"*{weight}"),
+        "cache_ptr": f"*{cache}", "slots_ptr": "*i64",
         **dict.fromkeys(strides, "i32:16"),
         **dict.fromkeys(("eps", "key_factor", "value_factor"), "fp32"),
         **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     return AotCase(
-        f"norm_rotary_store {name} bf16{fp8_suffix(cache)}",
+        f"norm_rotary_store {name} bf16{fp8_suffix(cache)}" + " fp32 norms" * (weight == "fp32"),
         norm_rotary_store_kernel,
         signature,
         constants,
@@ -317,6 +344,7 @@ AOT_CASES = (
     _case("d128", 32, 8, 128, 128, False),
     _case("d96 of which 48", 32, 8, 96, 48, False),
     _case("d256 with norms", 16, 8, 256, 256, True),
+    _case("d256 with norms", 16, 8, 256, 256, True, weight="fp32"),
     _case("d128 with norms", 32, 8, 128, 128, True, FP8),
     _case("d96 of which 48", 32, 8, 96, 48, False, FP8),
 )

@@ -1,4 +1,6 @@
-"""The unit of SwiGLU: ``silu(gate) * up`` of one joined projection. Refuses to know: models."""
+"""Gated units, SwiGLU and its like: ``activation(gate) * up`` of one joined projection.
+
+Refuses to know: models."""
 
 from __future__ import annotations
 
@@ -16,6 +18,11 @@ BLOCK = 1024  # columns of a program: with 4 warps 16 bytes of bfloat16 per thre
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See `baton_kernels.reference.silu_mul`."""
+    return gated_mul(gate_up, "silu")
+
+
+def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """See `baton_kernels.reference.gated_mul`."""
     size = gate_up.shape[-1] // 2
     rows, stride = gate_up, 2 * size
     if not gate_up.is_contiguous():
@@ -25,34 +32,49 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     num_rows = gate_up.numel() // (2 * size)
     if num_rows:
-        _launcher()((num_rows, -(-size // BLOCK)), (rows, out), (stride, size))
+        _launcher(activation)((num_rows, -(-size // BLOCK)), (rows, out), (stride, size))
     return out
 
 
 @functools.cache
-def _launcher() -> Launcher:
-    return Launcher(silu_mul_kernel, BLOCK=BLOCK, num_warps=4)
+def _launcher(activation: str) -> Launcher:
+    return Launcher(silu_mul_kernel, BLOCK=BLOCK, ACTIVATION=activation, num_warps=4)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):
-    """Some columns of one row; like the reference, silu is rounded before the product."""
+def gate_of(x, ACTIVATION: tl.constexpr):
+    """The activation of ``x``, in float32."""
+    if ACTIVATION == "gelu":
+        gate = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        # silu(x) is x * sigmoid(x); gelu by tanh is x * sigmoid(2 * u).
+        u = x
+        if ACTIVATION == "gelu_tanh":
+            u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        # exp of minus the magnitude cannot overflow.
+        small = tl.exp(-tl.abs(u))
+        gate = x * tl.where(u >= 0, 1.0, small) / (1 + small)
+    return gate
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """Some columns of one row; like the reference, the gate is rounded before the product."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
     dtype = out_ptr.dtype.element_ty
     gate = tl.load(gate_up_ptr + row * stride + column, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + size + column, mask=exists, other=0.0)
-    # exp of minus the magnitude cannot overflow.
-    small = tl.exp(-tl.abs(gate))
-    silu = gate * tl.where(gate >= 0, 1.0, small) / (1 + small)
-    gated = silu.to(dtype).to(tl.float32) * up.to(tl.float32)
+    gated = gate_of(gate, ACTIVATION).to(dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out_ptr + row * size + column, gated.to(dtype), mask=exists)
 
 
-AOT_CASES = (
-    AotCase(
-        "silu_mul bf16",
+def _case(activation: str) -> AotCase:
+    return AotCase(
+        f"{activation}_mul bf16",
         silu_mul_kernel,
         {
             "gate_up_ptr": "*bf16",
@@ -60,7 +82,10 @@ AOT_CASES = (
             "stride": "i32:16",
             "size": "i32:16",
             "BLOCK": "constexpr",
+            "ACTIVATION": "constexpr",
         },
-        {"BLOCK": BLOCK},
-    ),
-)
+        {"BLOCK": BLOCK, "ACTIVATION": activation},
+    )
+
+
+AOT_CASES = tuple(_case(activation) for activation in ("silu", "gelu_tanh", "gelu"))

@@ -20,6 +20,7 @@ from torch import Tensor
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
 from baton_kernels.triton.attention_tile import (
+    NO_SINKS,
     PagedShape,
     TileSize,
     aot_case,
@@ -29,6 +30,7 @@ from baton_kernels.triton.attention_tile import (
     num_multiprocessors,
     scaled_scores,
     score_factors,
+    sink_weights,
 )
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.tile_plan import plan_tiles
@@ -94,6 +96,7 @@ def varlen_attention(
     parts,  # [num_parts, 5] int32, see TilePlan
     part_out,  # [num_slots, NUM_KV_HEADS, M, HEAD_DIM] float32, normalized
     part_lse,  # [num_slots, NUM_KV_HEADS, M] float32, log2 of the sum of weights
+    sinks,  # [num_heads] float32, or None
     score_scale,
     cap,
     window,
@@ -162,7 +165,10 @@ def varlen_attention(
             score_scale, cap, highest, total, acc,
             HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, True, IEEE,
         )  # fmt: skip
-    result = acc / tl.where(total == 0, 1.0, total)[:, None]  # a row may see none of these keys
+    divisor = tl.where(total == 0, 1.0, total)  # a row may see none of these keys
+    if sinks is not None:
+        divisor += tl.where(slot < 0, sink_weights(sinks, heads, present, highest), 0.0)
+    result = acc / divisor[:, None]
     if slot < 0:
         in_out = out + token[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM) + places
         tl.store(in_out, result.to(out.dtype.element_ty), mask=in_tile)
@@ -181,6 +187,7 @@ def merge_tiles(
     part_lse,  # [num_slots, NUM_KV_HEADS, M] float32
     query_start_loc,  # [num_requests + 1] int32
     merges,  # [num_merges, 4] int32, see TilePlan
+    sinks,  # [num_heads] float32, or None
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -218,8 +225,10 @@ def merge_tiles(
         total = total * shrink + weight
         acc = acc * shrink[:, None] + weight[:, None] * values
         highest = new_highest
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
     heads = kv_head * GROUP + rows % GROUP
+    if sinks is not None:
+        total += sink_weights(sinks, heads, present, highest)
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
     token = (query_start + new).to(tl.int64)
     row_starts = (token * (NUM_KV_HEADS * GROUP) + heads) * HEAD_DIM
     tl.store(out + row_starts[:, None] + dims[None, :], result, mask=in_tile)
@@ -268,6 +277,7 @@ def launch_tiles(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend for the tokens in ``tiles``.
 
@@ -280,6 +290,7 @@ def launch_tiles(
         scale: see ``AttentionBackend.run``.
         sliding_window: see ``AttentionBackend.run``.
         soft_cap: see ``AttentionBackend.run``.
+        sinks: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
     score_scale, cap = score_factors(scale, soft_cap)
@@ -297,7 +308,10 @@ def launch_tiles(
     )
     attend(
         (shape.num_kv_heads, len(tiles.parts)),
-        (out, query, kv_cache, table, starts, metadata.seq_lens, tiles.parts, part_out, part_lse),
+        (
+            out, query, kv_cache, table, starts, metadata.seq_lens, tiles.parts, part_out, part_lse,
+            sinks,
+        ),
         (
             score_scale, cap, sliding_window or 0, query.stride(0), table.stride(0),
             kv_cache.stride(0),
@@ -306,7 +320,7 @@ def launch_tiles(
     if tiles.num_slots:
         merge(
             (shape.num_kv_heads, len(tiles.merges), num_rows // _MERGED_ROWS),
-            (out, part_out, part_lse, starts, tiles.merges),
+            (out, part_out, part_lse, starts, tiles.merges, sinks),
         )
 
 
@@ -357,6 +371,7 @@ def _aot_case(
     *,
     has_window: bool = False,
     has_soft_cap: bool = False,
+    has_sinks: bool = False,
     is_small: bool = False,
 ) -> AotCase:
     shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, 16, bool(cache))
@@ -364,6 +379,7 @@ def _aot_case(
     tables = dict.fromkeys(("block_table", "query_start_loc", "seq_lens", "parts"), "i32")
     tables |= dict.fromkeys(("part_out", "part_lse"), "fp32")
     options = fp8_suffix(cache) + " window" * has_window + " soft_cap" * has_soft_cap
+    options += " sinks" * has_sinks
     tile = varlen_tile(
         shape, element_size, LEAST_SHARED_KIB if is_small else min(SHARED_KIB.values())
     )
@@ -371,8 +387,11 @@ def _aot_case(
         f"varlen_attention d{head_dim} h{num_heads}/{num_kv_heads} {dtype}{options}"
         + f" {LEAST_SHARED_KIB} KiB" * is_small,
         varlen_attention,
-        dict.fromkeys(("out", "query"), dtype) | {"kv_cache": cache or dtype} | tables,
-        _constants(shape, tile, element_size, has_window, has_soft_cap),
+        dict.fromkeys(("out", "query"), dtype)
+        | {"kv_cache": cache or dtype, "sinks": "fp32"}
+        | tables,
+        _constants(shape, tile, element_size, has_window, has_soft_cap)
+        | ({} if has_sinks else NO_SINKS),
         tile,
         (86, 89) if is_small else (80, 90),
     )
@@ -383,6 +402,7 @@ AOT_CASES = (
     *(_aot_case(128, *heads) for heads in ((16, 8), (40, 8), (64, 8), (32, 4), (32, 32))),
     _aot_case(128, has_window=True),
     _aot_case(256, 16, has_window=True, has_soft_cap=True),
+    _aot_case(64, 64, has_window=True, has_sinks=True),
     _aot_case(128, dtype="fp16"),
     _aot_case(128, dtype="fp32"),
     *(_aot_case(head_dim, cache=FP8) for head_dim in (64, 80, 128, 256)),
@@ -395,7 +415,8 @@ AOT_CASES = (
         merge_tiles,
         {"out": "bf16", "part_out": "fp32", "part_lse": "fp32"}
         | {"query_start_loc": "i32", "merges": "i32"},
-        {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "M": 128, "D": 128, "ROWS": _MERGED_ROWS},
+        {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "M": 128, "D": 128, "ROWS": _MERGED_ROWS}
+        | NO_SINKS,
         TileSize(64, 4, 2),
     ),
 )
