@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.api.errors import ModelLoadError
+from models.dialects import Dialect, dialect_of
 from models.fields import Fields
 from models.lfm2_config import ShortConvConfig, common_fields, parse_short_conv
 from models.mla_config import MLAConfig, parse_mla
@@ -19,10 +20,9 @@ from models.moe_config import MoeConfig, parse_moe
 from models.quantization import QuantizationConfig, parse_quantization
 from models.recurrent_config import Mamba2Config, parse_bamba
 from models.registry import MODELS
-from models.rope_config import RopeConfig, parse_rope
+from models.rope_config import RopeConfig, parse_ropes
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_ACTIVATIONS = ("silu", "swish")  # two names of one function
 _TURNING = {"BambaForCausalLM": 0.5}  # the part of a head that turns, where it is not all
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LFM2 = "Lfm2ForCausalLM"
@@ -49,10 +49,22 @@ class ModelConfig:
     attention_out_bias: bool  # Seed-OSS; others have both or none
     qkv_bias: bool
     mlp_bias: bool
+    activation: str  # of gated units: "silu", "gelu_tanh" or "gelu"
     rope: RopeConfig
+    sliding_rope: RopeConfig | None  # of layers with a window; None: they turn as others do
+    no_rope_layers: tuple[int, ...] | None  # of each layer: 0 if it does not turn
+    no_rope_layer_interval: int
+    query_pre_attn_scalar: float | None
+    attention_multiplier: float | None
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
     sliding_window: int | None
     use_sliding_window: bool
     max_window_layers: int
+    sliding_window_pattern: int  # one layer of so many has no window, where no types are given
     layer_types: tuple[str, ...] | None
     short_conv: ShortConvConfig | None  # of LFM2's layers that do not attend
     dtype: str  # the checkpoint's: "float32", "bfloat16" or "float16"
@@ -98,25 +110,16 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
     short_conv = None
     if architecture == _LFM2:
         short_conv, fields = parse_short_conv(fields), common_fields(fields)
-    _refuse_unsupported(fields)
+    dialect, fields = _dialect(fields, architecture)
     num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.wrong("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
     num_layers = fields.integer("num_hidden_layers")
     mla = parse_mla(fields, architecture)
     head_dim = _head_dim(fields, num_heads) if mla is None else mla.qk_rope_head_dim
-    max_position_embeddings = fields.integer("max_position_embeddings")
-    if max_model_len is not None and not 1 <= max_model_len <= max_position_embeddings:
-        limit = f"max_position_embeddings is {max_position_embeddings}"
-        raise fields.wrong("max_position_embeddings", f"max_model_len {max_model_len}, but {limit}")
-    rope = parse_rope(
-        fields,
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        max_model_len=max_model_len,
-        turning=_TURNING.get(architecture, 1.0),
-    )
+    max_position_embeddings = _max_position_embeddings(fields, max_model_len)
+    options = (dialect.ropes_by_layer_type, dialect.partial_rotary)
+    turning = _TURNING.get(architecture, 1.0)
+    lengths = (max_position_embeddings, max_model_len)
+    rope, sliding_rope = parse_ropes(fields, head_dim, *lengths, *options, turning)
     limits = (max_model_len or max_position_embeddings, rope.max_len or max_position_embeddings)
     return ModelConfig(
         architecture=architecture,
@@ -125,7 +128,7 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=_num_kv_heads(fields, num_heads),
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
         max_position_embeddings=max_position_embeddings,
@@ -135,10 +138,22 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         attention_out_bias=fields.boolean("attention_out_bias", False),
         qkv_bias=fields.boolean("qkv_bias", True),
         mlp_bias=fields.boolean("mlp_bias", False),
+        activation=dialect.activation(fields),
         rope=rope,
+        sliding_rope=sliding_rope,
+        no_rope_layers=_no_rope_layers(fields, num_layers),
+        no_rope_layer_interval=fields.integer("no_rope_layer_interval", 4),
+        query_pre_attn_scalar=fields.optional_number("query_pre_attn_scalar"),
+        attention_multiplier=fields.optional_number("attention_multiplier"),
+        attn_logit_softcapping=fields.optional_number("attn_logit_softcapping"),
+        final_logit_softcapping=fields.optional_number("final_logit_softcapping"),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_scaling=fields.number("logits_scaling", 1.0),
         sliding_window=fields.optional_integer("sliding_window", minimum=0) or None,
         use_sliding_window=fields.boolean("use_sliding_window", False),
         max_window_layers=fields.integer("max_window_layers", 28, minimum=0),
+        sliding_window_pattern=fields.integer("sliding_window_pattern", 1),
         layer_types=_layer_types(fields, num_layers, architecture),
         short_conv=short_conv,
         dtype=_dtype(fields),
@@ -169,11 +184,27 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    """Raise ModelLoadError for what no code here reads, but would change the result."""
-    activation = fields.text("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
-        raise fields.wrong("hidden_act", f"{activation!r} is not supported; supported: silu")
+def _dialect(fields: Fields, architecture: str) -> tuple[Dialect, Fields]:
+    """Return how a file is read, and its fields with the defaults of that."""
+    dialect = dialect_of(architecture)
+    fields = fields.replaced(dialect.fill)
+    dialect.refuse_unread(fields)
+    return dialect, fields
+
+
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.wrong("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
+    return num_kv_heads
+
+
+def _max_position_embeddings(fields: Fields, max_model_len: int | None) -> int:
+    most = fields.integer("max_position_embeddings")
+    if max_model_len is not None and not 1 <= max_model_len <= most:
+        problem = f"max_model_len {max_model_len}, but max_position_embeddings is {most}"
+        raise fields.wrong("max_position_embeddings", problem)
+    return most
 
 
 def _head_dim(fields: Fields, num_heads: int) -> int:
@@ -198,6 +229,17 @@ def _layer_types(fields: Fields, num_layers: int, architecture: str) -> tuple[st
     if len(layer_types) != num_layers:
         raise fields.wrong("layer_types", f"{len(layer_types)} entries for {num_layers} layers")
     return layer_types
+
+
+def _no_rope_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
+    if not fields.has("no_rope_layers"):
+        return None
+    values = fields.get("no_rope_layers")
+    if not isinstance(values, list) or not all(value in (0, 1) for value in values):
+        raise fields.wrong("no_rope_layers", "expected a list of 0 and 1")
+    if len(values) < num_layers:
+        raise fields.wrong("no_rope_layers", f"{len(values)} entries for {num_layers} layers")
+    return tuple(values[:num_layers])
 
 
 def _dtype(fields: Fields) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeGuard
 
@@ -40,6 +40,10 @@ class Fields:
         if not isinstance(values, dict):
             raise ModelLoadError(f"{path}: expected a JSON object, found {_kind(values)}")
         return cls(values, str(path))
+
+    def replaced(self, change: Callable[[Mapping[str, object]], Mapping[str, object]]) -> Fields:
+        """Return the same object of the same file with other fields."""
+        return Fields(change(self._values), self._source, self._prefix)
 
     def wrong(self, name: str, problem: str) -> ModelLoadError:
         """Make the error to raise about a field."""

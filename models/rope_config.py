@@ -13,7 +13,10 @@ from dataclasses import dataclass, replace
 from models.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+# The type of layers whose queries and keys stay as they are.
+NO_ROPE_TYPE = "none"
 _DEFAULT_THETA = 10_000.0
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +54,33 @@ class RopeConfig:
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 
-def parse_rope(
+# What does not turn at all: its cosines are 1 and its sines 0.
+NO_ROPE = RopeConfig(rope_type=NO_ROPE_TYPE)
+
+
+def parse_ropes(
     fields: Fields,
-    *,
     head_dim: int,
     max_position_embeddings: int,
     max_model_len: int | None,
+    by_layer_type: bool = False,
+    partial: bool = False,
     turning: float = 1.0,
-) -> RopeConfig:
-    """Read the rotary embedding from the fields of config.json.
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Read the rotary embeddings from the fields of config.json.
 
     Args:
         fields: of config.json.
         head_dim: size of one attention head.
         max_position_embeddings: as config.json has it.
         max_model_len: see ``ModelConfig.from_folder``.
-        turning: the part of a head that turns in this architecture.
+        by_layer_type: whether layers with a window have an embedding of their own.
+        partial: whether a head may turn in part.
+        turning: the part of a head that turns where the file says nothing.
+
+    Returns:
+        That of all layers or of those with full attention, and that of layers with a window if
+        they have their own.
 
     Raises:
         ModelLoadError: an unknown type, or a field that is missing or out of range.
@@ -75,25 +89,60 @@ def parse_rope(
     section = next((n for n in ("rope_scaling", "rope_parameters") if fields.get(n)), None)
     scaling = fields.child(section) if section else Fields({}, "")
     nested = [name for name in scaling.names() if name.endswith("_attention")]
+    unknown = [name for name in nested if not by_layer_type or name not in _LAYER_TYPES]
+    if unknown:
+        raise scaling.wrong(unknown[0], "RoPE per layer type is not supported")
+    theta = fields.number("rope_theta", _DEFAULT_THETA)
+
+    def parse(scaling: Fields, theta: float) -> RopeConfig:
+        return _parse_one(
+            *(fields, scaling, theta, head_dim, max_position_embeddings, max_model_len, partial),
+            turning,
+        )
+
+    if not by_layer_type:
+        return parse(scaling, theta), None
+    local_theta = fields.number("rope_local_base_freq", theta)
+    nothing = Fields({}, "")
+    full, sliding = scaling, nothing  # the older dialect scales layers of full attention alone
     if nested:
-        raise scaling.wrong(nested[0], "RoPE per layer type is not supported")
+        full, sliding = (
+            scaling.child(name) if scaling.has(name) else nothing for name in _LAYER_TYPES
+        )
+    return parse(full, theta), parse(sliding, local_theta)
+
+
+def _parse_one(
+    fields: Fields,
+    scaling: Fields,
+    theta: float,
+    head_dim: int,
+    max_position_embeddings: int,
+    max_model_len: int | None,
+    may_be_partial: bool,
+    turning: float,
+) -> RopeConfig:
     rope_type = _rope_type(scaling)
-    theta = scaling.optional_number("rope_theta")
     partial = scaling.optional_number("partial_rotary_factor")
     if partial is None:
         partial = fields.number("partial_rotary_factor", turning)
-    if partial > 1.0 or (partial != turning and rope_type != "proportional"):
-        # The supported networks rotate as much in transformers, whatever this field says.
+    may_differ = may_be_partial or rope_type == "proportional"
+    if partial > 1.0 or (partial != turning and not may_differ):
+        # Other networks rotate as much in transformers, whatever this field says.
         raise fields.wrong("partial_rotary_factor", f"{partial} is not supported with {rope_type}")
     original = fields.optional_integer("original_max_position_embeddings")
     if original is None:
         original = scaling.integer("original_max_position_embeddings", max_position_embeddings)
     common = RopeConfig(
         rope_type=rope_type,
-        theta=fields.number("rope_theta", _DEFAULT_THETA) if theta is None else theta,
+        theta=scaling.number("rope_theta", theta),
         partial_rotary_factor=partial,
         original_max_position_embeddings=original,
     )
+    rotary_dim = common.rotary_dim(head_dim)
+    if rotary_dim % 2 or not rotary_dim:
+        problem = f"{partial} of {head_dim} dims are {rotary_dim}, rotary embedding needs pairs"
+        raise fields.wrong("partial_rotary_factor", problem)
     match rope_type:
         case "default":
             return common
@@ -110,9 +159,7 @@ def parse_rope(
             return _yarn(common, scaling, max_position_embeddings / original)
         case _:
             ratio = max_position_embeddings / original
-            return _longrope(
-                common, scaling, ratio, common.rotary_dim(head_dim) // 2, max_model_len
-            )
+            return _longrope(common, scaling, ratio, rotary_dim // 2, max_model_len)
 
 
 def _rope_type(scaling: Fields) -> str:

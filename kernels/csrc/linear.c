@@ -351,7 +351,7 @@ void baton_linear_panels(const linear_call *c, int64_t begin, int64_t end, const
 
 linear_call baton_linear_part(const linear_call *c, int64_t i) {
     linear_call part = *c;
-    int64_t panels = i * (num_panels(c) << c->gated), columns = panels * PANEL;
+    int64_t panels = i * (num_panels(c) << (c->gated != 0)), columns = panels * PANEL;
     int codes = is_codes(c->w_type);
     int64_t depth = codes ? ceil_div(c->depth, 8) * 8 : c->depth;
     int64_t panel_bytes = codes ? depth * PANEL * bits_of(c->w_type) / 8

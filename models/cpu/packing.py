@@ -199,7 +199,8 @@ class _Packing:
 def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
     assert isinstance(linear, nn.Linear)
     bias = None if linear.bias is None else linear.bias.detach().float()
-    return PackedLinear(replace(weight, bias=bias), gated=isinstance(linear, GatedLinear))
+    activation = linear.activation if isinstance(linear, GatedLinear) else None
+    return PackedLinear(replace(weight, bias=bias), activation=activation)
 
 
 def _integers_alike(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.layers.linear import JoinedLinear
-from models.layers.norm import RMSNorm
+from models.layers.norm import NormWeight, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class AttentionOptions:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each query and key head, before the rotation
+    qk_norm_of_all_heads: bool = False  # that norm is over all heads of a token together
+    norm_weight: NormWeight = NormWeight.OWN
+    scale: float | None = None  # of dot products; None: head_dim ** -0.5
+    soft_cap: float | None = None  # see AttentionBackend.run
+    sinks: bool = False  # a learned sink for each head
+    stored_joined: bool = False  # checkpoints have query, key and value joined
 
 
 class Attention(nn.Module):
@@ -33,6 +40,7 @@ class Attention(nn.Module):
         options: the architecture's variant.
         layer_index: which layer of the cache is this one's.
         sliding_window: see ``AttentionBackend.run``.
+        rotation: which of the step's rotations is this layer's.
 
     Attributes:
         k_scale: of keys in a cache of float8, from the checkpoint where it has one.
@@ -45,37 +53,51 @@ class Attention(nn.Module):
         options: AttentionOptions,
         layer_index: int,
         sliding_window: int | None,
+        rotation: int = 0,
     ) -> None:
         super().__init__()
         self._layer_index = layer_index
         self._num_heads = config.num_heads
         self._eps = config.rms_norm_eps
-        self._scale = config.head_dim**-0.5
+        self._scale = config.head_dim**-0.5 if options.scale is None else options.scale
+        self._soft_cap = options.soft_cap
+        self._rotation = rotation
         self._sliding_window = sliding_window
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = JoinedLinear(config.hidden_size, parts, bias=options.qkv_bias)
+        self.qkv_proj = JoinedLinear(
+            config.hidden_size, parts, bias=options.qkv_bias, stored_joined=options.stored_joined
+        )
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=options.output_bias)
         self.k_scale = self.v_scale = 1.0
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if options.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        if options.qk_norm or options.qk_norm_of_all_heads:
+            sizes = (
+                (query_size, kv_size) if options.qk_norm_of_all_heads else (config.head_dim,) * 2
+            )
+            self.q_norm, self.k_norm = (
+                RMSNorm(size, config.rms_norm_eps, options.norm_weight) for size in sizes
+            )
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if options.sinks else None
+
+    def keep_loaded(self, sinks: Tensor) -> Tensor:
+        """Return what is kept of a checkpoint's sinks ``[num_heads]``."""
+        return sinks.float()
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: ForwardContext) -> Tensor:
         """Attend for all tokens of the step.
 
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
-            rotations: of the step; the first is taken.
+            rotations: of the step, of which one is taken.
             context: the step.
 
         Returns:
             ``[num_tokens, hidden_size]``.
         """
-        cos, sin = rotations[0]
+        cos, sin = rotations[self._rotation]
         # kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]
         attention, backend, kv_cache = context.layer(self._layer_index)
         k_scale, v_scale = self.k_scale, self.v_scale
@@ -100,6 +122,8 @@ class Attention(nn.Module):
             attention,
             scale=self._scale * k_scale,
             sliding_window=self._sliding_window,
+            soft_cap=self._soft_cap,
+            sinks=self.sinks,
         )  # [num_tokens, num_heads, head_dim]
         if v_scale != 1.0:
             attended = attended * v_scale

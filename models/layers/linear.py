@@ -24,11 +24,20 @@ class JoinedLinear(nn.Linear):
         in_features: of all of them.
         parts: name of each in the checkpoint -> its rows, in the order of the output.
         bias: whether each has one.
+        stored_joined: checkpoints have them joined already, by this layer's own name.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        stored_joined: bool = False,
+    ) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias)
         self._parts = dict(parts)
+        self.stored_joined = stored_joined
 
     def part_rows(self) -> Iterator[tuple[str, slice]]:
         """Return each part's name and its rows of weight and bias."""
@@ -68,11 +77,31 @@ class RegroupedLinear(JoinedLinear):
 
 
 class GatedLinear(JoinedLinear):
-    """``silu(first part) * second part`` of one product, the parts of equal size."""
+    """``activation(first part) * second part`` of one product, the parts of equal size.
+
+    Args:
+        in_features: see ``JoinedLinear``.
+        parts: see ``JoinedLinear``.
+        bias: see ``JoinedLinear``.
+        activation: see ``ops.gated_mul``.
+        stored_joined: see ``JoinedLinear``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        activation: str = "silu",
+        stored_joined: bool = False,
+    ) -> None:
+        super().__init__(in_features, parts, bias=bias, stored_joined=stored_joined)
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` -> ``[..., out_features / 2]``."""
-        return ops.silu_mul(super().forward(x))
+        return ops.gated_mul(super().forward(x), self.activation)
 
 
 class PackedLinear(nn.Module):
@@ -80,15 +109,15 @@ class PackedLinear(nn.Module):
 
     Args:
         weight: its parameters, which are read only.
-        gated: whether it was a ``GatedLinear``.
+        activation: of the ``GatedLinear`` that it was; None: it was none.
 
     Attributes:
         packed: the weight.
     """
 
-    def __init__(self, weight: ops.PackedWeight, *, gated: bool = False) -> None:
+    def __init__(self, weight: ops.PackedWeight, *, activation: str | None = None) -> None:
         super().__init__()
-        self._compute = ops.packed_gated_linear if gated else ops.packed_linear
+        self._activation = activation
         self.packed = weight
         # The same memory under the names by which memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
@@ -101,7 +130,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute what the layer that was packed computes."""
-        return self._compute(x, self.packed)
+        if self._activation is None:
+            return ops.packed_linear(x, self.packed)
+        return ops.packed_gated_linear(x, self.packed, self._activation)
 
 
 __all__ = ["ExactLinear", "GatedLinear", "JoinedLinear", "PackedLinear", "RegroupedLinear"]

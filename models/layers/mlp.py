@@ -1,4 +1,7 @@
-"""The gated feed-forward part of a decoder layer (SwiGLU). Refuses to know: norms, residuals."""
+"""The gated feed-forward part of a decoder layer (SwiGLU and its like).
+
+Refuses to know: norms, residuals.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,30 @@ from models.layers.linear import GatedLinear
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (Shazeer, arXiv:2002.05202).
+    """``down(activation(gate(x)) * up(x))`` (Shazeer, arXiv:2002.05202).
 
     Args:
         hidden_size: of input and output.
         intermediate_size: of the gated middle.
         bias: whether the three projections have one.
+        activation: see ``ops.gated_mul``.
+        stored_joined: see ``JoinedLinear``.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        activation: str = "silu",
+        stored_joined: bool = False,
+    ) -> None:
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = GatedLinear(hidden_size, parts, bias=bias)
+        self.gate_up_proj = GatedLinear(
+            hidden_size, parts, bias=bias, activation=activation, stored_joined=stored_joined
+        )
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

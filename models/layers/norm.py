@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
+
+
+class NormWeight(Enum):
+    """How a norm's weight is applied."""
+
+    OWN = auto()  # in the model's dtype, after the normalized value was rounded to it (Llama)
+    WIDE = auto()  # in float32, before anything is rounded (OLMo 2)
+    OFFSET = auto()  # likewise, and 1 + weight (Gemma)
 
 
 class RMSNorm(nn.Module):
@@ -14,17 +24,38 @@ class RMSNorm(nn.Module):
     Args:
         size: of the last dimension.
         eps: added to the mean square.
+        kind: of the weight.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, kind: NormWeight = NormWeight.OWN) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self._kind = kind
+
+    def keep_loaded(self, weight: Tensor) -> Tensor:
+        """Return what is kept of a checkpoint's weight ``[size]``, given in the model's dtype."""
+        if self._kind == NormWeight.OWN:
+            return weight
+        return weight.float() + (1.0 if self._kind == NormWeight.OFFSET else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` -> ``[..., size]``."""
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``(norm(x + residual), x + residual)``, each ``[num_tokens, size]``."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        """``(norm(sum), sum)`` of ``residual + x * factor``, each ``[num_tokens, size]``."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, factor)
+
+
+class NoNorm(nn.Module):
+    """Stands where other architectures have a norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what it was given."""
+        return x
+
+    def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        """``residual + x * factor``, twice."""
+        total = ops.scaled_add(x, residual, factor)
+        return total, total

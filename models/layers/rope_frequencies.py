@@ -26,6 +26,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """
     dim = rope.rotary_dim(head_dim)
     match rope.rope_type:
+        case "none":
+            return torch.zeros(dim // 2, dtype=torch.float32, device="cpu")
         case "proportional":
             return _proportional(rope, head_dim)
         case "linear":

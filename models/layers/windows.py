@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, in models that switch it on for some of them (Qwen).
+"""Which layers have a sliding window, in models that switch it on for some of them.
 
 Refuses to know: what a window does.
 """
@@ -25,3 +25,22 @@ def windows_of_some_layers(config: ModelConfig) -> tuple[int | None, ...]:
     if window is None and "sliding_attention" in config.layer_types:
         raise ModelLoadError("config.json: layer_types: sliding_attention without a sliding window")
     return tuple(window if name == "sliding_attention" else None for name in config.layer_types)
+
+
+def windows_by_pattern(config: ModelConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer in models where most have one (Gemma, OLMo 3, gpt-oss).
+
+    ``layer_types`` decides where it is given, else the last of each ``sliding_window_pattern``
+    layers has none.
+
+    Raises:
+        ModelLoadError: a layer is to have a window that the config does not give.
+    """
+    window = config.sliding_window
+    types = config.layer_types or tuple(
+        "sliding_attention" if (index + 1) % config.sliding_window_pattern else "full_attention"
+        for index in range(config.num_layers)
+    )
+    if window is None and "sliding_attention" in types:
+        raise ModelLoadError("config.json: sliding_window: missing, but some layers have one")
+    return tuple(window if name == "sliding_attention" else None for name in types)

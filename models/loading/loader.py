@@ -29,6 +29,7 @@ from models.config import ModelConfig
 from models.fields import Fields
 from models.layers.attention import Attention
 from models.layers.linear import JoinedLinear, RegroupedLinear
+from models.layers.norm import RMSNorm
 from models.loading.gguf_weights import read_gguf
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
@@ -133,7 +134,7 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
     rename = model.checkpoint_name
     for path, module in model.named_modules():
         for attribute, _ in module.named_parameters(recurse=False):
-            if isinstance(module, JoinedLinear):
+            if isinstance(module, JoinedLinear) and not module.stored_joined:
                 parent = path.rpartition(".")[0]
                 for part, rows in module.part_rows():
                     order = None
@@ -239,6 +240,8 @@ def _fill_parameter(
     for part in parts:
         for first_row, rows in part.pieces():
             weight[first_row : first_row + len(rows)].copy_(rows)
+    if isinstance(owner, RMSNorm | Attention):
+        weight = owner.keep_loaded(weight)
     setattr(owner, attribute, nn.Parameter(weight, requires_grad=False))
 
 

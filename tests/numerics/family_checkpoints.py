@@ -92,6 +92,30 @@ YARN: dict[str, Any] = {
 # Their fields with other names than elsewhere.
 LFM2 = {"block_multiple_of": 8, "norm_eps": 1e-6}
 
+# With larger embeddings, which Gemma scales up, a tied model repeats its last token.
+SMALL = {"initializer_range": 0.1}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "partial_rotary_factor": 0.5,
+    "factor": 2.0,
+    "short_factor": [1.0, 1.2],
+    "long_factor": [2.0, 3.0],
+}
+
+
+def ropes(full: dict[str, Any], sliding_theta: float) -> dict[str, Any]:
+    """RoPEs of layers with full attention, and of those with a window."""
+    sliding = {"rope_type": "default", "rope_theta": sliding_theta}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
 FAMILIES: dict[str, Family] = {
     "BambaForCausalLM": Family(
         {
@@ -130,6 +154,61 @@ FAMILIES: dict[str, Family] = {
             },
         },
         refused={"conv_L_cache": 1, "block_multiple_of": 0},
+    ),
+    "Gemma2ForCausalLM": Family(
+        {
+            "plain": {"sliding_window": WINDOW, **SMALL},
+            "windows 1:1, biases": {
+                "initializer_range": 0.2,
+                "num_hidden_layers": 4,
+                "sliding_window": WINDOW,
+                "attention_bias": True,
+                "tie_word_embeddings": False,
+            },
+        },
+        {"use_bidirectional_attention": True},
+    ),
+    "Gemma3ForCausalLM": Family(
+        {
+            "plain": SMALL,
+            "windows 2:1, two RoPEs, a soft cap": {
+                **SMALL,
+                **layers("ssfssf"),
+                **ropes({"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0}, 100.0),
+                "final_logit_softcapping": 4.0,
+            },
+        },
+        {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},
+    ),
+    "GraniteForCausalLM": Family(
+        {"plain": {}, "every bias": {"attention_bias": True, "mlp_bias": True}},
+        {"final_logit_softcapping": 5.0},
+    ),
+    "Olmo2ForCausalLM": Family({"plain": {}, "other heads": {"num_key_value_heads": 1}}),
+    "Olmo3ForCausalLM": Family(
+        {"plain": {}, "windows 3:1, YaRN": layers("sssfs") | ropes(_YARN, 50_000.0)}
+    ),
+    "Phi3ForCausalLM": Family(
+        {
+            "plain": {"sliding_window": None, "rope_parameters": None},
+            "partial RoPE, window": {"sliding_window": WINDOW},
+            "LongRoPE": {
+                "rope_parameters": _LONGROPE,
+                "original_max_position_embeddings": MAX_MODEL_LEN,
+            },
+        },
+        {"rope_parameters.partial_rotary_factor": 0.1},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        {
+            "plain": {"num_hidden_layers": 5, "no_rope_layers": None},
+            "windows": {
+                "num_hidden_layers": 5,
+                "no_rope_layers": [1, 0, 1, 1, 0],
+                "use_sliding_window": True,
+                "sliding_window": WINDOW,
+            },
+        }
     ),
     "LlamaForCausalLM": Family(
         {

@@ -18,6 +18,39 @@ from models.base import CausalLM
 from tests.numerics.paged import make_cache, make_context, make_metadata, make_tables
 
 BLOCK_SIZE = 4
+# What of an architecture a model of two layers is to have, for every weight to matter.
+OF_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Gemma2ForCausalLM": {
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 5,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "Gemma3ForCausalLM": {
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "GraniteForCausalLM": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 0.5,
+    },
+    "Olmo3ForCausalLM": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Phi3ForCausalLM": {
+        "sliding_window": 9,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0]},
+}
 
 
 def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
@@ -41,8 +74,11 @@ def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 24,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
     }
     torch.manual_seed(0)
+    shape |= OF_ARCHITECTURES.get(architecture, {})
     model = model_class(model_class.config_class(**(shape | overrides))).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:

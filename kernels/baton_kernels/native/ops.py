@@ -346,7 +346,7 @@ class NativeOps:
         num_columns: int,
         out: Tensor | None = None,
         *,
-        gated: bool,
+        gated: int,
     ) -> LinearCall:
         code, groups = _CODES[rows.dtype], _tensors_of(weight.groups)
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])

@@ -160,6 +160,15 @@ def sink_weights(sinks, heads, present, highest):
 
 
 @triton.jit
+def divisor_of(total, sinks, heads, present, highest, is_whole):
+    """What sums are divided by; a sink counts once, where a part is all. A row may see no key."""
+    divisor = tl.where(total == 0, 1.0, total)
+    if sinks is not None:
+        divisor += tl.where(is_whole, sink_weights(sinks, heads, present, highest), 0.0)
+    return divisor
+
+
+@triton.jit
 def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
     """Online softmax (Milakov and Gimelshein, arXiv:1805.02867): take one more tile in.
 

@@ -30,6 +30,7 @@ from baton_kernels.triton.attention_tile import (
     PagedShape,
     TileSize,
     aot_case,
+    divisor_of,
     fold,
     key_offsets,
     load_rows,
@@ -210,11 +211,7 @@ def decode_attention(
         scores = scaled_scores(products, score_scale, cap, HAS_SOFT_CAP)
         scores = tl.where((tokens < end)[None, :], scores, -float("inf"))
         highest, total, acc = fold(scores, v, highest, total, acc, IEEE)
-    divisor = total
-    if sinks is not None:
-        weights = sink_weights(sinks, heads, rows < GROUP, highest)
-        divisor += tl.where(parts == 1, weights, 0.0)
-    result = acc / divisor[:, None]
+    result = acc / divisor_of(total, sinks, heads, rows < GROUP, highest, parts == 1)[:, None]
     if parts == 1:
         tl.store(out + token * token_size + places, result.to(out.dtype.element_ty), mask=in_tile)
     else:

@@ -24,6 +24,7 @@ from baton_kernels.triton.attention_tile import (
     PagedShape,
     TileSize,
     aot_case,
+    divisor_of,
     fold,
     key_offsets,
     load_rows,
@@ -165,10 +166,7 @@ def varlen_attention(
             score_scale, cap, highest, total, acc,
             HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, True, IEEE,
         )  # fmt: skip
-    divisor = tl.where(total == 0, 1.0, total)  # a row may see none of these keys
-    if sinks is not None:
-        divisor += tl.where(slot < 0, sink_weights(sinks, heads, present, highest), 0.0)
-    result = acc / divisor[:, None]
+    result = acc / divisor_of(total, sinks, heads, present, highest, slot < 0)[:, None]
     if slot < 0:
         in_out = out + token[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM) + places
         tl.store(in_out, result.to(out.dtype.element_ty), mask=in_tile)

@@ -169,7 +169,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "GPT2LMHeadModel is not supported; .*Qwen3ForCausalLM",
     ),
     ({"architectures": "LlamaForCausalLM"}, "architectures: expected a list of strings"),
-    ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+    ({"hidden_act": "tanh"}, "hidden_act: 'tanh' is not supported"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: is not supported"),
     (
         {"quantization_config": {"quant_method": "hqq"}},
         r"quantization_config\.quant_method: 'hqq' is not supported; supported: compressed-t",

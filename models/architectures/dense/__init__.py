@@ -1,0 +1,1 @@
+"""Families of dense decoders that differ from Llama by options alone."""
