@@ -30,6 +30,7 @@ from models.fields import Fields
 from models.layers.attention import Attention
 from models.layers.linear import JoinedLinear, RegroupedLinear
 from models.layers.norm import RMSNorm
+from models.loading.fused_experts import split_fused_experts
 from models.loading.gguf_weights import read_gguf
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
@@ -73,6 +74,8 @@ def load_model(
         )
     with ExitStack() as files:
         stored = _open_weights(path, config, files)
+        if config.moe is not None:
+            stored = split_fused_experts(stored, config.moe.num_experts, model.checkpoint_name)
         _load_weights(model, path, stored, dtype, torch.device(device), packer)
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
