@@ -1,0 +1,285 @@
+"""A mixture of experts: products of rows that are sorted by expert, a tile of one expert's at a time.
+
+    rows, by expert   | e0 e0 e0 | e2 | e5 e5 |          row = token * top_k + place
+    tiles             [ e0     ][e0  ][e2     ][e5     ][no expert] ...
+
+How many tiles there are depends on the routing; as many as there can be are launched, and those
+without an expert return at once. So shapes depend on the number of tokens alone, nothing is looked
+at by the host, and a CUDA graph can hold it all. Refuses to know: models, how experts are chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.triton.aot import AotCase
+from baton_kernels.triton.launch import Launcher
+
+BLOCK_K = 64
+FEW_ROWS = 16  # of a tile; a product's least
+MANY_ROWS = 64
+SUM_BLOCK = 1024
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    base: Tensor | None = None,
+    base_gate: Tensor | None = None,
+) -> Tensor:
+    """See `baton_kernels.reference.experts`."""
+    num_tokens, hidden = x.shape
+    num_experts, inner = len(gate_up), down.shape[2]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not num_tokens:
+        return out
+    num_rows, top_k = ids.numel(), ids.shape[1]
+    tile_rows = MANY_ROWS if num_rows >= MANY_ROWS // 2 * num_experts else FEW_ROWS
+    tiles = Tiles.of(ids, num_experts, tile_rows)
+    x, gate_up, down = x.contiguous(), gate_up.contiguous(), down.contiguous()
+    middle = x.new_empty(num_rows, inner)
+    _gate_up_launcher(tile_rows)(
+        (tiles.count, triton.cdiv(inner, 64)),
+        (x, gate_up, middle, tiles.experts, tiles.first_places, tiles.ends, tiles.order),
+        (num_experts, hidden, inner, top_k),
+    )
+    results = x.new_empty(num_rows, hidden)
+    _down_launcher(tile_rows)(
+        (tiles.count, triton.cdiv(hidden, 64)),
+        (middle, down, results, tiles.experts, tiles.first_places, tiles.ends, tiles.order),
+        (num_experts, inner, hidden),
+    )
+    base = None if base is None else base.contiguous()
+    _sum_launcher()(
+        (num_tokens, triton.cdiv(hidden, SUM_BLOCK)),
+        (results, weights.contiguous(), base, base_gate, out),
+        (hidden, top_k),
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Which rows each tile has.
+
+    Attributes:
+        experts: ``[count]`` int64, ``num_experts`` where a tile has none.
+        first_places: ``[count]`` int64, of each tile's first row, in the order.
+        ends: ``[num_experts]`` int64, the places behind each expert's rows.
+        order: ``[num_rows]`` int64, rows by expert.
+    """
+
+    experts: Tensor
+    first_places: Tensor
+    ends: Tensor
+    order: Tensor
+
+    @property
+    def count(self) -> int:
+        """Tiles, some of them without rows."""
+        return len(self.experts)
+
+    @classmethod
+    def of(cls, ids: Tensor, num_experts: int, tile_rows: int) -> Tiles:
+        """Sort the rows of ``ids``, ``[num_tokens, top_k]``, without a look at them by the host."""
+        flat = ids.flatten().long()  # [num_rows]
+        num_rows = len(flat)
+        order = flat.sort(stable=True).indices
+        sizes = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+        sizes.scatter_add_(0, flat, torch.ones_like(flat))
+        ends = sizes.cumsum(0)
+        tiles = (sizes + (tile_rows - 1)) // tile_rows
+        tile_ends = tiles.cumsum(0)
+        # Every expert but the last of its tiles fills them: so many there are at the most.
+        most = min(num_rows, num_rows // tile_rows + min(num_experts, num_rows))
+        ids_of_tiles = torch.arange(most, device=ids.device)
+        experts = torch.searchsorted(tile_ends, ids_of_tiles, right=True)
+        known = experts.clamp(max=num_experts - 1)
+        before = ids_of_tiles - (tile_ends - tiles)[known]  # tiles of the same expert
+        first_places = (ends - sizes)[known] + before * tile_rows
+        return cls(experts, first_places, ends, order)
+
+
+@functools.cache
+def _gate_up_launcher(tile_rows: int) -> Launcher:
+    return Launcher(gate_up_kernel, **_options(tile_rows))
+
+
+@functools.cache
+def _down_launcher(tile_rows: int) -> Launcher:
+    return Launcher(down_kernel, **_options(tile_rows))
+
+
+@functools.cache
+def _sum_launcher() -> Launcher:
+    return Launcher(sum_kernel, BLOCK=SUM_BLOCK, num_warps=4)
+
+
+def _options(tile_rows: int) -> dict[str, int | float | bool | None]:
+    return {
+        "BLOCK_M": tile_rows,
+        "BLOCK_N": 64,
+        "BLOCK_K": BLOCK_K,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+
+
+@triton.jit
+def gate_up_kernel(
+    x_ptr,
+    weight_ptr,
+    middle_ptr,
+    expert_ptr,
+    first_ptr,
+    end_ptr,
+    order_ptr,
+    num_experts,
+    hidden,
+    inner,
+    top_k,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Some columns of a tile's gated middle; like the reference, each step is rounded."""
+    tile = tl.program_id(0)
+    expert = tl.load(expert_ptr + tile)
+    if expert >= num_experts:
+        return
+    place = tl.load(first_ptr + tile) + tl.arange(0, BLOCK_M)
+    is_row = place < tl.load(end_ptr + expert)
+    row = tl.load(order_ptr + place, mask=is_row, other=0)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = column < inner
+    depth = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + (row // top_k)[:, None] * hidden + depth[None, :]
+    gate_at = weight_ptr + (expert * 2 * inner + column)[None, :] * hidden + depth[:, None]
+    up_at = gate_at + inner.to(tl.int64) * hidden
+    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, hidden, BLOCK_K):
+        exists = depth < hidden - start
+        x = tl.load(x_at + start, mask=is_row[:, None] & exists[None, :], other=0.0)
+        is_weight = exists[:, None] & is_column[None, :]
+        gate_weight = tl.load(gate_at + start, mask=is_weight, other=0.0)
+        up_weight = tl.load(up_at + start, mask=is_weight, other=0.0)
+        gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
+        up = tl.dot(x, up_weight, up, input_precision="ieee")
+    dtype = middle_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    small = tl.exp(-tl.abs(gate))  # cannot overflow
+    silu = gate * tl.where(gate >= 0, 1.0, small) / (1 + small)
+    gated = silu.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    middle_at = middle_ptr + row[:, None] * inner + column[None, :]
+    tl.store(middle_at, gated.to(dtype), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def down_kernel(
+    middle_ptr,
+    weight_ptr,
+    result_ptr,
+    expert_ptr,
+    first_ptr,
+    end_ptr,
+    order_ptr,
+    num_experts,
+    inner,
+    hidden,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Some columns of a tile's results."""
+    tile = tl.program_id(0)
+    expert = tl.load(expert_ptr + tile)
+    if expert >= num_experts:
+        return
+    place = tl.load(first_ptr + tile) + tl.arange(0, BLOCK_M)
+    is_row = place < tl.load(end_ptr + expert)
+    row = tl.load(order_ptr + place, mask=is_row, other=0)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = column < hidden
+    depth = tl.arange(0, BLOCK_K)
+    middle_at = middle_ptr + row[:, None] * inner + depth[None, :]
+    weight_at = weight_ptr + (expert * hidden + column)[None, :] * inner + depth[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, inner, BLOCK_K):
+        exists = depth < inner - start
+        middle = tl.load(middle_at + start, mask=is_row[:, None] & exists[None, :], other=0.0)
+        is_weight = exists[:, None] & is_column[None, :]
+        weight = tl.load(weight_at + start, mask=is_weight, other=0.0)
+        total = tl.dot(middle, weight, total, input_precision="ieee")
+    result_at = result_ptr + row[:, None] * hidden + column[None, :]
+    total = total.to(result_ptr.dtype.element_ty)
+    tl.store(result_at, total, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def sum_kernel(
+    result_ptr, weight_ptr, base_ptr, base_gate_ptr, out_ptr, hidden, top_k, BLOCK: tl.constexpr
+):
+    """Some columns of one token: its results in the order in which it chose their experts."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < hidden
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for place in range(top_k):
+        row = token * top_k + place
+        result = tl.load(result_ptr + row * hidden + column, mask=exists, other=0.0)
+        total += tl.load(weight_ptr + row) * result.to(tl.float32)
+    if base_ptr is not None:
+        base = tl.load(base_ptr + token * hidden + column, mask=exists, other=0.0).to(tl.float32)
+        if base_gate_ptr is not None:
+            gate = tl.load(base_gate_ptr + token).to(tl.float32)
+            base = base / (1 + tl.exp(-gate))
+        total += base
+    tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+_TILES = {name: "*i64" for name in ("expert_ptr", "first_ptr", "end_ptr", "order_ptr")}
+
+
+def _product_cases(tile_rows: int) -> list[AotCase]:
+    blocks = {"BLOCK_M": tile_rows, "BLOCK_N": 64, "BLOCK_K": BLOCK_K}
+    constants = {name: "constexpr" for name in blocks}
+    sizes = {"num_experts": "i32:16", "hidden": "i32:16", "inner": "i32:16"}
+    gate_up = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "middle_ptr": "*bf16", **_TILES, **sizes}
+    down = {"middle_ptr": "*bf16", "weight_ptr": "*bf16", "result_ptr": "*bf16", **_TILES, **sizes}
+    gate_up |= {"top_k": "i32"} | constants
+    down |= constants
+    return [
+        AotCase(f"experts gate_up m{tile_rows} bf16", gate_up_kernel, gate_up, blocks, 4, 3),
+        AotCase(f"experts down m{tile_rows} bf16", down_kernel, down, blocks, 4, 3),
+    ]
+
+
+AOT_CASES = (
+    *_product_cases(FEW_ROWS),
+    *_product_cases(MANY_ROWS),
+    AotCase(
+        "experts sum bf16",
+        sum_kernel,
+        {
+            "result_ptr": "*bf16",
+            "weight_ptr": "*fp32",
+            "base_ptr": "*bf16",
+            "base_gate_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "hidden": "i32:16",
+            "top_k": "i32",
+            "BLOCK": "constexpr",
+        },
+        {"BLOCK": SUM_BLOCK},
+    ),
+)

@@ -1,0 +1,62 @@
+"""The Triton experts against their definition, with any number of rows for an expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton_kernels import Routing, reference
+from baton_kernels.triton.experts import FEW_ROWS, MANY_ROWS, Tiles, experts
+from tests.kernels.poison import poisoned_memory as poisoned_memory
+from tests.numerics.tolerances import assert_close
+
+# Tokens, hidden size, size of an expert, experts, those of a token.
+SHAPES = [(1, 64, 48, 4, 2), (7, 40, 24, 8, 3), (70, 64, 32, 2, 2), (33, 72, 80, 16, 1)]
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_experts(
+    shape: tuple[int, ...], has_base: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    num_tokens, hidden, inner, num_experts, top_k = shape
+    torch.manual_seed(0)
+    x = torch.randn(num_tokens, hidden).to(device, dtype)
+    gate_up = (torch.randn(num_experts, 2 * inner, hidden) / hidden**0.5).to(device, dtype)
+    down = (torch.randn(num_experts, hidden, inner) / inner**0.5).to(device, dtype)
+    ids, weights = reference.route(
+        torch.randn(num_tokens, num_experts, device=device), Routing(top_k)
+    )
+    base = torch.randn_like(x) if has_base else None
+    gate = torch.randn(num_tokens, 1, device=device) if has_base else None
+    found = experts(x, ids, weights, gate_up, down, base, gate)
+    assert_close(found, reference.experts(x, ids, weights, gate_up, down, base, gate))
+    if has_base:
+        found = experts(x, ids, weights, gate_up, down, base)
+        assert_close(found, reference.experts(x, ids, weights, gate_up, down, base))
+
+
+def test_all_rows_of_one_expert_and_none(device: torch.device) -> None:
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(3, 32, 16, device=device), torch.randn(3, 16, 16, device=device)
+    for num_tokens in (2 * MANY_ROWS, FEW_ROWS + 1, 0):
+        x = torch.randn(num_tokens, 16, device=device)
+        ids = torch.full((num_tokens, 1), 2, device=device)
+        weights = torch.rand(num_tokens, 1, device=device)
+        found = experts(x, ids, weights, gate_up, down)
+        assert_close(found, reference.experts(x, ids, weights, gate_up, down))
+
+
+@pytest.mark.parametrize("tile_rows", [4, 16])
+def test_every_row_is_in_one_tile_of_its_expert(tile_rows: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    for num_tokens, num_experts, top_k in [(1, 8, 8), (50, 3, 2), (9, 40, 4)]:
+        ids = torch.rand(num_tokens, num_experts, device=device).argsort(dim=1)[:, :top_k]
+        tiles, seen = Tiles.of(ids, num_experts, tile_rows), []
+        for expert, first in zip(tiles.experts.tolist(), tiles.first_places.tolist(), strict=True):
+            if expert < num_experts:
+                last = min(first + tile_rows, int(tiles.ends[expert]))
+                rows = tiles.order[first:last]
+                assert ids.flatten()[rows].tolist() == [expert] * len(rows) != []
+                seen += rows.tolist()
+        assert sorted(seen) == list(range(ids.numel()))
