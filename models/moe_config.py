@@ -95,17 +95,45 @@ def _qwen2(fields: Fields) -> MoeConfig:
     return replace(_qwen3(fields), shared_size=shared_size, has_shared_gate=True)
 
 
+def _deepseek_v2(fields: Fields) -> MoeConfig:
+    """DeepSeek-AI, arXiv:2405.04434."""
+    _expect(fields, "scoring_func", "softmax")
+    method = fields.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        known = "greedy, group_limited_greedy"
+        raise fields.wrong("topk_method", f"{method!r} is not supported; supported: {known}")
+    if fields.boolean("norm_topk_prob", False):
+        raise fields.wrong("norm_topk_prob", "true is not supported for this architecture")
+    moe = _deepseek(fields, scoring="softmax", group_best=1)
+    if method == "greedy":
+        moe = replace(moe, num_groups=1, top_groups=1)
+    return replace(moe, normalize=False)
+
+
+def _deepseek_v3(fields: Fields) -> MoeConfig:
+    """DeepSeek-AI, arXiv:2412.19437; without a loss that balances experts (``noaux_tc``)."""
+    _expect(fields, "scoring_func", "sigmoid")
+    _expect(fields, "topk_method", "noaux_tc")
+    return _deepseek(fields, scoring="sigmoid", group_best=2)
+
+
+def _expect(fields: Fields, name: str, supported: str) -> None:
+    found = fields.text(name, supported)
+    if found != supported:
+        raise fields.wrong(name, f"{found!r} is not supported; supported: {supported}")
+
+
 def _deepseek(fields: Fields, *, scoring: str, group_best: int) -> MoeConfig:
-    """Read what DeepSeek's models and those after them have (arXiv:2405.04434, 2412.19437).
+    """Read what DeepSeek's models and those after them have.
 
     Args:
         fields: of config.json.
         scoring: of the architecture; sigmoid scores come with a bias.
         group_best: experts whose scores are a group's.
     """
-    dense = fields.integer("first_k_dense_replace", 0, minimum=0)
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.wrong("moe_layer_freq", "only 1 is supported")
+    dense = fields.integer("first_k_dense_replace", minimum=0)
     inner_size = fields.integer("moe_intermediate_size")
     return MoeConfig(
         num_experts=fields.integer("n_routed_experts"),
@@ -118,40 +146,9 @@ def _deepseek(fields: Fields, *, scoring: str, group_best: int) -> MoeConfig:
         top_groups=fields.integer("topk_group", 1),
         group_best=group_best,
         has_bias=scoring == "sigmoid",
-        shared_size=fields.integer("n_shared_experts", 0, minimum=0) * inner_size,
+        shared_size=fields.integer("n_shared_experts", minimum=0) * inner_size,
         dense_layers=frozenset(range(dense)),
     )
-
-
-def _glm4(fields: Fields) -> MoeConfig:
-    """GLM-4.5 (arXiv:2508.06471)."""
-    return _deepseek(fields, scoring="sigmoid", group_best=2)
-
-
-def _deepseek_v2(fields: Fields) -> MoeConfig:
-    """Scores of a softmax; groups are chosen by their best expert, or there are none."""
-    method = _only(fields, "topk_method", "greedy", "group_limited_greedy")
-    _only(fields, "scoring_func", "softmax")
-    if fields.boolean("norm_topk_prob", False):
-        raise fields.wrong("norm_topk_prob", "true is not supported")
-    moe = replace(_deepseek(fields, scoring="softmax", group_best=1), normalize=False)
-    return moe if method != "greedy" else replace(moe, num_groups=1, top_groups=1)
-
-
-def _deepseek_v3(fields: Fields) -> MoeConfig:
-    """Scores of a sigmoid; groups are chosen by their best two, with a bias."""
-    _only(fields, "topk_method", "noaux_tc")
-    _only(fields, "scoring_func", "sigmoid")
-    return _deepseek(fields, scoring="sigmoid", group_best=2)
-
-
-def _only(fields: Fields, name: str, *supported: str) -> str:
-    """Return one of these, the first where the field is absent."""
-    found = fields.text(name, supported[0])
-    if found not in supported:
-        problem = f"{found!r} is not supported; supported: {', '.join(supported)}"
-        raise fields.wrong(name, problem)
-    return found
 
 
 def _dense_layers_of_steps(fields: Fields) -> frozenset[int]:
@@ -166,7 +163,7 @@ _DIALECTS: dict[str, Callable[[Fields], MoeConfig]] = {
     "MixtralForCausalLM": _mixtral,
     "Qwen2MoeForCausalLM": _qwen2,
     "Qwen3MoeForCausalLM": _qwen3,
-    "Glm4MoeForCausalLM": _glm4,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Glm4MoeForCausalLM": _deepseek_v3,  # GLM-4.5, arXiv:2508.06471
 }

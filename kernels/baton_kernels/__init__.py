@@ -212,6 +212,12 @@ def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu
     return out
 
 
+def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
+    """``packed_linear`` in float32, whatever ``x`` is."""
+    out: Tensor = ops_for(x).packed_scores(x, weight)
+    return out
+
+
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose each token's experts, and how much each counts."""
     chosen: tuple[Tensor, Tensor] = ops_for(logits).route(logits, routing, bias)
@@ -271,6 +277,7 @@ __all__ = [
     "packed_experts",
     "packed_gated_linear",
     "packed_linear",
+    "packed_scores",
     "paged_attention",
     "rms_norm",
     "rotary",

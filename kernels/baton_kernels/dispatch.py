@@ -66,6 +66,7 @@ _TRITON = {
     "causal_conv": "recurrent.causal_conv",
     "selective_scan": "recurrent.recurrence",
     "gated_delta_rule": "recurrent.recurrence",
+    "experts": "experts",
 }
 
 
@@ -77,8 +78,8 @@ def _triton_ops() -> SimpleNamespace:
         packed_gated_linear=reference.packed_gated_linear,
         grouped_packed_linear=reference.grouped_packed_linear,
         norm_rotary_store_latent=reference.norm_rotary_store_latent,
+        packed_scores=reference.packed_scores,
         route=reference.route,
-        experts=reference.experts,
         scaled_add=reference.scaled_add,
         soft_cap=reference.soft_cap,
     )

@@ -355,6 +355,11 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
 
 
+def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
+    """``packed_linear`` whose result is float32 and not rounded, whatever ``x`` is."""
+    return packed_linear(x.float(), weight)
+
+
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose each token's experts.
 
@@ -375,10 +380,9 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     if routing.num_groups > 1:
         groups = choice.view(len(choice), routing.num_groups, -1)
         best = groups.topk(min(routing.group_best, groups.shape[2]), dim=-1).values.sum(dim=-1)
-        chosen = torch.zeros_like(best).scatter_(
-            1, best.topk(routing.top_groups, dim=-1).indices, 1
-        )
-        choice = (groups * chosen.unsqueeze(2)).flatten(1)
+        others = best.sort(dim=-1, descending=True, stable=True).indices[:, routing.top_groups :]
+        is_other = torch.zeros_like(best, dtype=torch.bool).scatter(1, others, value=True)
+        choice = groups.masked_fill(is_other.unsqueeze(2), -torch.inf).flatten(1)
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     weights = scores.gather(1, ids)
     if routing.scoring == Scoring.SOFTMAX_OF_CHOSEN:
@@ -406,7 +410,7 @@ def experts(
         gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups.
         down: ``[num_experts, hidden_size, inner_size]``.
         base: ``[num_tokens, hidden_size]``, what is added to; of shared experts.
-        base_gate: ``[num_tokens, 1]`` logits: ``sigmoid(base_gate) * base`` is added to.
+        base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate) * base`` is added to.
 
     Returns:
         ``[num_tokens, hidden_size]``; added in the order of ``ids``, in float32.
@@ -465,7 +469,7 @@ def _mix_experts(
     for place in range(ids.shape[1]):
         total += weights[:, place : place + 1] * results[:, place]
     if base is not None:
-        share = 1.0 if base_gate is None else base_gate.float().sigmoid()
+        share = 1.0 if base_gate is None else base_gate.sigmoid()
         total += share * base
     return total.to(x.dtype)
 

@@ -22,7 +22,7 @@ typedef struct {
     const float *weights; /* [num_tokens, top_k] */
     const void *x;        /* [num_tokens, hidden], of `gate_up.x_type`, as everything here */
     const void *base;     /* [num_tokens, hidden], what is added to, or NULL */
-    const void *base_gate; /* [num_tokens], logits of how much of it, or NULL: all */
+    const float *base_gate; /* [num_tokens], logits of how much of it, or NULL: all */
     void *out;            /* [num_tokens, hidden] */
 } experts_call;
 
@@ -150,10 +150,7 @@ static void add_up(const experts_call *c, const plan *p, int64_t token, int64_t 
     int type = c->gate_up.x_type;
     const float *weights = c->weights + (token + at_token) * c->top_k;
     float gate = 1;
-    if (c->base_gate) {
-        read_row(type, at(type, c->base_gate, token + at_token), &gate, 1);
-        gate = 1 / (1 + exp_fast(splat(-gate))[0]);
-    }
+    if (c->base_gate) gate = 1 / (1 + exp_fast(splat(-c->base_gate[token + at_token]))[0]);
     for (int64_t i = 0; i < c->hidden; i += LANES) {
         vec sum = {0};
         for (int64_t k = 0; k < c->top_k; k++)

@@ -39,7 +39,7 @@ static float sum_of_best(const float *numbers, int64_t count, int64_t num, float
     return sum;
 }
 
-/* Leaves out, as 0, the groups that are not chosen. */
+/* Leaves out the groups that are not chosen. */
 static void choose_groups(const route_call *c, float *choice, float *copy) {
     int64_t size = c->num_experts / c->num_groups;
     float *scores = copy + size;
@@ -47,7 +47,7 @@ static void choose_groups(const route_call *c, float *choice, float *copy) {
         scores[g] = sum_of_best(choice + g * size, size, c->group_best, copy);
     for (int64_t i = 0; i < c->top_groups; i++) scores[best_of(scores, c->num_groups)] = -INFINITY;
     for (int64_t g = 0; g < c->num_groups; g++)
-        if (scores[g] != -INFINITY) memset(choice + g * size, 0, size * sizeof(float));
+        for (int64_t e = 0; e < size && scores[g] != -INFINITY; e++) choice[g * size + e] = -INFINITY;
 }
 
 /* e^(x - the largest) / their sum. */

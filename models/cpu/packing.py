@@ -200,7 +200,8 @@ def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
     assert isinstance(linear, nn.Linear)
     bias = None if linear.bias is None else linear.bias.detach().float()
     activation = linear.activation if isinstance(linear, GatedLinear) else None
-    return PackedLinear(replace(weight, bias=bias), activation=activation)
+    exact = isinstance(linear, ExactLinear)
+    return PackedLinear(replace(weight, bias=bias), activation=activation, exact=exact)
 
 
 def _integers_alike(

@@ -9,12 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import baton_kernels as ops
 
 
 class ExactLinear(nn.Linear):
     """A linear layer that is never rounded: a small one on which much depends, as a router."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` -> ``[..., out_features]`` float32."""
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(x.float(), self.weight.float(), bias)
 
 
 class JoinedLinear(nn.Linear):
@@ -110,14 +116,17 @@ class PackedLinear(nn.Module):
     Args:
         weight: its parameters, which are read only.
         activation: of the ``GatedLinear`` that it was; None: it was none.
+        exact: whether it was an ``ExactLinear``.
 
     Attributes:
         packed: the weight.
     """
 
-    def __init__(self, weight: ops.PackedWeight, *, activation: str | None = None) -> None:
+    def __init__(
+        self, weight: ops.PackedWeight, *, activation: str | None = None, exact: bool = False
+    ) -> None:
         super().__init__()
-        self._activation = activation
+        self._activation, self._is_exact = activation, exact
         self.packed = weight
         # The same memory under the names by which memory is counted.
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
@@ -130,6 +139,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute what the layer that was packed computes."""
+        if self._is_exact:
+            return ops.packed_scores(x, self.packed)
         if self._activation is None:
             return ops.packed_linear(x, self.packed)
         return ops.packed_gated_linear(x, self.packed, self._activation)

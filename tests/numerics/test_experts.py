@@ -72,7 +72,7 @@ def test_experts_in_c(
     torch.manual_seed(0)
     num_tokens, hidden, inner, num_experts, top_k = shape
     x = torch.randn(num_tokens, hidden).to(dtype)
-    base, base_gate = torch.randn_like(x), torch.randn(num_tokens, 1).to(dtype)
+    base, base_gate = torch.randn_like(x), torch.randn(num_tokens, 1)
     ids, weights = native.route(torch.randn(num_tokens, num_experts), Routing(top_k))
     gate_up = packed(2 * num_experts * inner, hidden, format_, native.panel_width)
     down = packed(num_experts * hidden, inner, format_, native.panel_width)

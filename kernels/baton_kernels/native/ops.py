@@ -250,6 +250,13 @@ class NativeOps:
             return self.packed_linear(x.float(), weight).to(x.dtype)
         return self._linear(x, weight, weight.out_features, gated=0)
 
+    def packed_scores(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """See the reference."""
+        if x.dtype not in _FLOATS:
+            return self.packed_scores(x.float(), weight)
+        out_features = weight.out_features
+        return self._linear(x, weight, out_features, gated=0, dtype=torch.float32)
+
     def packed_gated_linear(
         self, x: Tensor, weight: PackedWeight, activation: str = "silu"
     ) -> Tensor:
@@ -259,14 +266,22 @@ class NativeOps:
             return self.gated_mul(self.packed_linear(x, weight), activation)
         return self._linear(x, weight, num_columns, gated=_ACTIVATIONS[activation])
 
-    def _linear(self, x: Tensor, weight: PackedWeight, num_columns: int, *, gated: int) -> Tensor:
+    def _linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        num_columns: int,
+        *,
+        gated: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """``[..., in_features]`` -> ``[..., num_columns]``."""
         rows = x if x.dim() == 2 else x.flatten(0, -2)  # [num_rows, in_features]
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         num_rows, in_features = rows.shape
         assert in_features == weight.in_features
-        out = rows.new_empty(num_rows, num_columns)
+        out = rows.new_empty(num_rows, num_columns, dtype=dtype)
         if num_rows:
             call = self._linear_call(rows, weight, num_columns, out, gated=gated)
             self._run(self._library.baton_linear, call, rows, *weight.tensors, out)
@@ -350,8 +365,9 @@ class NativeOps:
     ) -> LinearCall:
         code, groups = _CODES[rows.dtype], _tensors_of(weight.groups)
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
+        out_code = code if out is None else _CODES[out.dtype]
         return LinearCall(
-            *(code, _FORMATS[weight.format], code, torch.get_num_threads(), gated),
+            *(code, _FORMATS[weight.format], out_code, torch.get_num_threads(), gated),
             *(len(rows), num_columns, weight.in_features, rows.stride(0), num_columns),
             *(rows.data_ptr(), weight.panels.data_ptr()),
             *(_address(weight.scales), _address(weight.bias), _address(out)),
@@ -393,11 +409,19 @@ class NativeOps:
     ) -> Tensor:
         """See the reference; experts are whole panels."""
         hidden, inner = x.shape[1], down.in_features
-        others = [one for one in (base, base_gate) if one is not None]
-        fits = _plain(x, *others) and hidden % self.panel_width == inner % self.panel_width == 0
-        if not fits or gate_up.width != self.panel_width:
-            return reference.packed_experts(x, ids, weights, gate_up, down, base, base_gate)
-        assert ids.dtype == torch.int64 and weights.dtype == torch.float32  # noqa: PT018
+        fits = _plain(x) and (base is None or _plain(x, base)) and gate_up.width == self.panel_width
+        if not (fits and hidden % self.panel_width == inner % self.panel_width == 0):
+            each = [
+                reference.packed_experts(
+                    *(x[row], ids[row], weights[row], gate_up, down),
+                    *(None if one is None else one[row] for one in (base, base_gate)),
+                )
+                for row in (slice(token, token + 1) for token in range(len(x)))
+            ]  # one by one: a row's bits are those it has alone
+            return torch.cat([x[:0], *each])
+        assert ids.dtype == torch.int64
+        assert weights.dtype == torch.float32
+        assert base_gate is None or base_gate.dtype == torch.float32
         out = torch.empty_like(x)
         call = ExpertsCall(
             self._linear_call(x, gate_up, inner, gated=True),

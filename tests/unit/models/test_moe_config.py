@@ -1,0 +1,80 @@
+"""Unit tests of models.moe_config: every dialect, and what is refused by the name of its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.api.errors import ModelLoadError
+from models.fields import Fields
+from models.moe_config import MoeConfig, parse_moe
+
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+}
+QWEN: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_hidden_layers": 6,
+}
+
+
+def parse(architecture: str, values: dict[str, Any]) -> MoeConfig:
+    found = parse_moe(Fields(values, "config.json"), architecture)
+    assert found is not None
+    return found
+
+
+def test_a_dense_architecture_has_no_experts() -> None:
+    assert parse_moe(Fields(QWEN, "config.json"), "Qwen3ForCausalLM") is None
+
+
+def test_qwen_names_the_layers_without_experts() -> None:
+    values = QWEN | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True}
+    found = parse("Qwen3MoeForCausalLM", values)
+    assert found == MoeConfig(8, 32, 2, normalize=True, dense_layers=frozenset({0, 2, 3, 4}))
+    shared = parse("Qwen2MoeForCausalLM", QWEN)
+    assert shared == MoeConfig(8, 32, 2, shared_size=48, has_shared_gate=True)
+
+
+def test_deepseek_routes_in_two_ways() -> None:
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0}
+    common: dict[str, Any] = {"shared_size": 64, "dense_layers": frozenset({0})}
+    greedy = DEEPSEEK | groups | {"topk_method": "greedy"}
+    assert parse("DeepseekV2ForCausalLM", greedy) == MoeConfig(8, 32, 3, scale=16.0, **common)
+    limited = DEEPSEEK | groups | {"topk_method": "group_limited_greedy"}
+    common |= {"num_groups": 4, "top_groups": 2, "scale": 16.0}
+    assert parse("DeepseekV2ForCausalLM", limited) == MoeConfig(8, 32, 3, **common)
+    common |= {"scoring": "sigmoid", "normalize": True, "group_best": 2, "has_bias": True}
+    for architecture in ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"):
+        values = DEEPSEEK | groups | {"topk_method": "noaux_tc"}
+        assert parse(architecture, values) == MoeConfig(8, 32, 3, **common)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"),
+    [
+        ("DeepseekV2ForCausalLM", "topk_method", "noaux_tc"),
+        ("DeepseekV2ForCausalLM", "scoring_func", "sigmoid"),
+        ("DeepseekV2ForCausalLM", "norm_topk_prob", True),
+        ("DeepseekV3ForCausalLM", "topk_method", "greedy"),
+        ("DeepseekV3ForCausalLM", "scoring_func", "softmax"),
+        ("DeepseekV3ForCausalLM", "moe_layer_freq", 2),
+        ("DeepseekV3ForCausalLM", "n_group", 3),
+        ("DeepseekV3ForCausalLM", "topk_group", 2),
+        ("Glm4MoeForCausalLM", "num_experts_per_tok", 9),
+        ("Glm4MoeForCausalLM", "first_k_dense_replace", None),
+        ("Glm4MoeForCausalLM", "n_shared_experts", None),
+    ],
+)
+def test_what_is_refused_is_named(architecture: str, field: str, value: object) -> None:
+    with pytest.raises(ModelLoadError, match=f"^config.json: {field}: "):
+        parse(architecture, DEEPSEEK | {field: value})
