@@ -28,10 +28,12 @@ BLOCK_SIZE = 2
 pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderForCausalLM:
+@pytest.fixture(scope="module", params=["Qwen3ForCausalLM", "Qwen2MoeForCausalLM"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> DecoderForCausalLM:
     torch.manual_seed(0)
-    network = make_hugging_face_model("Qwen3ForCausalLM")
+    network = make_hugging_face_model(request.param)
     folder = save(network, tmp_path_factory.mktemp("model"))
     packer = CpuPacker.choose(torch.float32, "auto")
     found = load_model(folder, dtype=torch.float32, packer=packer)

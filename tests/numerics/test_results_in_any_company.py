@@ -33,23 +33,30 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4 weights": {"dtype": "float32", "weights": "int4"},
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
-WINDOWS = {"full attention": None, "sliding window": 210}
+MODELS = {
+    "full attention": ("MistralForCausalLM", None),
+    "sliding window": ("MistralForCausalLM", 210),
+    "experts": ("MixtralForCausalLM", None),
+}
 # Some texts are longer than the tiles (192 keys) and spans (576) by which attention sums.
 MAX_MODEL_LEN, VOCABULARY, BLOCK_SIZE = 700, 61, 16
 LENGTHS = (1, 5, 17, 40, 90, 185, 190, 200, 400, 560, 570, 590)
 GROUP = 10  # requests of one company
-NUM_GROUPS = max(1, int(os.environ.get("BATON_REQUESTS") or 400) // (GROUP * 2 * len(KINDS)))
+NUM_REQUESTS = int(os.environ.get("BATON_REQUESTS") or 400)
+NUM_GROUPS = max(1, NUM_REQUESTS // (GROUP * len(MODELS) * len(KINDS)))
 
 pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
 
 
 @functools.cache
-def _saved(window: int | None) -> tempfile.TemporaryDirectory[str]:
+def _saved(name: str) -> tempfile.TemporaryDirectory[str]:
+    architecture, window = MODELS[name]
     folder = tempfile.TemporaryDirectory(prefix="baton-test-")
     model = make_hugging_face_model(
-        "MistralForCausalLM",
+        architecture,
         max_position_embeddings=MAX_MODEL_LEN,
         sliding_window=window,
+        intermediate_size=64,  # experts of whole panels
         num_attention_heads=6,
         head_dim=24,
     )
@@ -57,9 +64,9 @@ def _saved(window: int | None) -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def load(kind: str, window: int | None, **options: Any) -> LLM:
+def load(kind: str, model: str, **options: Any) -> LLM:
     return LLM(
-        _saved(window).name,
+        _saved(model).name,
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         **(KINDS[kind] | options),
@@ -102,16 +109,16 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_alone_and_in_company(kind: str, window: int | None) -> None:
+def test_alone_and_in_company(kind: str, model: str) -> None:
     """Alone on one thread, in company on one or two."""
-    preemptions = 0
-    alone = load(kind, window, num_blocks=60, num_threads=1, prefix_cache=False)
+    preemptions, window = 0, MODELS[model][1]
+    alone = load(kind, model, num_blocks=60, num_threads=1, prefix_cache=False)
     for number in range(20 * NUM_GROUPS):
         if number >= NUM_GROUPS and (preemptions or window):
             break
-        random_ = random.Random(f"{kind} {window} {number}")
+        random_ = random.Random(f"{kind} {model} {number}")
         prompts, params = draw_requests(random_)
         torch.set_num_threads(1)
         expected = [
@@ -119,7 +126,7 @@ def test_alone_and_in_company(kind: str, window: int | None) -> None:
         ]
         company = load(
             kind,
-            window,
+            model,
             num_threads=1 + number % 2,
             num_blocks=random_.choice([45, 46, 60]),
             preemption="recompute",
@@ -138,7 +145,7 @@ def test_alone_and_in_company(kind: str, window: int | None) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_as_a_prompt_scores_what_decoding_it_gave(kind: str) -> None:
     """Logprobs of an output, and of the same tokens as a part of a prompt."""
-    llm = load(kind, None, num_blocks=60)
+    llm = load(kind, "full attention", num_blocks=60)
     random_ = random.Random(kind)
     prompt = [random_.randrange(3, VOCABULARY) for _ in range(560)]
     params = SamplingParams(max_tokens=60, seed=1, ignore_eos=True, logprobs=1, prompt_logprobs=1)

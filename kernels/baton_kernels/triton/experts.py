@@ -1,4 +1,4 @@
-"""A mixture of experts: products of rows that are sorted by expert, a tile of one expert's at a time.
+"""A mixture of experts: products of rows sorted by expert, a tile of one expert's at a time.
 
     rows, by expert   | e0 e0 e0 | e2 | e5 e5 |          row = token * top_k + place
     tiles             [ e0     ][e0  ][e2     ][e5     ][no expert] ...
@@ -247,12 +247,12 @@ def sum_kernel(
     tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-_TILES = {name: "*i64" for name in ("expert_ptr", "first_ptr", "end_ptr", "order_ptr")}
+_TILES = dict.fromkeys(("expert_ptr", "first_ptr", "end_ptr", "order_ptr"), "*i64")
 
 
 def _product_cases(tile_rows: int) -> list[AotCase]:
     blocks = {"BLOCK_M": tile_rows, "BLOCK_N": 64, "BLOCK_K": BLOCK_K}
-    constants = {name: "constexpr" for name in blocks}
+    constants = dict.fromkeys(blocks, "constexpr")
     sizes = {"num_experts": "i32:16", "hidden": "i32:16", "inner": "i32:16"}
     gate_up = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "middle_ptr": "*bf16", **_TILES, **sizes}
     down = {"middle_ptr": "*bf16", "weight_ptr": "*bf16", "result_ptr": "*bf16", **_TILES, **sizes}

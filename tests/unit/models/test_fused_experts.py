@@ -40,5 +40,5 @@ def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(values | {"num_local_experts": 3}), encoding="utf-8")
-    with pytest.raises(ModelLoadError, match="config.json means"):
+    with pytest.raises(ModelLoadError, match=r"config\.json means"):
         load_model(tmp_path)
