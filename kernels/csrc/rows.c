@@ -346,7 +346,7 @@ INLINE void store_latent_token(int type, const latent_call *c, int64_t token) {
     const void *latent = at(type, c->latent, token * c->latent_stride);
     void *to = (void *)at(type, c->cache, place);
     read_row(type, latent, row, c->rank);
-    norm_row(type, row, c->weight, c->rank, c->eps);
+    norm_row(type, 0, row, c->weight, c->rank, c->eps);
     write_row(type, row, to, c->rank);
     turn(type, c, at(type, latent, c->rank), cos, sin, (void *)at(type, to, c->rank));
 }

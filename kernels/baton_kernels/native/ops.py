@@ -424,8 +424,8 @@ class NativeOps:
         assert base_gate is None or base_gate.dtype == torch.float32
         out = torch.empty_like(x)
         call = ExpertsCall(
-            self._linear_call(x, gate_up, inner, gated=True),
-            self._linear_call(x, down, hidden, gated=False),
+            self._linear_call(x, gate_up, inner, gated=_ACTIVATIONS["silu"]),
+            self._linear_call(x, down, hidden, gated=0),
             *(len(x), down.out_features // hidden, ids.shape[1], hidden),
             *(torch.get_num_threads(), x.stride(0)),
             *(ids.data_ptr(), weights.data_ptr(), x.data_ptr()),
