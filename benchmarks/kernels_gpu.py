@@ -41,7 +41,7 @@ from baton_kernels import reference  # noqa: E402
 from baton_kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks  # noqa: E402
 from baton_kernels.triton.norm import add_rms_norm  # noqa: E402
 from baton_kernels.triton.norm_rotary_store import norm_rotary_store  # noqa: E402
-from baton_kernels.triton.sampling import sample_tokens  # noqa: E402
+from baton_kernels.triton.sampling.tokens import sample_tokens  # noqa: E402
 from baton_kernels.triton.silu_mul import silu_mul  # noqa: E402
 
 # The definition rounds to bfloat16 between norm, products and sum, each time by 2^-9.

@@ -67,7 +67,7 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         tensors: `PARAMETER_TYPES`, there.
     """
     # Not before it is needed: Triton takes a while, and asks once whether to compile or interpret.
-    from baton_kernels.triton.sampling import sample_tokens
+    from baton_kernels.triton.sampling.tokens import sample_tokens
 
     return sample_tokens(
         logits,

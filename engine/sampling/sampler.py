@@ -3,7 +3,7 @@
 So the same request gives the same tokens whatever shares its batch, whichever node samples, and
 after any preemption or retry. Here is what the filters keep; which of that is drawn: gumbel.py.
 What the size of the vocabulary multiplies is float32; on a CPU, what decides is float64. On a GPU
-with Triton `baton_kernels.triton.sampling` does the same in a few launches.
+with Triton `baton_kernels.triton.sampling.tokens` does the same in a few launches.
 """
 
 from __future__ import annotations

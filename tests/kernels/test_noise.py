@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.triton.sampling_kernels import gumbel, gumbel_bound, mixed, ordered
+from baton_kernels.triton.sampling.kernels import gumbel, gumbel_bound, mixed, ordered
 from engine.sampling.gumbel import gumbel as gumbel_on_cpu
 from engine.sampling.gumbel import noise_hashes
 from engine.sampling.philox import counter_words

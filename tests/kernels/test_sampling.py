@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.sampling.sampler
-from baton_kernels.triton.sampling import GROUP, GUESS, MOST, PART, SEARCH_BLOCK
+from baton_kernels.triton.sampling.tokens import GROUP, GUESS, MOST, PART, SEARCH_BLOCK
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
 from engine.sampling.gumbel import noise_hashes
 from engine.sampling.philox import counter_words

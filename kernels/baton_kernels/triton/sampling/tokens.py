@@ -21,7 +21,7 @@ from torch import Tensor
 
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
-from baton_kernels.triton.sampling_kernels import choose_kernel, partials_kernel, search_kernel
+from baton_kernels.triton.sampling.kernels import choose_kernel, partials_kernel, search_kernel
 
 # Tokens of a part (one program) and of a group (the unit in which logits are passed over).
 PART, GROUP = 2048, 64
