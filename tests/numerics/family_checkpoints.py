@@ -262,7 +262,12 @@ FAMILIES: dict[str, Family] = {
         refused={"moe_layer_freq": 2, "scoring_func": "softmax", "topk_method": "greedy"},
     ),
     "MistralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
-    "MixtralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
+    "MixtralForCausalLM": Family(
+        {
+            "plain": {"intermediate_size": 64},
+            "window": {"intermediate_size": 64, "sliding_window": WINDOW},
+        }
+    ),
     "Qwen2MoeForCausalLM": Family(
         {
             "plain": {},

@@ -15,6 +15,8 @@ import pytest
 from baton.api.errors import ModelLoadError
 from baton.api.outputs import TokenLogprobs
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
+from baton_kernels.dispatch import native_ops
+from baton_kernels.native.tape import Tape
 from engine import LLM
 from engine.core.request import Request
 from models import MODELS, load_model
@@ -119,6 +121,23 @@ def test_logprobs_at_every_position(checkpoint: TinyCheckpoint, threshold: int) 
 def test_two_hundred_tokens_alone(checkpoint: TinyCheckpoint) -> None:
     example = checkpoint.examples[0]
     assert_right(make_llm(checkpoint), [example], len(example.output))
+
+
+@pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
+def test_decodes_run_from_tapes(
+    checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in a decode step of any family is computed by torch."""
+    num_calls: list[int] = []
+    run_tape = Tape.run
+
+    def counted(tape: Tape) -> None:
+        num_calls.append(len(tape._calls))
+        run_tape(tape)
+
+    monkeypatch.setattr(Tape, "run", counted)
+    assert_right(make_llm(checkpoint), checkpoint.examples[:2], 12)
+    assert num_calls
 
 
 def test_in_a_batch_of_other_lengths(checkpoint: TinyCheckpoint) -> None:

@@ -24,6 +24,7 @@ _HARMLESS = {
     "aten::new_empty_strided", "aten::view", "aten::_unsafe_view", "aten::slice", "aten::select",
     "aten::as_strided", "aten::alias", "aten::detach", "aten::unsqueeze", "aten::squeeze",
     "aten::permute", "aten::expand", "aten::transpose", "aten::t", "aten::_reshape_alias",
+    "aten::split",
 }  # fmt: skip
 
 
