@@ -127,7 +127,7 @@ def test_node_with_another_model(broken_model: Path, deployment: LocalDeployment
         ("--kv-cache-memory", "much"),
         ("--memory-utilization", "1.5"),
         ("--memory-utilization", "0.000001"),
-        ("--block-size", "0"),
+        ("--block-size", "-1"),
         ("--dtype", "float8"),
         ("--kv-cache-dtype", "fp4"),
         ("--device", "abacus"),
