@@ -69,6 +69,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
             "first_k_dense_replace": 12,
+            "n_routed_experts": 8,  # of layers that it has not, but a config says it
+            "num_experts_per_tok": 2,
         },
     ),
 }
