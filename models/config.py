@@ -70,6 +70,8 @@ class ModelConfig:
     dtype: str  # the checkpoint's: "float32", "bfloat16" or "float16"
     eos_token_ids: frozenset[int]
     quantization: QuantizationConfig | None  # of the weights; None: they are stored plainly
+    use_qk_norm: bool = False  # GLM-4-MoE; others have such norms or none
+    num_mtp_layers: int = 0  # behind the model's own in a checkpoint, for predicting several tokens
     moe: MoeConfig | None = None  # None: no layer has experts
     mamba2: Mamba2Config | None = None  # of layers that do not attend; None: all do
     mla: MLAConfig | None = None  # None: layers keep keys and values
@@ -157,10 +159,10 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         layer_types=_layer_types(fields, num_layers, architecture),
         short_conv=short_conv,
         dtype=_dtype(fields),
-        eos_token_ids=frozenset(
-            fields.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
-        ),
+        eos_token_ids=_eos_token_ids(fields, generation),
         quantization=parse_quantization(fields),
+        use_qk_norm=fields.boolean("use_qk_norm", False),
+        num_mtp_layers=_num_mtp_layers(fields),
         moe=parse_moe(fields, architecture),
         mamba2=_mamba2(fields, architecture, num_layers),
         mla=mla,
@@ -240,6 +242,15 @@ def _no_rope_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
     if len(values) < num_layers:
         raise fields.wrong("no_rope_layers", f"{len(values)} entries for {num_layers} layers")
     return tuple(values[:num_layers])
+
+
+def _eos_token_ids(*sources: Fields) -> frozenset[int]:
+    return frozenset().union(*(fields.token_ids("eos_token_id") for fields in sources))
+
+
+def _num_mtp_layers(fields: Fields) -> int:
+    name = "num_nextn_predict_layers"  # transformers writes the other name, too
+    return fields.integer(name if fields.has(name) else "num_mtp_layers", 0, minimum=0)
 
 
 def _dtype(fields: Fields) -> str:

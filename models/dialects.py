@@ -30,6 +30,7 @@ _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "attention_multiplier": (None,),
     "logits_scaling": (None, 1),
     "no_rope_layers": (None,),
+    "use_qk_norm": (None, False),
 }
 
 
@@ -113,6 +114,11 @@ _DIALECTS: Mapping[str, Dialect] = {
         activations=_GELU,
         activation_field="hidden_activation",
         ropes_by_layer_type=True,
+    ),
+    "Glm4MoeForCausalLM": Dialect(
+        defaults={"partial_rotary_factor": 0.5},
+        reads=frozenset({"use_qk_norm"}),
+        partial_rotary=True,
     ),
     "GraniteForCausalLM": Dialect(
         defaults={"attention_multiplier": 1.0},

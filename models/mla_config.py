@@ -26,7 +26,6 @@ class MLAConfig:
         v_head_dim: numbers of a value head.
         rope_interleave: neighbours turn together, not halves.
         scale: factor on the dot products.
-        num_mtp_layers: behind the model's own in a checkpoint, for predicting several tokens.
     """
 
     q_lora_rank: int | None
@@ -36,7 +35,6 @@ class MLAConfig:
     v_head_dim: int
     rope_interleave: bool
     scale: float
-    num_mtp_layers: int
 
     @property
     def width(self) -> int:
@@ -69,7 +67,6 @@ def parse_mla(fields: Fields, architecture: str) -> MLAConfig | None:
         v_head_dim=fields.integer("v_head_dim"),
         rope_interleave=_rope_interleave(fields, architecture),
         scale=(nope_dim + rope_dim) ** -0.5 * _scale_of_rope(fields),
-        num_mtp_layers=_num_mtp_layers(fields),
     )
 
 
@@ -90,8 +87,3 @@ def _scale_of_rope(fields: Fields) -> float:
     factor = scaling.number("factor")
     scale = 0.1 * scaling.number("mscale_all_dim") * math.log(factor) + 1.0 if factor > 1 else 1.0
     return scale * scale
-
-
-def _num_mtp_layers(fields: Fields) -> int:
-    name = "num_nextn_predict_layers"  # transformers writes the other name, too
-    return fields.integer(name if fields.has(name) else "num_mtp_layers", 0, minimum=0)

@@ -25,6 +25,7 @@ MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
         "Lfm2ForCausalLM": "models.architectures.lfm2:Lfm2ForCausalLM",
         "Gemma2ForCausalLM": "models.architectures.dense.gemma:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "models.architectures.dense.gemma:Gemma3ForCausalLM",
+        "Glm4MoeForCausalLM": "models.architectures.glm4_moe:Glm4MoeForCausalLM",
         "GraniteForCausalLM": "models.architectures.dense.near_llama:GraniteForCausalLM",
         "LlamaForCausalLM": "models.architectures.llama:LlamaForCausalLM",
         "MinistralForCausalLM": "models.architectures.mistral:MinistralForCausalLM",

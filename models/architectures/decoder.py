@@ -6,7 +6,7 @@ Refuses to know: architecture names, files, weights' origin.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +63,7 @@ class DecoderOptions:
         logits_divisor: of the head's results.
         logits_soft_cap: see ``ops.soft_cap``, of the head's results; None: there is none.
         stored_joined: checkpoints have gate and up projections joined.
+        stored_names: parts of parameters' names -> what checkpoints have in their place.
     """
 
     attention: AttentionOptions = field(default_factory=AttentionOptions)
@@ -80,6 +81,7 @@ class DecoderOptions:
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     stored_joined: bool = False
+    stored_names: Mapping[str, str] = field(default_factory=dict)
 
     def make_mixer(self, config: ModelConfig, layer_index: int) -> nn.Module:
         """Make the part of a layer in which tokens see others."""
@@ -217,6 +219,9 @@ class DecoderForCausalLM(nn.Module):
             PagedKV(config.num_kv_heads, config.head_dim, window)
             for window in options.sliding_windows or (None,) * config.num_layers
         )
+        first, num_mtp_layers = config.num_layers, config.num_mtp_layers
+        self._mtp_layers = tuple(f"model.layers.{first + i}." for i in range(num_mtp_layers))
+        self._stored_names = options.stored_names
         self._logits_divisor = options.logits_divisor
         self._logits_soft_cap = options.logits_soft_cap
         self.model = Decoder(config, options)
@@ -235,11 +240,16 @@ class DecoderForCausalLM(nn.Module):
 
     def checkpoint_name(self, name: str) -> str:
         """Return how checkpoints call the parameter that is ``name`` here; others override it."""
+        for ours, theirs in self._stored_names.items():
+            name = name.replace(ours, theirs)
         return name
 
     def ignores_weight(self, name: str) -> bool:
-        """Say whether a checkpoint may have this weight, which nothing here reads."""
-        return False
+        """Say whether a checkpoint may have this weight, which nothing here reads.
+
+        These are layers that predict several tokens: nothing here drafts with them.
+        """
+        return name.startswith(self._mtp_layers)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""

@@ -11,7 +11,7 @@ from models.config import ModelConfig
 from models.layers.latent_attention import LatentAttention
 from models.layers.moe import feed_forward
 
-_NAMES = {
+EXPERTS_NAMES = {
     ".mlp.shared_expert.": ".mlp.shared_experts.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
 }
@@ -24,21 +24,10 @@ class DeepseekForCausalLM(DecoderForCausalLM):
         mla = config.mla
         assert mla is not None, "a model with latent attention"
         kv_layers = (LatentKV(mla.width),) * config.num_layers
-        super().__init__(
-            config,
-            DecoderOptions(mixer=LatentAttention, feed_forward=feed_forward, kv_layers=kv_layers),
+        options = DecoderOptions(
+            mixer=LatentAttention,
+            feed_forward=feed_forward,
+            kv_layers=kv_layers,
+            stored_names=EXPERTS_NAMES,
         )
-        first = config.num_layers
-        self._mtp_layers = tuple(
-            f"model.layers.{layer}." for layer in range(first, first + mla.num_mtp_layers)
-        )
-
-    def checkpoint_name(self, name: str) -> str:
-        """See ``DecoderForCausalLM.checkpoint_name``."""
-        for own, theirs in _NAMES.items():
-            name = name.replace(own, theirs)
-        return name
-
-    def ignores_weight(self, name: str) -> bool:
-        """Leave the layers alone that predict several tokens: nothing here drafts with them."""
-        return name.startswith(self._mtp_layers)
+        super().__init__(config, options)

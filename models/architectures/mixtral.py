@@ -22,11 +22,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
 
     def __init__(self, config: ModelConfig) -> None:
         windows = (config.sliding_window,) * config.num_layers
-        options = DecoderOptions(sliding_windows=windows, feed_forward=feed_forward)
+        options = DecoderOptions(
+            sliding_windows=windows, feed_forward=feed_forward, stored_names=_NAMES
+        )
         super().__init__(config, options)
-
-    def checkpoint_name(self, name: str) -> str:
-        """See ``DecoderForCausalLM.checkpoint_name``."""
-        for ours, theirs in _NAMES.items():
-            name = name.replace(ours, theirs)
-        return name

@@ -65,6 +65,13 @@ MAMBA = {
     "mamba_expand": 1,
     "head_dim": 32,
 }
+DEEPSEEK_EXPERTS: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 8),
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 LATENTS: dict[str, Any] = {
     "initializer_range": 0.35,
     "num_key_value_heads": 4,
@@ -73,11 +80,7 @@ LATENTS: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 32,
-    "first_k_dense_replace": 1,
-    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 8),
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
+    **DEEPSEEK_EXPERTS,
 }
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -179,6 +182,27 @@ FAMILIES: dict[str, Family] = {
             },
         },
         {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},
+    ),
+    "Glm4MoeForCausalLM": Family(
+        {
+            "plain": DEEPSEEK_EXPERTS,
+            "groups, norms of heads, biases": DEEPSEEK_EXPERTS
+            | {
+                "initializer_range": 0.35,
+                "num_hidden_layers": 3,
+                "attention_bias": True,
+                "use_qk_norm": True,
+                "n_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 2.5,
+            },
+        },
+        {
+            "moe_layer_freq": 2,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+            "rope_parameters.partial_rotary_factor": 0.1,
+        },
     ),
     "GraniteForCausalLM": Family(
         {"plain": {}, "every bias": {"attention_bias": True, "mlp_bias": True}},
