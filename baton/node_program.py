@@ -153,7 +153,7 @@ async def run_node_program(
     page: MetricsPage | None = None
     try:
         if metrics_listen:
-            page = _make_page(node, access, files)
+            page = _make_page(node, access, files, lambda: serving.is_ready and drain.is_serving)
             await page.start(metrics_listen)
         address = await server.start(listen)
         links.append(
@@ -197,11 +197,13 @@ def _tls_files(tls: TlsOptions) -> TlsFiles | None:
     return files
 
 
-def _make_page(node: NodeProgram, access: Access, tls: TlsFiles | None) -> MetricsPage:
+def _make_page(
+    node: NodeProgram, access: Access, tls: TlsFiles | None, is_ready: Callable[[], bool]
+) -> MetricsPage:
     # Imported here: most nodes have no page, and aiohttp takes its time.
     from baton.serving.metrics_page import MetricsPage
 
-    return MetricsPage(node.collector(), access=access, tls=tls)
+    return MetricsPage(node.collector(), access=access, tls=tls, is_ready=is_ready)
 
 
 def _emit_to(links: Sequence[RouterLinks], event: NodeEvent) -> None:
@@ -251,14 +253,18 @@ class _Serving:
         self._tell = tell
         self._is_joined = self._is_stalled = False
 
+    @property
+    def is_ready(self) -> bool:
+        return self._is_joined and not self._is_stalled
+
     async def set_joined(self, is_joined: bool) -> None:
         self._is_joined = is_joined
-        await self._tell(is_joined and not self._is_stalled)
+        await self._tell(self.is_ready)
 
     async def set_stalled(self, is_stalled: bool) -> None:
         if is_stalled is not self._is_stalled:
             self._is_stalled = is_stalled
-            await self._tell(self._is_joined and not is_stalled)
+            await self._tell(self.is_ready)
 
 
 def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:

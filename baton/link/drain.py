@@ -27,6 +27,11 @@ class Drain:
         self.state = ServingState.SERVING
         self.drained = asyncio.Event()
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the node takes new requests."""
+        return self.state is ServingState.SERVING
+
     def begin(self) -> None:
         """Take nothing new from now on; harmless when it is so already."""
         if self.state is ServingState.SERVING:

@@ -1,9 +1,13 @@
-"""MetricsPage: a Prometheus page over HTTP. Knows no node: a collector says what is on it."""
+"""MetricsPage: a Prometheus page over HTTP, and two paths for probes beside it.
+
+Knows no node: a collector says what is on the page, a function whether the node is ready.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -32,13 +36,17 @@ _LIMITS = ConnectionLimits(
 
 
 class MetricsPage:
-    """Serves ``/metrics`` on the caller's loop until it is closed.
+    """Serves ``/metrics``, ``/health`` and ``/ready`` on the caller's loop until it is closed.
+
+    The last two are open to anybody, as kubelets and load balancers show neither key nor
+    certificate: ``/health`` answers as long as the loop does, and ``/ready`` says yes or 503.
 
     Args:
         collector: asked on a thread, by one scrape at a time.
         access: knows who may look; if not given, who reaches the page may.
         limits: of connections.
-        tls: what it serves HTTPS with, and whose certificates who scrapes must show; None: HTTP.
+        tls: what it serves HTTPS with, and whose certificates count if one is shown; None: HTTP.
+        is_ready: what ``/ready`` says.
 
     Attributes:
         address: ``host:port`` that it listens on, once it is started.
@@ -51,14 +59,13 @@ class MetricsPage:
         *,
         access: Access | None = None,
         tls: TlsFiles | None = None,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self.address = ""
         self._access = access or Access()
-        self._tls = (
-            None
-            if tls is None
-            else ServerContext.of(tls, require_client_certs=tls.options.verifies_clients)
-        )
+        self._is_ready = is_ready
+        # Nobody must show a certificate: probes have none, and who shows none may not look.
+        self._tls = None if tls is None else ServerContext.of(tls, require_client_certs=False)
         self._registry = CollectorRegistry()
         self._registry.register(collector)
         self._scraping = asyncio.Lock()
@@ -87,6 +94,8 @@ class MetricsPage:
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         with self._listener.working(request.protocol):
+            if (probed := self._answer_probe(request)) is not None:
+                return probed
             shown, call = http_credentials(request), f"{request.method} metrics page"
             try:
                 principal = self._access.admit(shown, LOOK, call)
@@ -100,6 +109,19 @@ class MetricsPage:
             async with self._scraping:
                 text = await asyncio.to_thread(generate_latest, self._registry)
             return web.Response(body=text, headers={hdrs.CONTENT_TYPE: METRICS_TYPE})
+
+    def _answer_probe(self, request: web.BaseRequest) -> web.Response | None:
+        """Answer what is open to anybody; None: it is not."""
+        if request.method not in ("GET", "HEAD"):
+            return None
+        if request.path == "/health":
+            return web.Response(text="ok\n")
+        if request.path == "/ready":
+            is_ready = self._is_ready()
+            return web.Response(
+                status=200 if is_ready else 503, text="ready\n" if is_ready else "not ready\n"
+            )
+        return None
 
     def _make_protocol(self) -> asyncio.Protocol:
         server = self._runner.server

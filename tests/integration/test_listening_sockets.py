@@ -65,7 +65,8 @@ SOCKETS = {
         "prefill, decode",
         "Prometheus page",
         "`--metrics-listen` (none by default)",
-        "look, when credentials are set; TLS; timeouts and caps of connections",
+        "look, when credentials are set, but for `/health` and `/ready`; TLS; timeouts and caps of "
+        "connections",
     ),
     "kv": Socket(
         "prefill, decode",

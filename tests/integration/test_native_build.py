@@ -148,3 +148,26 @@ def test_the_key_of_a_library_tells_cpus_apart(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_environment_can_forbid_native_kernels() -> None:
     assert finish(start(LOAD, BATON_NATIVE_KERNELS="0")) == ("False", "")
+
+
+@needs_compiler
+def test_what_was_built_ahead_is_loaded_where_there_is_no_compiler(
+    quick_cc: str, tmp_path: Path
+) -> None:
+    libraries = tmp_path / "libraries"
+    building = (
+        "from pathlib import Path; from baton_kernels.native import ahead; "
+        f"ahead.build_libraries(Path({str(libraries)!r}), ahead.INSTRUCTION_SETS[-4:])"
+    )
+    built = start(building, CC=quick_cc)
+    assert built.communicate(timeout=100)[1] == ""
+    environment = {
+        "CC": "no-compiler",
+        "BATON_CACHE": str(tmp_path / "cache"),
+        "BATON_NATIVE_LIBRARIES": str(libraries),
+    }
+    generated = start(GENERATE, str(ROOT / "examples" / "demo_model"), "fp32", **environment)
+    printed, errors = generated.communicate(timeout=100)
+    assert (generated.returncode, errors) == (0, ""), errors
+    assert printed.count(",") == 5
+    assert not (tmp_path / "cache" / "native").exists()

@@ -158,18 +158,20 @@ def test_a_nodes_own_server_and_its_metrics_want_a_certificate(system: System) -
     page = re.search(r"metrics at (https://\S+)", system.log("d0"))
     assert page is not None
 
-    async def ask(options: TlsOptions) -> str:
+    async def ask(options: TlsOptions, url: str) -> tuple[int, str]:
         context = client_context(read_material(options))
         async with (
             aiohttp.ClientSession() as session,
-            session.get(page[1], ssl=context) as response,
+            session.get(url, ssl=context) as response,
         ):
-            return await response.text()
+            return response.status, await response.text()
 
-    assert "baton_" in asyncio.run(ask(system.tls("operator")))
+    assert "baton_" in asyncio.run(ask(system.tls("operator"), page[1]))[1]
     nobody = TlsOptions(ca=system.tls("client").ca)
-    with pytest.raises(aiohttp.ClientError):
-        asyncio.run(ask(nobody))
+    status, text = asyncio.run(ask(nobody, page[1]))
+    assert (status, "baton_" in text) == (401, False)
+    ready_url = page[1].replace("/metrics", "/ready")
+    assert asyncio.run(ask(nobody, ready_url)) == (200, "ready\n")
     for options, ready in ((system.tls("router"), True), (nobody, False)):
         material = read_material(options)
         credentials = grpc.ssl_channel_credentials(

@@ -19,9 +19,9 @@ BUILT = b"what the compiler made"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the library belongs; builds take no time."""
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "_compiler", lambda runtime: ["cc"])
+    monkeypatch.setattr(build, "find_compiler", lambda runtime: ["cc"])
     monkeypatch.setattr(build, "_key", lambda *arguments: NAME.removesuffix(".so"))
-    monkeypatch.setattr(build, "_build", lambda *arguments: BUILT)
+    monkeypatch.setattr(build, "compile_library", lambda *arguments: BUILT)
     return tmp_path / "cache" / "native"
 
 
@@ -52,7 +52,7 @@ def test_what_is_built_is_ours_alone_and_found_again(
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / NAME).stat().st_mode & 0o777 == 0o600
     assert [path.name for path in folder.iterdir()] == [NAME]
-    monkeypatch.setattr(build, "_build", lambda *arguments: b"again")
+    monkeypatch.setattr(build, "compile_library", lambda *arguments: b"again")
     assert content() == BUILT
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from baton.checkpoint.cache_folder import CacheFolderError, cache_folder, is_own, open_own_folder
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_FLAGS = (
+FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fvisibility=default", "-w",
 )  # fmt: skip
@@ -58,8 +58,8 @@ def open_library(openmp_runtime: str | None) -> tuple[int, Path]:
     Raises:
         BuildError: no sources, no compiler, no safe place for the library, or the compiler failed.
     """
-    sources, compiler = _sources(), _compiler(openmp_runtime)
-    flags = [*_FLAGS, "-fopenmp-simd" if openmp_runtime is None else "-fopenmp"]
+    sources, compiler = find_sources(), find_compiler(openmp_runtime)
+    flags = [*FLAGS, "-fopenmp-simd" if openmp_runtime is None else "-fopenmp"]
     if not any(word.startswith(_CHOOSES_CPU) for word in compiler):
         flags += _CPU_FLAGS.get(platform.machine(), ())
     name = f"{_key(sources, compiler, flags)}.so"
@@ -72,7 +72,7 @@ def open_library(openmp_runtime: str | None) -> tuple[int, Path]:
         try:
             library = _open_own(name, folder_fd)
             if library is None:
-                _store(_build(sources, compiler, flags), name, folder_fd)
+                _store(compile_library(sources, compiler, flags), name, folder_fd)
                 library = _open_own(name, folder_fd)
         finally:
             os.close(folder_fd)
@@ -114,8 +114,11 @@ def _store(content: bytes, name: str, folder_fd: int) -> None:
         raise
 
 
-def _sources() -> list[Path]:
-    """Inside the package when installed, beside it in the repository."""
+def find_sources() -> list[Path]:
+    """Find the C files: inside the package when installed, beside it in the repository.
+
+    Raises BuildError.
+    """
     for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
         sources = sorted(path for path in folder.glob("*") if path.suffix in (".c", ".h"))
         if sources:
@@ -123,7 +126,7 @@ def _sources() -> list[Path]:
     raise BuildError(f"no C sources beside {_PACKAGE}")
 
 
-def _compiler(openmp_runtime: str | None) -> list[str]:
+def find_compiler(openmp_runtime: str | None) -> list[str]:
     """Find the first compiler whose code runs on the OpenMP runtime; return its words."""
     wanted, unfit = os.environ.get("CC"), ""
     for name in [wanted] if wanted else ["cc", "gcc", "clang"]:
@@ -143,6 +146,14 @@ def _compiler(openmp_runtime: str | None) -> list[str]:
     raise BuildError(unfit or f"no C compiler ({f'CC={wanted}' if wanted else 'cc, gcc, clang'})")
 
 
+def digest_of_sources(sources: Sequence[Path]) -> str:
+    """Name the sources by what is in them."""
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
 def _version(compiler: Sequence[str]) -> str:
     return _run([*compiler, "--version"], time.monotonic() + _TIME_LIMIT_S)
 
@@ -151,8 +162,7 @@ def _key(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str])
     digest = hashlib.sha256()
     for text in (*compiler, _version(compiler), *flags, platform.machine(), _cpu_flags()):
         digest.update(text.encode() + b"\0")
-    for path in sources:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest.update(digest_of_sources(sources).encode())
     return digest.hexdigest()[:32]
 
 
@@ -166,7 +176,9 @@ def _cpu_flags() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(names)}))
 
 
-def _build(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]) -> bytes:
+def compile_library(
+    sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]
+) -> bytes:
     """Compile the library and return its content."""
     deadline = time.monotonic() + _TIME_LIMIT_S
     with tempfile.TemporaryDirectory(prefix="baton-build-") as folder:

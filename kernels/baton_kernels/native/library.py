@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from baton_kernels.native.ahead import open_library_built_ahead
 from baton_kernels.native.build import BuildError, open_library
 
 logger = logging.getLogger(__name__)
@@ -250,14 +251,15 @@ def load_library() -> ctypes.CDLL | None:
         if runtime is not None:
             # Two OpenMP runtimes in a process would fight for its cores: ours is torch's.
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        library = _load(*open_library(runtime))
+        descriptor, path = open_library_built_ahead(runtime) or open_library(runtime)
+        library = _load(descriptor, path)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (BuildError, OSError, AttributeError) as error:
         logger.warning("no native kernels, torch computes instead (slower): %s", error)
         return None
-    logger.info("native kernels: %s threads", "OpenMP" if runtime else "no")
+    logger.info("native kernels: %s, %s threads", path.name, "OpenMP" if runtime else "no")
     return library
 
 

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.access.access import Access
 from baton.api.errors import ConfigError
 from baton.link.words import NodeRole
 from baton.serving.metrics_page import MetricsPage
@@ -168,3 +169,35 @@ def test_an_address_that_is_taken_is_one_line(source: Source) -> None:
             asyncio.run(start(listen))
     with pytest.raises(ConfigError, match="metrics_listen: must be host:port, got 'here'"):
         asyncio.run(start("here"))
+
+
+def test_probes_are_answered_though_nobody_may_look(source: Source) -> None:
+    is_ready = False
+
+    async def run() -> list[int]:
+        nonlocal is_ready
+        page = MetricsPage(
+            NodeCollector(NodeRole.DECODE, "d0", source),
+            access=Access(admin_token="an operator's, 32 characters long"),
+            is_ready=lambda: is_ready,
+        )
+        await page.start("127.0.0.1:0")
+        statuses = []
+
+        async def get(path: str) -> None:
+            url = f"http://{page.address}{path}"
+            async with aiohttp.ClientSession() as session, session.get(url) as response:
+                statuses.append(response.status)
+
+        try:
+            await get("/health")
+            await get("/ready")
+            is_ready = True
+            await get("/ready")
+            for path in ("/metrics", "/ready/", "/Ready", "/health?x=/../metrics"):
+                await get(path)
+        finally:
+            await page.close()
+        return statuses
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == [200, 503, 200, 401, 401, 401, 200]
