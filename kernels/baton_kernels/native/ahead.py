@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,8 +136,8 @@ def open_library_built_ahead(openmp_runtime: str | None) -> tuple[int, Path] | N
 
 
 def best_for_cpu(
-    libraries: Sequence[dict[str, object]], machine: str, features: frozenset[str]
-) -> dict[str, object] | None:
+    libraries: Sequence[Mapping[str, object]], machine: str, features: frozenset[str]
+) -> Mapping[str, object] | None:
     """Return the first library that runs on a CPU with these features; None if none does."""
     for library in libraries:
         needs = library["needs"]
