@@ -66,6 +66,7 @@ class ModelConfig:
     max_window_layers: int
     sliding_window_pattern: int  # one layer of so many has no window, where no types are given
     layer_types: tuple[str, ...] | None
+    attention_sinks: bool  # each head has one
     short_conv: ShortConvConfig | None  # of LFM2's layers that do not attend
     dtype: str  # the checkpoint's: "float32", "bfloat16" or "float16"
     eos_token_ids: frozenset[int]
@@ -157,6 +158,7 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         max_window_layers=fields.integer("max_window_layers", 28, minimum=0),
         sliding_window_pattern=fields.integer("sliding_window_pattern", 1),
         layer_types=_layer_types(fields, num_layers, architecture),
+        attention_sinks=dialect.attention_sinks,
         short_conv=short_conv,
         dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, generation),

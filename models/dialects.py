@@ -45,6 +45,7 @@ class Dialect:
         activation_field: where the file names the activation.
         ropes_by_layer_type: layers with a window may turn otherwise than those without.
         partial_rotary: only the first dims of a head turn, where the file says so.
+        attention_sinks: each head has a learned sink.
     """
 
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class Dialect:
     activation_field: str = "hidden_act"
     ropes_by_layer_type: bool = False
     partial_rotary: bool = False
+    attention_sinks: bool = False
 
     def fill(self, values: Mapping[str, object]) -> dict[str, object]:
         """Add the defaults to a file's fields; null stays null."""
@@ -119,6 +121,24 @@ _DIALECTS: Mapping[str, Dialect] = {
         defaults={"partial_rotary_factor": 0.5},
         reads=frozenset({"use_qk_norm"}),
         partial_rotary=True,
+    ),
+    "GptOssForCausalLM": Dialect(
+        defaults={
+            "torch_dtype": "bfloat16",
+            "attention_bias": True,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        attention_sinks=True,
     ),
     "GraniteForCausalLM": Dialect(
         defaults={"attention_multiplier": 1.0},

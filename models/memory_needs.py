@@ -25,6 +25,7 @@ _FORMATS = {
     "int8-weight-only": (1.0, 4.0, 0),
     "int8": (1.0, 2.0, 128),
     "int4": (0.5, 2.5, 32),
+    "mxfp4": (1.0, 2.0, 32),  # no value of --weights: experts that a checkpoint has so
 }
 _HEADS_FORMATS = {"int4": "int8"}  # others keep the head as they keep the layers
 _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -107,6 +108,8 @@ def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
         return _gguf_bytes(config, GgufFile.read(gguf.resolve()), dtype)
     if config.quantization is None:
         return None
+    if config.quantization.method == "mxfp4":  # what else there is has 16 bits
+        return _weight_bytes(config, _format(config, "auto", dtype), dtype, experts="mxfp4")
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
 
 
@@ -122,13 +125,28 @@ def _gguf_bytes(config: ModelConfig, file: GgufFile, dtype: str) -> int:
     return total
 
 
-def _weight_bytes(config: ModelConfig, format_: str, dtype: str) -> int:
+def _weight_bytes(
+    config: ModelConfig, format_: str, dtype: str, *, experts: str | None = None
+) -> int:
+    """Return the bytes of all weights.
+
+    Args:
+        config: of the model.
+        format_: of linear layers; a dtype where they stay torch's own.
+        dtype: of what is not packed.
+        experts: their format; None: as other layers.
+    """
     head: _Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
     layers = sum(
         _matrix_bytes(one, format_, dtype)
         for layer in range(config.num_layers)
         for one in _layer(config, layer)
+    )
+    layers += sum(
+        _matrix_bytes(one, experts or format_, dtype)
+        for layer in range(config.num_layers)
+        for one in _experts(config, layer)
     )
     layers += _exact_bytes(config, format_, dtype)
     head_format = _HEADS_FORMATS.get(format_, format_)
@@ -141,7 +159,8 @@ def _weight_bytes(config: ModelConfig, format_: str, dtype: str) -> int:
 
 def _is_narrow(config: ModelConfig) -> bool:
     """Say whether an embedding is kept in bfloat16, whatever is computed in."""
-    return config.dtype == "bfloat16" and config.quantization is None
+    is_plain = config.quantization is None or config.quantization.method == "mxfp4"
+    return config.dtype == "bfloat16" and is_plain
 
 
 def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool = True) -> str:
@@ -160,7 +179,7 @@ def _attends(config: ModelConfig, layer: int) -> bool:
 
 
 def _layer(config: ModelConfig, layer: int) -> list[_Matrix]:
-    """Return the linear layers of one layer, but for those that are never rounded."""
+    """Return the linear layers of one layer, but for experts and those that are never rounded."""
     query, key = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     hidden, moe = config.hidden_size, config.moe
     mixer = [(query + 2 * key, hidden), (hidden, query)]
@@ -174,8 +193,15 @@ def _layer(config: ModelConfig, layer: int) -> list[_Matrix]:
         mixer = [(3 * hidden, hidden), (hidden, hidden)]
     if moe is None or layer in moe.dense_layers:
         return [*mixer, *_mlp(hidden, config.intermediate_size)]
-    experts = _mlp(hidden, moe.inner_size) * moe.num_experts
-    return [*mixer, *experts, *_mlp(hidden, moe.shared_size)]
+    return [*mixer, *_mlp(hidden, moe.shared_size)]
+
+
+def _experts(config: ModelConfig, layer: int) -> list[_Matrix]:
+    """Return the experts of one layer that not all tokens go through."""
+    moe = config.moe
+    if moe is None or layer in moe.dense_layers:
+        return []
+    return _mlp(config.hidden_size, moe.inner_size) * moe.num_experts
 
 
 def _latent_attention(config: ModelConfig, mla: MLAConfig) -> list[_Matrix]:

@@ -29,6 +29,9 @@ class MoeConfig:
         shared_size: of the gated middle of what every token goes through besides; 0: nothing.
         has_shared_gate: whether a token's logit says how much of that it gets.
         dense_layers: layers that have one MLP in place of experts.
+        activation: of the experts, see ``baton_kernels.gated_mul``.
+        has_biases: whether router and experts add one to each product.
+        stored_by_turns: checkpoints have fused experts, gates and ups by turns.
     """
 
     num_experts: int
@@ -44,6 +47,9 @@ class MoeConfig:
     shared_size: int = 0
     has_shared_gate: bool = False
     dense_layers: frozenset[int] = frozenset()
+    activation: str = "silu"
+    has_biases: bool = False
+    stored_by_turns: bool = False
 
 
 def parse_moe(fields: Fields, architecture: str) -> MoeConfig | None:
@@ -117,6 +123,22 @@ def _deepseek_v3(fields: Fields) -> MoeConfig:
     return _deepseek(fields, scoring="sigmoid", group_best=2)
 
 
+def _gpt_oss(fields: Fields) -> MoeConfig:
+    """OpenAI, arXiv:2508.10925."""
+    for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if fields.number(name, only) != only:
+            raise fields.wrong(name, f"{fields.get(name)} is not supported; supported: {only}")
+    return MoeConfig(
+        num_experts=fields.integer("num_local_experts"),
+        inner_size=fields.integer("intermediate_size"),
+        top_k=fields.integer("num_experts_per_tok"),
+        scoring="softmax of the chosen",
+        activation="clamped_swiglu",
+        has_biases=True,
+        stored_by_turns=True,
+    )
+
+
 def _expect(fields: Fields, name: str, supported: str) -> None:
     found = fields.text(name, supported)
     if found != supported:
@@ -165,5 +187,6 @@ _DIALECTS: dict[str, Callable[[Fields], MoeConfig]] = {
     "Qwen3MoeForCausalLM": _qwen3,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "GptOssForCausalLM": _gpt_oss,
     "Glm4MoeForCausalLM": _deepseek_v3,  # GLM-4.5, arXiv:2508.06471
 }

@@ -152,9 +152,15 @@ def _awq(quantization: Fields) -> QuantizationConfig:
     return QuantizationConfig("awq", _bits(quantization, _AWQ_BITS))
 
 
+def _mxfp4(quantization: Fields) -> QuantizationConfig:
+    """Numbers of four bits in groups with powers of two, of gpt-oss's experts."""
+    return QuantizationConfig("mxfp4")
+
+
 _PARSERS: dict[str, Callable[[Fields], QuantizationConfig]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
+    "mxfp4": _mxfp4,
 }

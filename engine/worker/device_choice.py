@@ -110,7 +110,7 @@ def choose_packer(
 
 
 def choose_backends(
-    spec: KVCacheSpec, config: EngineConfig, device: torch.device
+    spec: KVCacheSpec, config: EngineConfig, device: torch.device, model: ModelConfig
 ) -> tuple[str | None, ...]:
     """Choose a backend for each group, by what its layers keep; a log line for each kind says why.
 
@@ -131,6 +131,7 @@ def choose_backends(
             spec.block_size,
             fp8=config.kv_cache_dtype == "fp8",
             latent=kind is KVKind.LATENT,
+            sinks=model.attention_sinks,
         )
         logger.info("attention backend %s for %s layers: %s", chosen[kind], kind.value, reason)
     return tuple(chosen[group.kv.kind] for group in spec.groups)

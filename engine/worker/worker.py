@@ -83,7 +83,7 @@ class Worker:
         self.config = config = replace(config, block_size=spec.block_size)
         if spec.state_groups and config.max_num_drafts:
             raise ConfigError("speculative_method: a model's states cannot be taken back; use none")
-        backends = choose_backends(spec, config, device)
+        backends = choose_backends(spec, config, device, model.config)
         num_blocks = choose_num_blocks(
             spec,
             config,

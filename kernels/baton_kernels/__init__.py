@@ -232,9 +232,14 @@ def experts(
     down: Tensor,
     base: Tensor | None = None,
     base_gate: Tensor | None = None,
+    *,
+    biases: tuple[Tensor, Tensor] | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """Send each token through its experts, and add up what they make."""
-    out: Tensor = ops_for(x).experts(x, ids, weights, gate_up, down, base, base_gate)
+    out: Tensor = ops_for(x).experts(
+        x, ids, weights, gate_up, down, base, base_gate, biases=biases, activation=activation
+    )
     return out
 
 
@@ -246,9 +251,13 @@ def packed_experts(
     down: PackedWeight,
     base: Tensor | None = None,
     base_gate: Tensor | None = None,
+    *,
+    activation: str = "silu",
 ) -> Tensor:
     """`experts` with packed weights, which are always on the CPU."""
-    out: Tensor = ops_for(x).packed_experts(x, ids, weights, gate_up, down, base, base_gate)
+    out: Tensor = ops_for(x).packed_experts(
+        x, ids, weights, gate_up, down, base, base_gate, activation=activation
+    )
     return out
 
 

@@ -25,12 +25,24 @@ from baton_kernels.routing import Routing, Scoring
 # one of every wider type, so that reading it rounds nothing.
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+# gpt-oss clamps both halves of a gated unit (OpenAI, arXiv:2508.10925).
+CLAMPED_SWIGLU = "clamped_swiglu"
+SWIGLU_LIMIT = 7.0
+SWIGLU_ALPHA = 1.702  # of the sigmoid's argument
+
+
+def _clamped_swish(gate: Tensor) -> Tensor:
+    wide = gate.float().clamp(max=SWIGLU_LIMIT)
+    return (wide * (SWIGLU_ALPHA * wide).sigmoid()).to(gate.dtype)
+
+
 # What a gate goes through; "gelu_tanh" is the approximation (Hendrycks and Gimpel,
 # arXiv:1606.08415).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "gelu": functional.gelu,
+    CLAMPED_SWIGLU: _clamped_swish,
 }
 
 
@@ -131,12 +143,15 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
 
     Args:
         gate_up: ``[..., 2 * size]``, the gate in the first half, what it gates in the second.
-        activation: one of ``ACTIVATIONS``.
+        activation: one of ``ACTIVATIONS``; with ``CLAMPED_SWIGLU`` what is gated is clamped, too,
+            and counted from -1.
 
     Returns:
         ``[..., size]``.
     """
     gate, up = gate_up.chunk(2, dim=-1)  # each [..., size]
+    if activation == CLAMPED_SWIGLU:
+        up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -400,6 +415,9 @@ def experts(
     down: Tensor,
     base: Tensor | None = None,
     base_gate: Tensor | None = None,
+    *,
+    biases: tuple[Tensor, Tensor] | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """Send each token through its experts, gated MLPs, and add up what they make.
 
@@ -411,13 +429,17 @@ def experts(
         down: ``[num_experts, hidden_size, inner_size]``.
         base: ``[num_tokens, hidden_size]``, what is added to; of shared experts.
         base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate) * base`` is added to.
+        biases: ``[num_experts, 2 * inner_size]`` and ``[num_experts, hidden_size]``, of both.
+        activation: see ``gated_mul``.
 
     Returns:
         ``[num_tokens, hidden_size]``; added in the order of ``ids``, in float32.
     """
 
     def compute(expert: int, rows: Tensor) -> Tensor:
-        return functional.linear(silu_mul(functional.linear(rows, gate_up[expert])), down[expert])
+        of_halves, of_down = (None, None) if biases is None else (one[expert] for one in biases)
+        halves = functional.linear(rows, gate_up[expert], of_halves)
+        return functional.linear(gated_mul(halves, activation), down[expert], of_down)
 
     return _mix_experts(x, ids, weights, compute, base, base_gate)
 
@@ -430,10 +452,13 @@ def packed_experts(
     down: PackedWeight,
     base: Tensor | None = None,
     base_gate: Tensor | None = None,
+    *,
+    activation: str = "silu",
 ) -> Tensor:
     """`experts`, whose weights are packed: those of all experts, one after another.
 
-    Inputs of each product are rounded where weights are codes, see ``rounded_inputs``.
+    Inputs of each product are rounded where weights are codes, see ``rounded_inputs``. Biases are
+    the packed weights' own.
     """
     hidden, inner = x.shape[1], down.in_features
     all_halves, all_downs = gate_up.unpacked(), down.unpacked()
@@ -447,7 +472,7 @@ def packed_experts(
         of_inner = slice(2 * expert * inner, 2 * (expert + 1) * inner)
         of_hidden = slice(expert * hidden, (expert + 1) * hidden)
         halves = multiply(rows, gate_up, all_halves, of_inner)
-        return multiply(silu_mul(halves), down, all_downs, of_hidden)
+        return multiply(gated_mul(halves, activation), down, all_downs, of_hidden)
 
     return _mix_experts(x, ids, weights, compute, base, base_gate)
 

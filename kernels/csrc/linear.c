@@ -208,7 +208,8 @@ INLINE void finish(const linear_call *c, int type, int64_t row, int64_t column, 
     adjust(c, c->num_columns + column, width, up);
     for (int64_t i = 0; i < PANEL; i += LANES) {
         vec gate = round_all(type, activate(c->gated, round_all(type, load(FLOAT32, tile, i))));
-        store_as(type, to, i, gate * round_all(type, load(FLOAT32, up, i)));
+        vec gated = gated_half(c->gated, round_all(type, load(FLOAT32, up, i)));
+        store_as(type, to, i, gate * round_all(type, gated));
     }
 }
 

@@ -89,15 +89,15 @@ INLINE void gated_mul_row(int type, int64_t kind, int64_t size, const void *gate
                           void *out) {
     int64_t whole = size - size % LANES, rest = (size - whole) * size_of(type);
     for (int64_t j = 0; j < whole; j += LANES) {
-        vec gated = round_all(type, activate(kind, load(type, gate, j)));
-        store_as(type, out, j, gated * load(type, up, j));
+        vec made = round_all(type, activate(kind, load(type, gate, j)));
+        store_as(type, out, j, made * round_all(type, gated_half(kind, load(type, up, j))));
     }
     if (!rest) return;
     float last[3][LANES] = {{0}};
     memcpy(last[0], at(type, gate, whole), rest);
     memcpy(last[1], at(type, up, whole), rest);
-    vec gated = round_all(type, activate(kind, load(type, last[0], 0)));
-    store_as(type, last[2], 0, gated * load(type, last[1], 0));
+    vec made = round_all(type, activate(kind, load(type, last[0], 0)));
+    store_as(type, last[2], 0, made * round_all(type, gated_half(kind, load(type, last[1], 0))));
     memcpy((void *)at(type, out, whole), last[2], rest);
 }
 

@@ -360,7 +360,9 @@ INLINE vec exp_of_negative(vec x) { return keep(~(x < splat(-87.3f)), exp_within
 INLINE vec silu(vec x) { return keep(~(x < -88.0f), x / (exp_fast(-x) + 1.0f)); }
 
 /* What makes a gate of the first half of a gated unit; 0 is taken by "not gated". */
-enum { SILU = 1, GELU_TANH = 2, GELU = 3 };
+enum { SILU = 1, GELU_TANH = 2, GELU = 3, CLAMPED_SWIGLU = 4 };
+#define SWIGLU_LIMIT 7.0f
+#define SWIGLU_ALPHA 1.702f
 
 /* Hendrycks and Gimpel, arXiv:1606.08415. The approximation by tanh is x * sigmoid(2 * u). */
 INLINE vec gelu_tanh(vec x) {
@@ -374,8 +376,22 @@ INLINE vec gelu(vec x) {
     return 0.5f * x * grown;
 }
 
+/* x * sigmoid(alpha * x), where x ends at the limit (gpt-oss, arXiv:2508.10925). */
+INLINE vec clamped_swish(vec x) {
+    x = choose(x > SWIGLU_LIMIT, splat(SWIGLU_LIMIT), x);
+    return keep(~(x < -88.0f / SWIGLU_ALPHA), x / (exp_fast(-SWIGLU_ALPHA * x) + 1.0f));
+}
+
 INLINE vec activate(int64_t kind, vec x) {
+    if (kind == CLAMPED_SWIGLU) return clamped_swish(x);
     return kind == SILU ? silu(x) : kind == GELU_TANH ? gelu_tanh(x) : gelu(x);
+}
+
+/* What a gate is multiplied with; `x` is the second half of a gated unit. */
+INLINE vec gated_half(int64_t kind, vec x) {
+    if (kind != CLAMPED_SWIGLU) return x;
+    x = choose(x > SWIGLU_LIMIT, splat(SWIGLU_LIMIT), x);
+    return choose(x < -SWIGLU_LIMIT, splat(-SWIGLU_LIMIT), x) + 1.0f;
 }
 
 /* cap * tanh(x / cap); where the difference would lose digits, by the series of the tangent. */

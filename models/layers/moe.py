@@ -42,14 +42,15 @@ class SparseMoe(nn.Module):
         )
         hidden, inner, experts = config.hidden_size, moe.inner_size, range(moe.num_experts)
         self._hidden_size, self._inner_size = hidden, inner
-        self.gate: nn.Module = ExactLinear(hidden, moe.num_experts, bias=False)
+        self.gate: nn.Module = ExactLinear(hidden, moe.num_experts, bias=moe.has_biases)
         self.e_score_correction_bias: nn.Parameter | None = None
         if moe.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts))
         halves = [f"experts.{expert}.{half}_proj" for expert in experts for half in ("gate", "up")]
         downs = [f"experts.{expert}.down_proj" for expert in experts]
-        self.gate_up: nn.Module = JoinedLinear(hidden, dict.fromkeys(halves, inner), bias=False)
-        self.down: nn.Module = JoinedLinear(inner, dict.fromkeys(downs, hidden), bias=False)
+        bias, self._activation = moe.has_biases, moe.activation
+        self.gate_up: nn.Module = JoinedLinear(hidden, dict.fromkeys(halves, inner), bias=bias)
+        self.down: nn.Module = JoinedLinear(inner, dict.fromkeys(downs, hidden), bias=bias)
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: nn.Module | None = None
         if moe.shared_size:
@@ -64,12 +65,24 @@ class SparseMoe(nn.Module):
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
-            return ops.packed_experts(x, ids, weights, *packed, shared, gate)
+            return ops.packed_experts(
+                x, ids, weights, *packed, shared, gate, activation=self._activation
+            )
         assert isinstance(self.gate_up, nn.Linear)
         assert isinstance(self.down, nn.Linear)
         gate_up = self.gate_up.weight.view(-1, 2 * self._inner_size, self._hidden_size)
         down = self.down.weight.view(-1, self._hidden_size, self._inner_size)
-        return ops.experts(x, ids, weights, gate_up, down, shared, gate)
+        biases = None
+        if self.gate_up.bias is not None and self.down.bias is not None:
+            biases = (
+                self.gate_up.bias.view(-1, 2 * self._inner_size),
+                self.down.bias.view(-1, self._hidden_size),
+            )
+        return ops.experts(
+            *(x, ids, weights, gate_up, down, shared, gate),
+            biases=biases,
+            activation=self._activation,
+        )
 
 
 def feed_forward(config: ModelConfig, layer_index: int) -> nn.Module:

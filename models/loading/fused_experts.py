@@ -3,6 +3,13 @@
     mlp.experts.gate_up_proj [experts, 2 * size, hidden]  ──  mlp.experts.0.gate_proj.weight, ...
     mlp.experts.down_proj    [experts, hidden, size]      ──  mlp.experts.0.down_proj.weight, ...
 
+In gpt-oss inputs come before outputs, and gates and ups by turns; with biases, and perhaps MXFP4:
+
+    mlp.experts.gate_up_proj        [experts, hidden, 2 * size]
+    mlp.experts.gate_up_proj_blocks [experts, 2 * size, hidden / 32, 16 bytes], in place of that,
+    mlp.experts.gate_up_proj_scales [experts, 2 * size, hidden / 32]
+    mlp.experts.gate_up_proj_bias   [experts, 2 * size]
+
 Refuses to know: modules, how tensors are stored.
 """
 
@@ -11,16 +18,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
-from models.loading.stored_weights import StoredTensor
+from baton_kernels import GroupedIntegers
+from models.loading.fp4 import mxfp4, mxfp4_integers
+from models.loading.stored_weights import StoredTensor, release_pages
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+# The parts of one expert: names, and which half of the fused one's outputs they are; None: all.
+_PARTS: Mapping[str, Mapping[str, int | None]] = {
+    _GATE_UP: {"gate_proj": 0, "up_proj": 1},
+    _DOWN: {"down_proj": None},
+}
+_BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 
 
 def split_fused_experts(
-    tensors: Mapping[str, StoredTensor], num_experts: int, rename: Callable[[str], str]
+    tensors: Mapping[str, StoredTensor],
+    num_experts: int,
+    rename: Callable[[str], str],
+    *,
+    by_turns: bool = False,
 ) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors, by name, those that are fused as parts that are read alone.
 
@@ -30,22 +50,25 @@ def split_fused_experts(
         tensors: by name.
         num_experts: of each layer that has some.
         rename: makes a checkpoint's name of a module's.
+        by_turns: fused experts are as in gpt-oss.
     """
-    if not any(name.endswith((_GATE_UP, _DOWN)) for name in tensors):
+    if by_turns:
+        parts = (part for one in tensors.values() for part in _by_turns(one, tensors, num_experts))
+    elif any(name.endswith((_GATE_UP, _DOWN)) for name in tensors):
+        parts = (part for stored in tensors.values() for part in _parts(stored, num_experts))
+    else:
         return dict(tensors)
-    parts = (part for stored in tensors.values() for part in _parts(stored, num_experts))
     return {rename(part.name): part for part in parts}
 
 
 def _parts(stored: StoredTensor, num_experts: int) -> Iterator[StoredTensor]:
     name, kind = stored.name, stored.name[stored.name.rfind(".experts.") :]
-    if kind not in (_GATE_UP, _DOWN):
+    if kind not in _PARTS:
         yield stored
         return
     prefix = name.rpartition(".")[0]
-    halves = {"down_proj": None} if kind == _DOWN else {"gate_proj": 0, "up_proj": 1}
     for expert in range(num_experts):
-        for part, half in halves.items():
+        for part, half in _PARTS[kind].items():
             read = functools.partial(_read, stored, num_experts, expert, half)
             yield StoredTensor(
                 stored.path, f"{prefix}.{expert}.{part}.weight", read, stored.is_mapped
@@ -53,9 +76,104 @@ def _parts(stored: StoredTensor, num_experts: int) -> Iterator[StoredTensor]:
 
 
 def _read(stored: StoredTensor, num_experts: int, expert: int, half: int | None) -> Tensor:
+    rows = _expert(stored, num_experts, expert, num_dims=2)
+    if half is None:
+        return rows
+    _check_halves(stored, len(rows))
+    return rows.chunk(2)[half]
+
+
+def _by_turns(
+    stored: StoredTensor, tensors: Mapping[str, StoredTensor], num_experts: int
+) -> Iterator[StoredTensor]:
+    """Yield the parts of a tensor as gpt-oss has it; nothing of scales, which blocks go with."""
+    name = stored.name
+    kind = name[name.rfind(".experts.") :]
+    base = next((one for one in _PARTS if kind.startswith(one)), None)
+    form = "" if base is None else kind.removeprefix(base)
+    scales = tensors.get(name.removesuffix(_BLOCKS) + _SCALES) if form == _BLOCKS else None
+    if form == _SCALES and name.removesuffix(_SCALES) + _BLOCKS in tensors:
+        return
+    if base is None or form not in ("", _BIAS, _BLOCKS) or (form == _BLOCKS and scales is None):
+        yield stored
+        return
+    prefix, kind = name.rpartition(".")[0], "bias" if form == _BIAS else "weight"
+    for expert in range(num_experts):
+        for part, half in _PARTS[base].items():
+            place = (num_experts, expert, half)
+            part_name = f"{prefix}.{expert}.{part}.{kind}"
+            if scales is None:
+                read = functools.partial(_read_by_turns, stored, *place)
+                yield StoredTensor(stored.path, part_name, read)
+            else:
+                read = functools.partial(_read_mxfp4, stored, scales, *place)
+                keep = functools.partial(_keep_mxfp4, stored, scales, *place)
+                yield StoredTensor(stored.path, part_name, read, read_integers=keep)
+
+
+def _read_by_turns(stored: StoredTensor, num_experts: int, expert: int, half: int | None) -> Tensor:
+    """Copy one part of a weight, inputs before outputs, or of a bias."""
+    num_dims = 1 if stored.name.endswith(_BIAS) else 2
+    found = _expert(stored, num_experts, expert, num_dims=num_dims)
+    return _copied(stored, found, found.movedim(-1, 0), half)
+
+
+def _read_mxfp4(
+    blocks: StoredTensor, scales: StoredTensor, num_experts: int, expert: int, half: int | None
+) -> Tensor:
+    try:
+        return mxfp4(*_mxfp4_parts(blocks, scales, num_experts, expert, half))
+    except ValueError as error:
+        raise ModelLoadError(f"{blocks.path}: {blocks.name}: {error}") from error
+
+
+def _keep_mxfp4(
+    blocks: StoredTensor, scales: StoredTensor, num_experts: int, expert: int, half: int | None
+) -> GroupedIntegers | None:
+    try:
+        return mxfp4_integers(*_mxfp4_parts(blocks, scales, num_experts, expert, half))
+    except ValueError as error:
+        raise ModelLoadError(f"{blocks.path}: {blocks.name}: {error}") from error
+
+
+def _mxfp4_parts(
+    blocks: StoredTensor, scales: StoredTensor, num_experts: int, expert: int, half: int | None
+) -> tuple[Tensor, Tensor]:
+    """Copy bytes of numbers, ``[out, in / 2]``, and of exponents, ``[out, in / 32]``."""
+    packed = _expert(blocks, num_experts, expert, num_dims=3)
+    exponents = _expert(scales, num_experts, expert, num_dims=2)
+    packed = _copied(blocks, packed, packed, half).flatten(1)
+    return packed, _copied(scales, exponents, exponents, half)
+
+
+def _expert(stored: StoredTensor, num_experts: int, expert: int, *, num_dims: int) -> Tensor:
+    """Read one expert's part of a fused tensor."""
     tensor = stored.read()
-    if tensor.dim() != 3 or len(tensor) != num_experts or (half is not None and len(tensor[0]) % 2):
+    if tensor.dim() != num_dims + 1 or len(tensor) != num_experts:
         problem = f"shape {list(tensor.shape)}, but config.json means {num_experts} experts"
         raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
-    rows = tensor[expert]
-    return rows if half is None else rows.chunk(2)[half]
+    return tensor[expert]
+
+
+def _copied(stored: StoredTensor, found: Tensor, outputs: Tensor, half: int | None) -> Tensor:
+    """Copy every second output of an expert, or all, and let go of the file's pages.
+
+    Args:
+        stored: the fused tensor.
+        found: the expert's part of it.
+        outputs: a view of that, ``[out, ...]``.
+        half: 0 for gates, 1 for ups, None for all.
+    """
+    if half is not None:
+        _check_halves(stored, len(outputs))
+        outputs = outputs[half::2]
+    copy = outputs.clone(memory_format=torch.contiguous_format)
+    if stored.is_mapped:
+        release_pages(found)
+    return copy
+
+
+def _check_halves(stored: StoredTensor, num_outputs: int) -> None:
+    if num_outputs % 2:
+        problem = f"{num_outputs} outputs, which are no gates and as many ups"
+        raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")

@@ -75,7 +75,12 @@ def load_model(
     with ExitStack() as files:
         stored = _open_weights(path, config, files)
         if config.moe is not None:
-            stored = split_fused_experts(stored, config.moe.num_experts, model.checkpoint_name)
+            stored = split_fused_experts(
+                stored,
+                config.moe.num_experts,
+                model.checkpoint_name,
+                by_turns=config.moe.stored_by_turns,
+            )
         _load_weights(model, path, stored, dtype, torch.device(device), packer)
     return model.to(device).eval().requires_grad_(requires_grad=False)
 

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from baton.api.errors import ModelLoadError
 from baton_kernels import GroupedIntegers, Groups
+from models.loading.fp4 import fp4, mxfp4
 from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# e2m1 (OCP MX, 1.0): the eight magnitudes, then the same below zero.
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127
 # In which order AWQ's GEMM layout has eight neighbours in a word.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -59,7 +57,7 @@ def read_quantized(
     Reading one raises ModelLoadError where a layer is stored in a way that is not known, or its
     parts do not fit.
     """
-    storages = STORAGES[quantization.method]
+    storages = STORAGES.get(quantization.method, ())  # none: see `fused_experts.py`
     suffixes = frozenset().union(*(one.parts | one.may_have for one in storages))
     layers: defaultdict[str, list[StoredTensor]] = defaultdict(list)
     for name, stored in tensors.items():
@@ -159,14 +157,6 @@ def _num_bits(num_words: int, num_columns: int) -> int:
         if -(-num_columns * num_bits // 32) == num_words:
             return num_bits
     raise ValueError(f"{num_columns} numbers do not fill {num_words} words")
-
-
-def _fp4(packed: Tensor) -> Tensor:
-    """Two numbers of e2m1 in each byte, the low half first: ``[out, in]`` in bfloat16."""
-    magnitudes = torch.tensor(_FP4, dtype=torch.bfloat16)
-    table = torch.cat([magnitudes, -magnitudes])
-    halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-    return table[halves.int()]
 
 
 def _scaled(
@@ -309,7 +299,7 @@ def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 def _nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     """e2m1 in groups of 16 with scales of e4m3, and one scale for all."""
-    numbers = _fp4(parts["weight_packed"])
+    numbers = fp4(parts["weight_packed"])
     scale = parts["weight_scale"].to(numbers.dtype) / parts["weight_global_scale"]
     return _scaled(numbers, scale).to(numbers.dtype)
 
@@ -319,8 +309,7 @@ def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     scale = parts["weight_scale"]
     if scale.dtype != torch.uint8:
         raise ValueError(f"weight_scale: dtype {scale.dtype} is not supported for mxfp4")
-    exponents = scale.to(torch.int32) - _E8M0_BIAS
-    return _scaled(_fp4(parts["weight_packed"]), 2.0 ** exponents.to(torch.bfloat16))
+    return mxfp4(parts["weight_packed"], scale)
 
 
 def _gptq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ class WeightPart:
             yield first_row, rows
             first_row += len(rows)
             if self.is_mapped:
-                _release_pages(rows)
+                release_pages(rows)
 
 
 def open_safetensors(paths: Iterable[Path], files: ExitStack) -> dict[str, StoredTensor]:
@@ -115,7 +115,7 @@ def _unreadable(path: Path, error: Exception) -> ModelLoadError:
     return ModelLoadError(f"{path}: not a readable safetensors file: {error}")
 
 
-def _release_pages(tensor: Tensor) -> None:
+def release_pages(tensor: Tensor) -> None:
     """Let go of the whole pages under a tensor, which nobody reads any more."""
     madvise = _madvise()
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -235,6 +235,9 @@ def test_flash_attn_is_chosen_where_its_block_sizes_allow(
     with pytest.raises(ConfigError, match="a multiple of 256 for flash_attn 2, got 16"):
         choose_attention_backend("cuda:0", "flash_attn", block_size=16)
     assert choose_attention_backend("cuda:0", "flash_attn", block_size=512)[0] == "flash_attn"
+    with pytest.raises(ConfigError, match=r"^attention_backend: flash_attn .* sinks$"):
+        choose_attention_backend("cuda:0", "flash_attn", block_size=512, sinks=True)
+    assert choose_attention_backend("cuda:0", "triton", sinks=True)[0] == "triton"
     (tmp_path / "flash_attn_interface.py").touch()
     importlib.invalidate_caches()
     assert choose_attention_backend("cuda:0", "flash_attn", block_size=16)[0] == "flash_attn"

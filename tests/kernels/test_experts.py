@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from baton_kernels import Routing, reference
+from baton_kernels import Routing, Scoring, reference
 from baton_kernels.triton.experts import FEW_ROWS, MANY_ROWS, Tiles, experts
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.numerics.tolerances import assert_close
 
 # Tokens, hidden size, size of an expert, experts, those of a token.
 SHAPES = [(1, 64, 48, 4, 2), (7, 40, 24, 8, 3), (70, 64, 32, 2, 2), (33, 72, 80, 16, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_clamped_gates_and_biases(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    num_tokens, hidden, inner, num_experts, top_k = shape
+    torch.manual_seed(0)
+    x = 4 * torch.randn(num_tokens, hidden).to(device, dtype)  # so that gates are clamped
+    gate_up = (torch.randn(num_experts, 2 * inner, hidden) / hidden**0.5).to(device, dtype)
+    down = (torch.randn(num_experts, hidden, inner) / inner**0.5).to(device, dtype)
+    biases = (
+        torch.randn(num_experts, 2 * inner).to(device, dtype),
+        torch.randn(num_experts, hidden).to(device, dtype),
+    )
+    logits = torch.randn(num_tokens, num_experts, device=device)
+    ids, weights = reference.route(logits, Routing(top_k, Scoring.SOFTMAX_OF_CHOSEN))
+    options: Any = {"biases": biases, "activation": reference.CLAMPED_SWIGLU}
+    found = experts(x, ids, weights, gate_up, down, **options)
+    assert_close(found, reference.experts(x, ids, weights, gate_up, down, **options))
+    plain = reference.experts(x, ids, weights, gate_up, down)
+    assert not torch.allclose(found, plain, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("has_base", [False, True])

@@ -204,6 +204,20 @@ FAMILIES: dict[str, Family] = {
             "rope_parameters.partial_rotary_factor": 0.1,
         },
     ),
+    "GptOssForCausalLM": Family(
+        {
+            "plain": layers("ff") | {"intermediate_size": 64, "initializer_range": 0.3},
+            "windows 1:1, YaRN": layers("sfsf")
+            | {
+                "initializer_range": 0.3,
+                "intermediate_size": 64,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 3,
+                "rope_parameters": _YARN | {"truncate": False},
+            },
+        },
+        {"swiglu_alpha": 1.5, "swiglu_limit": 5.0, "sliding_window": None},
+    ),
     "GraniteForCausalLM": Family(
         {"plain": {}, "every bias": {"attention_bias": True, "mlp_bias": True}},
         {"final_logit_softcapping": 5.0},

@@ -58,34 +58,48 @@ def test_equal_scores_go_to_the_first() -> None:
         assert ids.tolist() == ([[0, 1, 2]] * 2 if len(logits) == 2 else [[1, 3, 2]])
 
 
-def packed(num_rows: int, num_columns: int, format_: WeightFormat, width: int) -> PackedWeight:
+def packed(
+    num_rows: int, num_columns: int, format_: WeightFormat, width: int, *, has_bias: bool = False
+) -> PackedWeight:
     weight = torch.randn(num_rows, num_columns) / num_columns**0.5
-    return PackedWeight.pack(weight, None, format_, width)
+    return PackedWeight.pack(weight, torch.randn(num_rows) if has_bias else None, format_, width)
 
 
+@pytest.mark.parametrize("activation", ["silu", reference.CLAMPED_SWIGLU])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("format_", WeightFormat, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_in_c(
-    native: NativeOps, shape: tuple[int, ...], format_: WeightFormat, dtype: torch.dtype
+    native: NativeOps,
+    shape: tuple[int, ...],
+    format_: WeightFormat,
+    dtype: torch.dtype,
+    activation: str,
 ) -> None:
+    """With biases where gates are clamped; some are, for inputs are large there."""
     torch.manual_seed(0)
     num_tokens, hidden, inner, num_experts, top_k = shape
-    x = torch.randn(num_tokens, hidden).to(dtype)
+    has_biases = activation != "silu"
+    x = (torch.randn(num_tokens, hidden) * (4 if has_biases else 1)).to(dtype)
     base, base_gate = torch.randn_like(x), torch.randn(num_tokens, 1)
     ids, weights = native.route(torch.randn(num_tokens, num_experts), Routing(top_k))
-    gate_up = packed(2 * num_experts * inner, hidden, format_, native.panel_width)
-    down = packed(num_experts * hidden, inner, format_, native.panel_width)
+    gate_up = packed(
+        2 * num_experts * inner, hidden, format_, native.panel_width, has_bias=has_biases
+    )
+    down = packed(num_experts * hidden, inner, format_, native.panel_width, has_bias=has_biases)
 
     def compute(rows: slice, *, shared: bool) -> Tensor:
         extra = (base[rows], base_gate[rows]) if shared else (None, None)
-        return native.packed_experts(x[rows], ids[rows], weights[rows], gate_up, down, *extra)
+        chosen = (x[rows], ids[rows], weights[rows])
+        return native.packed_experts(*chosen, gate_up, down, *extra, activation=activation)
 
     every = slice(None)
     for shared in (False, True):
         found = compute(every, shared=shared)
         extra = (base, base_gate) if shared else ()
-        expected = reference.packed_experts(x, ids, weights, gate_up, down, *extra)
+        expected = reference.packed_experts(
+            x, ids, weights, gate_up, down, *extra, activation=activation
+        )
         # Where inputs are rounded to 8 bits, a sum's last bit may decide about a step.
         tolerance = 3e-2 if dtype == torch.bfloat16 else 2e-3 if format_.code_bits else 1e-5
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

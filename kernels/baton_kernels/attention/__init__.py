@@ -38,6 +38,7 @@ def choose_attention_backend(
     *,
     fp8: bool = False,
     latent: bool = False,
+    sinks: bool = False,
 ) -> tuple[str, str]:
     """Pick the attention backend for a device.
 
@@ -47,6 +48,7 @@ def choose_attention_backend(
         block_size: tokens per block of the KV cache.
         fp8: the KV cache is of float8.
         latent: it holds one vector per token instead of keys and values (MLA).
+        sinks: each head has one.
 
     Returns:
         ``(name, reason)``; the reason is one phrase for the log.
@@ -58,6 +60,8 @@ def choose_attention_backend(
         return _choose_for_latents(device, override, block_size, fp8=fp8)
     if override is not None:
         _check(override, block_size)
+        if sinks and override == "flash_attn":
+            raise ConfigError("attention_backend: flash_attn takes no attention sinks")
         problem = _reason_against_fp8(override, device) if fp8 else None
         if problem is not None:
             raise ConfigError(f"kv_cache_dtype: fp8 with {override}: {problem}")

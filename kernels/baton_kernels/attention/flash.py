@@ -69,8 +69,7 @@ class FlashAttention:
     ) -> Tensor:
         """See ``AttentionBackend.run``; there is none over latents, nor with sinks."""
         assert value_dim is None, "values are as long as keys"
-        if sinks is not None:
-            raise ValueError("attention sinks: flash_attn takes none; choose triton")
+        assert sinks is None, "refused when the backend is chosen"
         # [num_blocks, block_size, num_kv_heads, head_dim] each
         key, value = kv_cache.transpose(2, 3).unbind(1)
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)

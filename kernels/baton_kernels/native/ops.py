@@ -43,7 +43,7 @@ from baton_kernels.state_metadata import StateMetadata
 
 # As in vectors.h.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
-_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
+_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, reference.CLAMPED_SWIGLU: 4}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_KERNEL_SIZE = 16  # of a convolution: what a job keeps on its stack
 _MAX_KEY_DIM = 512  # of a recurrence, likewise
@@ -393,9 +393,9 @@ class NativeOps:
         self._run(self._library.baton_route, call, logits, bias, ids, weights)
         return ids, weights
 
-    def experts(self, x: Tensor, *arguments: Any) -> Tensor:
+    def experts(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """See the reference, which computes it: what is to be fast is packed."""
-        return reference.experts(x, *arguments)
+        return reference.experts(x, *arguments, **options)
 
     def packed_experts(
         self,
@@ -406,6 +406,8 @@ class NativeOps:
         down: PackedWeight,
         base: Tensor | None = None,
         base_gate: Tensor | None = None,
+        *,
+        activation: str = "silu",
     ) -> Tensor:
         """See the reference; experts are whole panels."""
         hidden, inner = x.shape[1], down.in_features
@@ -415,6 +417,7 @@ class NativeOps:
                 reference.packed_experts(
                     *(x[row], ids[row], weights[row], gate_up, down),
                     *(None if one is None else one[row] for one in (base, base_gate)),
+                    activation=activation,
                 )
                 for row in (slice(token, token + 1) for token in range(len(x)))
             ]  # one by one: a row's bits are those it has alone
@@ -424,7 +427,7 @@ class NativeOps:
         assert base_gate is None or base_gate.dtype == torch.float32
         out = torch.empty_like(x)
         call = ExpertsCall(
-            self._linear_call(x, gate_up, inner, gated=_ACTIVATIONS["silu"]),
+            self._linear_call(x, gate_up, inner, gated=_ACTIVATIONS[activation]),
             self._linear_call(x, down, hidden, gated=0),
             *(len(x), down.out_features // hidden, ids.shape[1], hidden),
             *(torch.get_num_threads(), x.stride(0)),

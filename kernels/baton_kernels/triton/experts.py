@@ -20,6 +20,7 @@ from torch import Tensor
 
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
+from baton_kernels.triton.silu_mul import gate_of, gated_half
 
 BLOCK_K = 64
 FEW_ROWS = 16  # of a tile; a product's least
@@ -35,6 +36,9 @@ def experts(
     down: Tensor,
     base: Tensor | None = None,
     base_gate: Tensor | None = None,
+    *,
+    biases: tuple[Tensor, Tensor] | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """See `baton_kernels.reference.experts`."""
     num_tokens, hidden = x.shape
@@ -46,16 +50,35 @@ def experts(
     tile_rows = MANY_ROWS if num_rows >= MANY_ROWS // 2 * num_experts else FEW_ROWS
     tiles = Tiles.of(ids, num_experts, tile_rows)
     x, gate_up, down = x.contiguous(), gate_up.contiguous(), down.contiguous()
+    gate_up_bias, down_bias = biases or (None, None)
     middle = x.new_empty(num_rows, inner)
-    _gate_up_launcher(tile_rows)(
+    _gate_up_launcher(tile_rows, activation)(
         (tiles.count, triton.cdiv(inner, 64)),
-        (x, gate_up, middle, tiles.experts, tiles.first_places, tiles.ends, tiles.order),
+        (
+            x,
+            gate_up,
+            gate_up_bias,
+            middle,
+            tiles.experts,
+            tiles.first_places,
+            tiles.ends,
+            tiles.order,
+        ),
         (num_experts, hidden, inner, top_k),
     )
     results = x.new_empty(num_rows, hidden)
     _down_launcher(tile_rows)(
         (tiles.count, triton.cdiv(hidden, 64)),
-        (middle, down, results, tiles.experts, tiles.first_places, tiles.ends, tiles.order),
+        (
+            middle,
+            down,
+            down_bias,
+            results,
+            tiles.experts,
+            tiles.first_places,
+            tiles.ends,
+            tiles.order,
+        ),
         (num_experts, inner, hidden),
     )
     base = None if base is None else base.contiguous()
@@ -88,6 +111,11 @@ class Tiles:
         """Tiles, some of them without rows."""
         return len(self.experts)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All, as kernels take them."""
+        return self.experts, self.first_places, self.ends, self.order
+
     @classmethod
     def of(cls, ids: Tensor, num_experts: int, tile_rows: int) -> Tiles:
         """Sort the rows of ``ids``, ``[num_tokens, top_k]``, without a look at them by the host."""
@@ -110,8 +138,8 @@ class Tiles:
 
 
 @functools.cache
-def _gate_up_launcher(tile_rows: int) -> Launcher:
-    return Launcher(gate_up_kernel, **_options(tile_rows))
+def _gate_up_launcher(tile_rows: int, activation: str) -> Launcher:
+    return Launcher(gate_up_kernel, **_options(tile_rows), ACTIVATION=activation)
 
 
 @functools.cache
@@ -138,6 +166,7 @@ def _options(tile_rows: int) -> dict[str, int | float | bool | None]:
 def gate_up_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     middle_ptr,
     expert_ptr,
     first_ptr,
@@ -150,6 +179,7 @@ def gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Some columns of a tile's gated middle; like the reference, each step is rounded."""
     tile = tl.program_id(0)
@@ -176,10 +206,13 @@ def gate_up_kernel(
         gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
         up = tl.dot(x, up_weight, up, input_precision="ieee")
     dtype = middle_ptr.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)
-    small = tl.exp(-tl.abs(gate))  # cannot overflow
-    silu = gate * tl.where(gate >= 0, 1.0, small) / (1 + small)
-    gated = silu.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    if bias_ptr is not None:
+        bias_at = bias_ptr + expert * 2 * inner + column
+        gate += tl.load(bias_at, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_at + inner, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    gate = gate_of(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+    up = gated_half(up.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+    gated = gate * up
     middle_at = middle_ptr + row[:, None] * inner + column[None, :]
     tl.store(middle_at, gated.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
@@ -188,6 +221,7 @@ def gate_up_kernel(
 def down_kernel(
     middle_ptr,
     weight_ptr,
+    bias_ptr,
     result_ptr,
     expert_ptr,
     first_ptr,
@@ -221,6 +255,9 @@ def down_kernel(
         weight = tl.load(weight_at + start, mask=is_weight, other=0.0)
         total = tl.dot(middle, weight, total, input_precision="ieee")
     result_at = result_ptr + row[:, None] * hidden + column[None, :]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * hidden + column, mask=is_column, other=0.0)
+        total += bias.to(tl.float32)[None, :]
     total = total.to(result_ptr.dtype.element_ty)
     tl.store(result_at, total, mask=is_row[:, None] & is_column[None, :])
 
@@ -250,23 +287,30 @@ def sum_kernel(
 _TILES = dict.fromkeys(("expert_ptr", "first_ptr", "end_ptr", "order_ptr"), "*i64")
 
 
-def _product_cases(tile_rows: int) -> list[AotCase]:
-    blocks = {"BLOCK_M": tile_rows, "BLOCK_N": 64, "BLOCK_K": BLOCK_K}
-    constants = dict.fromkeys(blocks, "constexpr")
-    sizes = {"num_experts": "i32:16", "hidden": "i32:16", "inner": "i32:16"}
-    gate_up = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "middle_ptr": "*bf16", **_TILES, **sizes}
-    down = {"middle_ptr": "*bf16", "weight_ptr": "*bf16", "result_ptr": "*bf16", **_TILES, **sizes}
-    gate_up |= {"top_k": "i32"} | constants
-    down |= constants
+def _product_cases(
+    tile_rows: int, activation: str = "silu", *, biases: bool = False
+) -> list[AotCase]:
+    constants: dict[str, int | str | None]
+    constants = {"BLOCK_M": tile_rows, "BLOCK_N": 64, "BLOCK_K": BLOCK_K}
+    if not biases:
+        constants["bias_ptr"] = None
+    rows = ("x_ptr", "weight_ptr", "bias_ptr", "middle_ptr", "result_ptr")
+    types = dict.fromkeys(rows, "*bf16") | _TILES | {"top_k": "i32", "ACTIVATION": "constexpr"}
+    types |= dict.fromkeys(("num_experts", "hidden", "inner"), "i32:16")
+    types |= dict.fromkeys(constants, "constexpr")
+    name = f"m{tile_rows} bf16" + f" {activation}, biases" * biases
+    gated = constants | {"ACTIVATION": activation}
     return [
-        AotCase(f"experts gate_up m{tile_rows} bf16", gate_up_kernel, gate_up, blocks, 4, 3),
-        AotCase(f"experts down m{tile_rows} bf16", down_kernel, down, blocks, 4, 3),
+        AotCase(f"experts gate_up {name}", gate_up_kernel, types, gated, 4, 3),
+        AotCase(f"experts down {name}", down_kernel, types, constants, 4, 3),
     ]
 
 
 AOT_CASES = (
     *_product_cases(FEW_ROWS),
     *_product_cases(MANY_ROWS),
+    *_product_cases(FEW_ROWS, "clamped_swiglu", biases=True),
+    *_product_cases(MANY_ROWS, "clamped_swiglu", biases=True),
     AotCase(
         "experts sum bf16",
         sum_kernel,

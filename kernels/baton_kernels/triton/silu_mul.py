@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels import reference
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
+SWIGLU_LIMIT = tl.constexpr(reference.SWIGLU_LIMIT)
+SWIGLU_ALPHA = tl.constexpr(reference.SWIGLU_ALPHA)
 BLOCK = 1024  # columns of a program: with 4 warps 16 bytes of bfloat16 per thread and load
 
 
@@ -44,6 +47,8 @@ def _launcher(activation: str) -> Launcher:
 @triton.jit
 def gate_of(x, ACTIVATION: tl.constexpr):
     """The activation of ``x``, in float32."""
+    if ACTIVATION == "clamped_swiglu":
+        x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
     if ACTIVATION == "gelu":
         gate = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     else:
@@ -51,10 +56,21 @@ def gate_of(x, ACTIVATION: tl.constexpr):
         u = x
         if ACTIVATION == "gelu_tanh":
             u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        if ACTIVATION == "clamped_swiglu":
+            u = SWIGLU_ALPHA * x
         # exp of minus the magnitude cannot overflow.
         small = tl.exp(-tl.abs(u))
         gate = x * tl.where(u >= 0, 1.0, small) / (1 + small)
     return gate
+
+
+@triton.jit
+def gated_half(x, ACTIVATION: tl.constexpr):
+    """What a gate is multiplied with, in float32, of a gated unit's second half."""
+    if ACTIVATION == "clamped_swiglu":
+        x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
+        x = tl.where(x < -SWIGLU_LIMIT, -SWIGLU_LIMIT, x) + 1
+    return x
 
 
 @triton.jit
@@ -68,8 +84,9 @@ def silu_mul_kernel(
     dtype = out_ptr.dtype.element_ty
     gate = tl.load(gate_up_ptr + row * stride + column, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + size + column, mask=exists, other=0.0)
-    gated = gate_of(gate, ACTIVATION).to(dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(out_ptr + row * size + column, gated.to(dtype), mask=exists)
+    gate = gate_of(gate, ACTIVATION).to(dtype).to(tl.float32)
+    up = gated_half(up.to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (gate * up).to(dtype), mask=exists)
 
 
 def _case(activation: str) -> AotCase:
@@ -88,4 +105,4 @@ def _case(activation: str) -> AotCase:
     )
 
 
-AOT_CASES = tuple(_case(activation) for activation in ("silu", "gelu_tanh", "gelu"))
+AOT_CASES = tuple(_case(activation) for activation in reference.ACTIVATIONS)

@@ -59,6 +59,22 @@ def test_deepseek_routes_in_two_ways() -> None:
         assert parse(architecture, values) == MoeConfig(8, 32, 3, **common)
 
 
+def test_gpt_oss_routes_by_logits() -> None:
+    values = {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880}
+    assert parse("GptOssForCausalLM", values | {"swiglu_limit": 7.0}) == MoeConfig(
+        32,
+        2880,
+        4,
+        scoring="softmax of the chosen",
+        activation="clamped_swiglu",
+        has_biases=True,
+        stored_by_turns=True,
+    )
+    for name in ("swiglu_limit", "swiglu_alpha"):
+        with pytest.raises(ModelLoadError, match=f"^config.json: {name}: 6.0 is not supported"):
+            parse("GptOssForCausalLM", values | {name: 6.0})
+
+
 @pytest.mark.parametrize(
     ("architecture", "field", "value"),
     [

@@ -1,0 +1,1 @@
+"""Families of decoders with experts, of any attention but of latents."""

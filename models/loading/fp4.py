@@ -1,0 +1,65 @@
+"""Numbers of four bits, e2m1 (OCP Microscaling Formats, 1.0), and those that a power of two scales.
+
+Refuses to know: files, names of tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton_kernels import GroupedIntegers
+
+# The eight magnitudes; after them come the same below zero.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127  # of a scale's exponent, e8m0
+_NOT_A_NUMBER = 255
+_GROUP = 32  # neighbouring inputs with one scale
+
+
+def fp4(packed: Tensor) -> Tensor:
+    """Two numbers in each byte, the low half first: ``[out, in / 2]`` -> ``[out, in]`` bfloat16."""
+    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.bfloat16)
+    return torch.cat([magnitudes, -magnitudes])[_codes(packed)]
+
+
+def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
+    """Numbers in groups of 32 with powers of two, as ``[out, in]`` bfloat16.
+
+    Args:
+        packed: ``[out, in / 2]`` uint8, see `fp4`.
+        scale: ``[out, in / 32]`` uint8, exponents.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    _check(packed, scale)
+    exponents = scale.to(torch.int32) - _BIAS
+    factors = (2.0 ** exponents.to(torch.bfloat16)).repeat_interleave(_GROUP, dim=1)
+    return fp4(packed) * factors
+
+
+def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
+    """Return what `mxfp4` does as integers in groups: twice each number, of half of its scale.
+
+    None where a scale is no number.
+    """
+    _check(packed, scale)
+    if scale.numel() and int(scale.max()) == _NOT_A_NUMBER:
+        return None
+    twice = (2 * torch.tensor(_MAGNITUDES)).to(torch.int8)
+    exponents = scale.to(torch.float32) - (_BIAS + 1)
+    halves = (2.0**exponents).to(torch.bfloat16)
+    return GroupedIntegers.of(8, torch.cat([twice, -twice])[_codes(packed)], halves, _GROUP)
+
+
+def _codes(packed: Tensor) -> Tensor:
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).int()
+
+
+def _check(packed: Tensor, scale: Tensor) -> None:
+    for name, one in (("scales", scale), ("numbers", packed)):
+        if one.dtype != torch.uint8:
+            raise ValueError(f"{name}: dtype {one.dtype} is not supported for mxfp4")
+    if packed.shape[:1] != scale.shape[:1] or 2 * packed.shape[1] != _GROUP * scale.shape[1]:
+        raise ValueError(f"scales of shape {list(scale.shape)} do not fit {list(packed.shape)}")
