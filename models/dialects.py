@@ -81,6 +81,10 @@ class Dialect:
 _GELU = ("gelu_tanh", "gelu")
 _GATED = Dialect(activations=_GELU)
 _GEMMA = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
+_GLM4 = Dialect(
+    defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128},
+    partial_rotary=True,
+)
 _DIALECTS: Mapping[str, Dialect] = {
     "LlamaForCausalLM": _GATED,
     "MistralForCausalLM": _GATED,
@@ -117,6 +121,8 @@ _DIALECTS: Mapping[str, Dialect] = {
         activation_field="hidden_activation",
         ropes_by_layer_type=True,
     ),
+    "GlmForCausalLM": _GLM4,
+    "Glm4ForCausalLM": _GLM4,
     "Glm4MoeForCausalLM": Dialect(
         defaults={"partial_rotary_factor": 0.5},
         reads=frozenset({"use_qk_norm"}),

@@ -25,6 +25,8 @@ MODELS: Registry[Callable[[ModelConfig], DecoderForCausalLM]] = Registry(
         "Lfm2ForCausalLM": "models.architectures.lfm2:Lfm2ForCausalLM",
         "Gemma2ForCausalLM": "models.architectures.dense.gemma:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "models.architectures.dense.gemma:Gemma3ForCausalLM",
+        "GlmForCausalLM": "models.architectures.dense.near_llama:GlmForCausalLM",
+        "Glm4ForCausalLM": "models.architectures.dense.near_llama:Glm4ForCausalLM",
         "Glm4MoeForCausalLM": "models.architectures.experts.glm4_moe:Glm4MoeForCausalLM",
         "GptOssForCausalLM": "models.architectures.experts.gpt_oss:GptOssForCausalLM",
         "GraniteForCausalLM": "models.architectures.dense.near_llama:GraniteForCausalLM",

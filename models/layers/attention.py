@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import baton_kernels as ops
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
-from models.layers.linear import JoinedLinear
+from models.layers.linear import HeadsInPairs, JoinedLinear
 from models.layers.norm import NormWeight, RMSNorm
 
 
@@ -30,6 +30,7 @@ class AttentionOptions:
     soft_cap: float | None = None  # see AttentionBackend.run
     sinks: bool = False  # a learned sink for each head
     stored_joined: bool = False  # checkpoints have query, key and value joined
+    stored_in_pairs: bool = False  # their heads turn by neighbours; not joined
 
 
 class Attention(nn.Module):
@@ -66,9 +67,15 @@ class Attention(nn.Module):
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = JoinedLinear(
-            config.hidden_size, parts, bias=options.qkv_bias, stored_joined=options.stored_joined
-        )
+        self.qkv_proj: JoinedLinear
+        if options.stored_in_pairs:
+            head = (config.head_dim, config.rope.rotary_dim(config.head_dim))
+            self.qkv_proj = HeadsInPairs(
+                config.hidden_size, parts, ("q_proj", "k_proj"), *head, bias=options.qkv_bias
+            )
+        else:
+            joined, bias = options.stored_joined, options.qkv_bias
+            self.qkv_proj = JoinedLinear(config.hidden_size, parts, bias=bias, stored_joined=joined)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=options.output_bias)
         self.k_scale = self.v_scale = 1.0
         self.q_norm: RMSNorm | None = None

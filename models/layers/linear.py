@@ -52,6 +52,47 @@ class JoinedLinear(nn.Linear):
             yield name, slice(start, start + size)
             start += size
 
+    def row_order(self, name: str) -> Tensor | None:
+        """Return the checkpoint's row of each row of a part, int64; None: they are the same."""
+        return None
+
+
+class HeadsInPairs(JoinedLinear):
+    """Projections to heads that turn, which checkpoints keep so that neighbours turn together::
+
+        in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  of a head's dims that turn, then the others
+        here               | 0 2 4 6 | 1 3 5 7 |
+
+    Args:
+        in_features: of all of them.
+        parts: name of each in the checkpoint -> its rows.
+        turning: those whose heads turn.
+        head_dim: rows of a head.
+        rotary_dim: of them, those that turn.
+        bias: whether each has one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        turning: Sequence[str],
+        head_dim: int,
+        rotary_dim: int,
+        *,
+        bias: bool,
+    ) -> None:
+        super().__init__(in_features, parts, bias=bias)
+        self._turning, self._head_dim, self._rotary_dim = tuple(turning), head_dim, rotary_dim
+
+    def row_order(self, name: str) -> Tensor | None:
+        """See ``JoinedLinear``."""
+        if name not in self._turning:
+            return None
+        heads = torch.arange(self._parts[name], device="cpu").view(-1, self._head_dim)
+        turning, others = heads[:, : self._rotary_dim], heads[:, self._rotary_dim :]
+        return torch.cat([turning[:, 0::2], turning[:, 1::2], others], dim=1).flatten()
+
 
 class RegroupedLinear(JoinedLinear):
     """Several projections of one input, whose rows checkpoints keep by group::
@@ -75,7 +116,7 @@ class RegroupedLinear(JoinedLinear):
         self._pieces = dict(parts)
 
     def row_order(self, name: str) -> Tensor:
-        """Return the checkpoint's row of each row of a part, int64."""
+        """See ``JoinedLinear``."""
         pieces = self._pieces[name]
         rows = torch.arange(self._num_groups * sum(pieces), device="cpu")
         by_group = torch.split(rows.view(self._num_groups, -1), list(pieces), dim=1)
@@ -146,4 +187,11 @@ class PackedLinear(nn.Module):
         return ops.packed_gated_linear(x, self.packed, self._activation)
 
 
-__all__ = ["ExactLinear", "GatedLinear", "JoinedLinear", "PackedLinear", "RegroupedLinear"]
+__all__ = [
+    "ExactLinear",
+    "GatedLinear",
+    "HeadsInPairs",
+    "JoinedLinear",
+    "PackedLinear",
+    "RegroupedLinear",
+]

@@ -28,7 +28,7 @@ from models.base import CausalLM
 from models.config import ModelConfig
 from models.fields import Fields
 from models.layers.attention import Attention
-from models.layers.linear import JoinedLinear, RegroupedLinear
+from models.layers.linear import JoinedLinear
 from models.layers.norm import RMSNorm
 from models.loading.fused_experts import split_fused_experts
 from models.loading.gguf_weights import read_gguf
@@ -145,10 +145,7 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
             if isinstance(module, JoinedLinear) and not module.stored_joined:
                 parent = path.rpartition(".")[0]
                 for part, rows in module.part_rows():
-                    order = None
-                    if isinstance(module, RegroupedLinear):
-                        order = module.row_order(part)
-                    place = _Place(module, attribute, rows, order)
+                    place = _Place(module, attribute, rows, module.row_order(part))
                     yield rename(f"{parent}.{part}.{attribute}"), place
             else:
                 yield rename(f"{path}.{attribute}"), _Place(module, attribute, slice(None))
@@ -230,7 +227,7 @@ def _read_part(stored: StoredTensor, place: _Place, *, integers: bool) -> Weight
         kind = str(part.content.dtype).removeprefix("torch.")
         problem = f"dtype {kind} is not supported (quantized weights?)"
         raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
-    return part if place.order is None else WeightPart(first_row, part.tensor[place.order])
+    return part if place.order is None else part.in_order(place.order)
 
 
 def _fill_parameter(

@@ -183,6 +183,14 @@ FAMILIES: dict[str, Family] = {
         },
         {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},
     ),
+    "GlmForCausalLM": Family(
+        {"plain": {}, "no biases": {"attention_bias": False}},
+        {"rope_parameters.partial_rotary_factor": 0.1},
+    ),
+    "Glm4ForCausalLM": Family(
+        {"plain": {"num_key_value_heads": 4}, "other heads": {"num_key_value_heads": 1}},
+        {"rope_parameters.partial_rotary_factor": 0.1},
+    ),
     "Glm4MoeForCausalLM": Family(
         {
             "plain": DEEPSEEK_EXPERTS,

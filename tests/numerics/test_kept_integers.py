@@ -24,7 +24,7 @@ from models.cpu.packing import CpuPacker
 from models.layers.linear import PackedLinear
 from models.loading.gguf_blocks import unpack_blocks
 from models.loading.quantized_weights import read_quantized
-from models.loading.stored_weights import StoredTensor, open_safetensors
+from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
 from models.quantization import QuantizationConfig
 from tests.fakes.gguf_files import stored, write_model
 from tests.numerics.test_quantized_checkpoints import (
@@ -46,6 +46,7 @@ KINDS = {
     "Q2_K": 4, "Q3_K": 4, "Q4_K": 4, "Q5_K": 8, "Q6_K": 8,
 }  # fmt: skip
 RANDOM_BLOCKS = tuple(kind for kind in KINDS if kind.endswith("K"))
+BLOCK_BYTES = {one.name: one.bytes_per_block for one in TENSOR_TYPES.values()}
 
 
 @pytest.fixture(autouse=True)
@@ -206,3 +207,17 @@ def test_awq_is_kept(tmp_path: Path) -> None:
     kept = read_one(tmp_path, parts, QuantizationConfig("awq", 4))
     assert kept is not None
     assert kept.layout == CodeLayout(WeightFormat.INT4, 32, torch.float16, torch.int8)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
+def test_rows_in_another_order_are_the_same_integers(kind: str) -> None:
+    blocks = torch.randint(256, (8, 2, BLOCK_BYTES[kind]), dtype=torch.uint8)
+    kept = unpack_blocks(kind, blocks)
+    assert kept is not None
+    order = torch.tensor([3, 1, 0, 2, 7, 6, 5, 4])
+    part = WeightPart(16, kept).in_order(order)
+    assert isinstance(part.content, GroupedIntegers)
+    assert (part.first_row, part.content.layout) == (16, kept.layout)
+    expected = kept.dequantized()[order]
+    torch.testing.assert_close(part.tensor, expected, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(part.content.numbers, kept.numbers)

@@ -1,4 +1,4 @@
-"""Phi-3, Granite, SmolLM3, OLMo 2 and 3: each is a Llama but for one thing.
+"""Phi-3, Granite, SmolLM3, GLM-4, OLMo 2 and 3: each is a Llama but for one thing.
 
 Refuses to know: how a decoder computes.
 """
@@ -63,6 +63,31 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
             layer_ropes=tuple(1 - turns for turns in turning),
         )
         super().__init__(config, options)
+
+
+class GlmForCausalLM(DecoderForCausalLM):
+    """GLM-4 of 2024: Team GLM, arXiv:2406.12793; half of a head turns."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, _glm(config, LayerNorms()))
+
+
+class Glm4ForCausalLM(DecoderForCausalLM):
+    """GLM-4 and Z1 of 2025: norms behind each part, too."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        norms = LayerNorms(
+            after_mixer="post_self_attn_layernorm", after_feed_forward="post_mlp_layernorm"
+        )
+        super().__init__(config, _glm(config, norms))
+
+
+def _glm(config: ModelConfig, norms: LayerNorms) -> DecoderOptions:
+    return DecoderOptions(
+        attention=AttentionOptions(qkv_bias=config.attention_bias, stored_in_pairs=True),
+        norms=norms,
+        stored_joined=True,
+    )
 
 
 _OLMO_NORMS = LayerNorms(
