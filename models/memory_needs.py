@@ -25,7 +25,7 @@ _FORMATS = {
     "int8-weight-only": (1.0, 4.0, 0),
     "int8": (1.0, 2.0, 128),
     "int4": (0.5, 2.5, 32),
-    "mxfp4": (1.0, 2.0, 32),  # no value of --weights: experts that a checkpoint has so
+    "mxfp4": (0.5, 2.0, 32),  # no value of --weights: experts that a checkpoint has so
 }
 _HEADS_FORMATS = {"int4": "int8"}  # others keep the head as they keep the layers
 _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton_kernels.dispatch import ops_for
 from baton_kernels.packed import (
+    E2M1_TWICE,
     CodeLayout,
     GroupedIntegers,
     Groups,
@@ -262,6 +263,7 @@ def packed_experts(
 
 
 __all__ = [
+    "E2M1_TWICE",
     "FP8",
     "CodeLayout",
     "GroupedIntegers",

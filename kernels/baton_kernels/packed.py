@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -21,6 +21,9 @@ INPUT_BLOCK = 64
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
 _STEP = 8  # inputs by which codes are filled up
+# What codes of e2m1 (OCP Microscaling Formats, 1.0) stand for, twice: 0.5 is 1. In the order of
+# codes.h.
+E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _QUAD = 4  # codes of one output that lie together
 
 
@@ -80,6 +83,7 @@ class CodeLayout:
         minima: their type; None: there are none, and codes are symmetric. int8: multiples of a
             factor of their own where scales are, else (zero points) of the group's scale.
         factors: their type; None: there are none.
+        is_e2m1: codes are of `E2M1_TWICE`; of 4 bits, without minima.
     """
 
     format: WeightFormat
@@ -87,6 +91,7 @@ class CodeLayout:
     scales: torch.dtype
     minima: torch.dtype | None = None
     factors: torch.dtype | None = None
+    is_e2m1: bool = field(default=False, kw_only=True)
 
 
 _OWN_LAYOUTS = {
@@ -153,12 +158,14 @@ class GroupedIntegers:
         numbers: ``[n, in_features]``: int8, from ``-2 ** (bits - 1)``; with minima uint8, from 0.
         groups: of the rows.
         group_size: neighbouring inputs with one scale, see `CodeLayout`; or all.
+        is_e2m1: numbers are of `E2M1_TWICE`, and no others.
     """
 
     bits: int
     numbers: Tensor
     groups: Groups
     group_size: int
+    is_e2m1: bool = False
 
     @classmethod
     def of(
@@ -195,7 +202,16 @@ class GroupedIntegers:
         groups, format_ = self.groups, WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
         minima = None if groups.minima is None else groups.minima.dtype
         factors = None if groups.scale_factors is None else groups.scale_factors.dtype
-        return CodeLayout(format_, self.group_size, groups.scales.dtype, minima, factors)
+        types = (groups.scales.dtype, minima, factors)
+        return CodeLayout(format_, self.group_size, *types, is_e2m1=self.is_e2m1)
+
+    def codes(self) -> Tensor:
+        """Return what stands for the numbers: ``[n, in_features]`` uint8, from 0."""
+        if self.is_e2m1:
+            places = torch.tensor(E2M1_TWICE[:8]), self.numbers.abs().long()
+            return (torch.searchsorted(*places) | (self.numbers < 0) << 3).to(torch.uint8)
+        middle = 2 ** (self.bits - 1) if self.groups.minima is None else 0
+        return (self.numbers.to(torch.int16) + middle).to(torch.uint8)
 
     def dequantized(self) -> Tensor:
         """Return ``[n, in_features]`` float32."""
@@ -210,6 +226,7 @@ class GroupedIntegers:
         """
         if len({part.layout for part in parts}) == 1:
             return list(parts)
+        parts = [replace(one, bits=8, is_e2m1=False) if one.is_e2m1 else one for one in parts]
         size = math.gcd(*(part.group_size for part in parts))
         if size not in _SMALL_GROUPS and size % INPUT_BLOCK:
             return list(parts)
@@ -282,6 +299,7 @@ class PackedWeight:
     Codes lie as ``[panel, step, output, 4 bytes]``: bytes (4 inputs a step), or two codes each: of
     inputs 0 to 3 of the step's 8 in the low halves, of 4 to 7 in the high ones. A weight is
     ``(code - 2 ** (bits - 1)) * scale``, or ``code * scale + minimum`` where groups have minima.
+    Codes of e2m1 are places in `E2M1_TWICE` of what is multiplied by their scale.
     Whoever multiplies by codes rounds its input, see ``rounded_inputs``.
     """
 
@@ -294,6 +312,7 @@ class PackedWeight:
     bias: Tensor | None  # [out_features] float32
     out_features: int
     in_features: int
+    is_e2m1: bool = False  # see `CodeLayout`
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -313,7 +332,8 @@ class PackedWeight:
         scales, minima, factors, _ = self.groups.tensors
         assert scales is not None
         types = (one if one is None else one.dtype for one in (minima, factors))
-        return CodeLayout(self.format, self.group_size, scales.dtype, *types)
+        size, is_e2m1 = self.group_size, self.is_e2m1
+        return CodeLayout(self.format, size, scales.dtype, *types, is_e2m1=is_e2m1)
 
     @property
     def has_own_groups(self) -> bool:
@@ -352,7 +372,9 @@ class PackedWeight:
         prepare(panels)
         panels[-1:] = filling
         group_size = INPUT_BLOCK if layout is None else layout.group_size
-        return cls(*(format, panels, scales, groups, group_size, None, out_features, in_features))
+        is_e2m1 = layout is not None and layout.is_e2m1
+        sizes = (out_features, in_features)
+        return cls(format, panels, scales, groups, group_size, None, *sizes, is_e2m1)
 
     @classmethod
     def pack(
@@ -412,7 +434,9 @@ class PackedWeight:
             assert bits is not None
             of_rows = self.groups.map(lambda one: _take_rows(one, ids))  # [..., groups]
             scales, minima = of_rows.widened(self.group_size)
-            if minima is None:
+            if self.is_e2m1:
+                rows = torch.tensor(E2M1_TWICE).float()[rows.long()]
+            elif minima is None:
                 rows = rows - 2 ** (bits - 1)
             rows = _scaled(rows, scales, minima, self.group_size)
         return rows if self.scales is None else rows * self.scales[ids].unsqueeze(-1)
@@ -552,9 +576,7 @@ def _multiples_of_factors(numbers: Tensor, layout: CodeLayout) -> tuple[Tensor, 
 
 def _bytes_of_codes(rows: GroupedIntegers) -> Tensor:
     """Return ``[n, steps, 4]`` uint8."""
-    middle = 2 ** (rows.bits - 1)
-    shift = middle if rows.groups.minima is None else 0
-    codes = (rows.numbers.to(torch.int16) + shift).to(torch.uint8)
-    codes = functional.pad(codes, (0, -codes.shape[1] % _STEP), value=middle)
+    codes = rows.codes()
+    codes = functional.pad(codes, (0, -codes.shape[1] % _STEP), value=2 ** (rows.bits - 1))
     quads = codes.view(len(codes), -1, _QUAD)
     return quads[:, 0::2] | quads[:, 1::2] << 4 if rows.bits == 4 else quads

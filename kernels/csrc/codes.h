@@ -3,9 +3,10 @@
  *
  * A weight is (code - 2^(bits - 1)) * scale, its scale that of its output or of a group of its
  * inputs; or code * scale + minimum, where its group has a minimum: it is multiplied by the sum of
- * the group's inputs. A row of x is cut into blocks, the largest value of each becomes 127
- * (symmetric, per row and block: a row's numbers never depend on its company). The sum within a
- * group is exact; groups and blocks are added in order, in float.
+ * the group's inputs. Codes of e2m1 are places in a table of what is multiplied by a scale.
+ * A row of x is cut into blocks, the largest value of each becomes 127 (symmetric, per row and block:
+ * a row's numbers never depend on its company). The sum within a group is exact; groups and blocks
+ * are added in order, in float.
  * Refuses to know: where x and w come from, threads.
  */
 #ifndef BATON_CODES_H
@@ -88,6 +89,36 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, char
     }
 }
 
+/* What codes of e2m1 stand for, twice, and OFFSET_E2M1 more, so that none has a sign. */
+#define OFFSET_E2M1 12
+#define TABLE_E2M1 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
+#define SPAN_E2M1 16 /* as SPAN: 2 * 4 * 24 * 127 < 2^15 */
+
+INLINE int bits_of(int type) { return type == CODES8 ? 8 : 4; }
+INLINE int64_t span_of(int type) { return type == CODES_E2M1 ? SPAN_E2M1 : SPAN; }
+INLINE int32_t offset_of(int type) {
+    return type == CODES_E2M1 ? OFFSET_E2M1 : 1 << (bits_of(type) - 1);
+}
+
+/* The numbers that stand for codes of 4 bits. */
+INLINE codes number_of(int type, codes w) {
+    if (type != CODES_E2M1) return w;
+#if defined(__AVX512BW__)
+    const codes table = {TABLE_E2M1, TABLE_E2M1, TABLE_E2M1, TABLE_E2M1};
+    return (codes)_mm512_shuffle_epi8((__m512i)table, (__m512i)w);
+#elif defined(__AVX2__) && LANES == 8
+    const codes table = {TABLE_E2M1, TABLE_E2M1};
+    return (codes)_mm256_shuffle_epi8((__m256i)table, (__m256i)w);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    const uint8x16_t table = {TABLE_E2M1};
+    return (codes)vqtbl1q_u8(table, (uint8x16_t)w);
+#else
+    static const uint8_t table[16] = {TABLE_E2M1};
+    for (int i = 0; i < LANES * 4; i++) w[i] = table[w[i]];
+    return w;
+#endif
+}
+
 INLINE codes load_codes(const uint8_t *w) { return *(const codes *)w; }
 INLINE codes low_half(codes w) { return w & 15; }
 INLINE codes high_half(codes w) { return (codes)((pairs)w >> 4) & 15; }
@@ -120,11 +151,14 @@ INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
 }
 
 /* sum[rows] += a span of codes times as much of x; `steps` vectors of codes per half panel. */
-INLINE void add_span(int rows, int bits, const uint8_t *w, const char *x, int64_t steps,
+INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
+    const int bits = bits_of(type);
     for (int64_t s = 0; s < steps; s++) {
         const uint8_t *here = w + s * PANEL * 4;
         codes first = load_codes(here), second = load_codes(here + LANES * 4);
+        codes high0 = number_of(type, high_half(first)), high1 = number_of(type, high_half(second));
+        codes low0 = number_of(type, low_half(first)), low1 = number_of(type, low_half(second));
         __builtin_prefetch(f.from + s * f.step, 0, 2);
         if (f.step > 64) __builtin_prefetch(f.from + s * f.step + 64, 0, 2);
 #pragma GCC unroll 12
@@ -134,10 +168,10 @@ INLINE void add_span(int rows, int bits, const uint8_t *w, const char *x, int64_
                 sum[r][0] = dot4(sum[r][0], first, numbers);
                 sum[r][1] = dot4(sum[r][1], second, numbers);
             } else {
-                sum[r][0] = dot4(sum[r][0], low_half(first), numbers);
-                sum[r][1] = dot4(sum[r][1], low_half(second), numbers);
-                sum[r][0] = dot4(sum[r][0], high_half(first), numbers + 4);
-                sum[r][1] = dot4(sum[r][1], high_half(second), numbers + 4);
+                sum[r][0] = dot4(sum[r][0], low0, numbers);
+                sum[r][1] = dot4(sum[r][1], low1, numbers);
+                sum[r][0] = dot4(sum[r][0], high0, numbers + 4);
+                sum[r][1] = dot4(sum[r][1], high1, numbers + 4);
             }
         }
     }
@@ -161,8 +195,9 @@ INLINE vec_i32 spread(const char *x) {
 }
 
 /* sum[rows] += a span of codes times as much of x; `steps` vectors of codes per half panel. */
-INLINE void add_span(int rows, int bits, const uint8_t *w, const char *x, int64_t steps,
+INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
+    const int bits = bits_of(type);
     pairs small[CODE_ROWS][2];
     if (bits == 4)
 #pragma GCC unroll 12
@@ -185,8 +220,8 @@ INLINE void add_span(int rows, int bits, const uint8_t *w, const char *x, int64_
                 sum[r][1] += madd_pairs(odd1, odd);
             }
         } else {
-            codes low0 = low_half(first), high0 = high_half(first);
-            codes low1 = low_half(second), high1 = high_half(second);
+            codes low0 = number_of(type, low_half(first)), high0 = number_of(type, high_half(first));
+            codes low1 = number_of(type, low_half(second)), high1 = number_of(type, high_half(second));
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 const char *numbers = x + r * block_bytes(4) + s * 8;
@@ -228,9 +263,10 @@ INLINE int32_t sum_of(const block_header *header, int64_t begin, int64_t end) {
 }
 
 /* x: the rows' blocks, one after the other; w: the codes. */
-INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, code_block b,
+INLINE void codes_rows(int rows, int type, const uint8_t *w, const char *x, code_block b,
                        float *tile, fetch f) {
-    const int64_t size = b.size, group = b.group;
+    const int bits = bits_of(type);
+    const int64_t size = b.size, group = b.group, span = span_of(type);
     const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */
     vec total[CODE_ROWS][2];
 #pragma GCC unroll 12
@@ -242,14 +278,14 @@ INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, code
         for (int r = 0; r < rows; r++) {
             const block_header *header = (const void *)(x + r * block_bytes(bits));
             int32_t known = b.minima ? 0 : sum_of(header, begin, end);
-            sum[r][0] = sum[r][1] = (vec_i32){0} - known * (1 << (bits - 1));
+            sum[r][0] = sum[r][1] = (vec_i32){0} - known * offset_of(type);
         }
-        for (int64_t k = begin; k < end; k += SPAN) {
+        for (int64_t k = begin; k < end; k += span) {
             int64_t done = k / step_codes;
             fetch here = {f.from + done * f.step, f.step};
-            add_span(rows, bits, w + done * PANEL * 4,
+            add_span(rows, type, w + done * PANEL * 4,
                      x + sizeof(block_header) + k * number_size(bits),
-                     min64(SPAN, end - k) / step_codes, sum, here);
+                     min64(span, end - k) / step_codes, sum, here);
         }
         vec first = splat(1), second = splat(1);
         if (b.scales) {
@@ -284,10 +320,10 @@ INLINE void codes_rows(int rows, int bits, const uint8_t *w, const char *x, code
 
 #define CODES_CASE(n) \
     case n: \
-        if (n <= CODE_ROWS) codes_rows(n, bits, w, x, b, tile, f); \
+        if (n <= CODE_ROWS) codes_rows(n, type, w, x, b, tile, f); \
         break;
 
-INLINE void micro_codes(int rows, int bits, const uint8_t *w, const char *x, code_block b,
+INLINE void micro_codes(int rows, int type, const uint8_t *w, const char *x, code_block b,
                         float *tile, fetch f) {
     switch (rows) {
         CODES_CASE(1)

@@ -19,8 +19,7 @@
 #define SUPER 256 /* inputs whose groups' scales have a factor in common */
 #define WIDEN_FROM 3     /* blocks of rows that pay for converting a slice of bf16 or int8 once */
 
-INLINE int is_codes(int type) { return type == CODES8 || type == CODES4; }
-INLINE int bits_of(int type) { return type == CODES4 ? 4 : 8; }
+INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type == CODES_E2M1; }
 
 /* Rows are cut into blocks of nearly equal size, none larger than a micro kernel takes. */
 typedef struct {
@@ -160,8 +159,9 @@ INLINE void widen_groups(const linear_call *c, int64_t panel, int64_t k, int64_t
 }
 
 /* The same of a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
-INLINE void multiply_codes(const linear_call *c, int bits, int64_t panel, row_blocks b,
+INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_blocks b,
                            int64_t begin, int64_t end, const char *packed, float *tiles) {
+    int bits = bits_of(type);
     float scales[GROUPS] __attribute__((aligned(64))), minima[GROUPS] __attribute__((aligned(64)));
     int64_t origin = block_start(b, begin), padded = ceil_div(c->depth, 8) * 8;
     int64_t step_bytes = PANEL * 4;
@@ -181,7 +181,7 @@ INLINE void multiply_codes(const linear_call *c, int bits, int64_t panel, row_bl
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
             if (end - begin > 1)
                 f.from = (const char *)w + bytes + (i - begin) * (bytes / step_bytes) * f.step;
-            micro_codes(rows, bits, w, packed + start * block_bytes(bits), block,
+            micro_codes(rows, type, w, packed + start * block_bytes(bits), block,
                         tiles + (start - origin) * PANEL, f);
         }
         w += bytes;
@@ -222,7 +222,7 @@ INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chun
         int64_t here = panel + half * num_panels(c), next = panel + 1;
         if (c->gated && !half) next = panel + num_panels(c);
         if (is_codes(type))
-            multiply_codes(c, bits_of(type), here, b, begin, end, packed, tiles[half]);
+            multiply_codes(c, type, here, b, begin, end, packed, tiles[half]);
         else
             multiply(c, type, here, at(type, c->w, next * c->depth * PANEL), b, begin, end, packed,
                      tiles[half]);
@@ -250,6 +250,8 @@ static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row
         panel_of(c, CODES8, panel, chunk, b, begin, end, packed);
     else if (c->w_type == CODES4)
         panel_of(c, CODES4, panel, chunk, b, begin, end, packed);
+    else if (c->w_type == CODES_E2M1)
+        panel_of(c, CODES_E2M1, panel, chunk, b, begin, end, packed);
     else
         panel_of(c, INT8, panel, chunk, b, begin, end, packed);
 }

@@ -24,7 +24,7 @@ static inline int omp_get_num_threads(void) { return 1; }
 /* Element types of tensors; the Python side counts alike. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT8 = 3 /* e4m3 */, FLOAT16 = 4 };
 /* Weights as codes that integer products take, see codes.h. */
-enum { CODES8 = 5, CODES4 = 6 };
+enum { CODES8 = 5, CODES4 = 6, CODES_E2M1 = 7 };
 
 #if defined(__AVX512F__)
 #define LANES 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_kernels import GroupedIntegers
+from baton_kernels import E2M1_TWICE, GroupedIntegers, Groups
 
 # The eight magnitudes; after them come the same below zero.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -47,10 +47,10 @@ def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
     _check(packed, scale)
     if scale.numel() and int(scale.max()) == _NOT_A_NUMBER:
         return None
-    twice = (2 * torch.tensor(_MAGNITUDES)).to(torch.int8)
     exponents = scale.to(torch.float32) - (_BIAS + 1)
     halves = (2.0**exponents).to(torch.bfloat16)
-    return GroupedIntegers.of(8, torch.cat([twice, -twice])[_codes(packed)], halves, _GROUP)
+    numbers = torch.tensor(E2M1_TWICE, dtype=torch.int8)[_codes(packed)]
+    return GroupedIntegers(4, numbers, Groups(halves), _GROUP, is_e2m1=True)
 
 
 def _codes(packed: Tensor) -> Tensor:

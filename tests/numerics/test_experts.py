@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 import baton_kernels as ops
-from baton_kernels import PackedWeight, Routing, Scoring, WeightFormat, reference
+from baton_kernels import CodeLayout, PackedWeight, Routing, Scoring, WeightFormat, reference
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
+from tests.numerics.test_native_ops import draw_integers
 
 ROUTINGS = {
     "softmax": Routing(3),
@@ -116,3 +119,33 @@ def test_experts_that_are_no_whole_panels_are_computed_all_the_same(native: Nati
     found = native.packed_experts(x, ids, weights, gate_up, down)
     plain = (gate_up.unpacked().view(4, 24, 20), down.unpacked().view(4, 20, 12))
     torch.testing.assert_close(found, reference.experts(x, ids, weights, *plain))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 150])
+def test_experts_of_e2m1(native: NativeOps, num_tokens: int) -> None:
+    torch.manual_seed(0)
+    hidden, inner, num_experts = 64, 96, 8
+    layout = CodeLayout(WeightFormat.INT4, 32, torch.bfloat16, is_e2m1=True)
+
+    def draw(shape: tuple[int, int]) -> PackedWeight:
+        weight = PackedWeight.empty(*shape, layout.format, native.panel_width, layout=layout)
+        native.pack_integers(weight, 0, draw_integers(4, shape, layout))
+        return replace(weight, bias=torch.randn(shape[0]))
+
+    gate_up = draw((2 * num_experts * inner, hidden))
+    down = draw((num_experts * hidden, inner))
+    x = torch.randn(num_tokens, hidden)
+    routing = Routing(4, Scoring.SOFTMAX_OF_CHOSEN)
+    ids, weights = native.route(torch.randn(num_tokens, num_experts), routing)
+    kind = reference.CLAMPED_SWIGLU
+
+    def compute(rows: slice) -> Tensor:
+        chosen = (x[rows], ids[rows], weights[rows])
+        return native.packed_experts(*chosen, gate_up, down, activation=kind)
+
+    found = compute(slice(None))
+    expected = reference.packed_experts(x, ids, weights, gate_up, down, activation=kind)
+    # Where inputs are rounded to 8 bits, a sum's last bit may decide about a step.
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    alone = [compute(slice(row, row + 1)) for row in range(num_tokens)]
+    assert torch.equal(found, torch.cat(alone))

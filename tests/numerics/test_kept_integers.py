@@ -209,6 +209,18 @@ def test_awq_is_kept(tmp_path: Path) -> None:
     assert kept.layout == CodeLayout(WeightFormat.INT4, 32, torch.float16, torch.int8)
 
 
+def test_e2m1_beside_other_integers_becomes_integers_of_eight_bits() -> None:
+    numbers = torch.tensor([[1, -12, 8, 0] * 16], dtype=torch.int8)
+    e2m1 = GroupedIntegers(4, numbers, Groups(torch.full((1, 2), 0.5)), 32, is_e2m1=True)
+    plain = GroupedIntegers.of(4, numbers.clamp(-8, 7), torch.full((1, 1), 0.25), 64)
+    assert plain is not None
+    assert torch.equal(e2m1.dequantized(), numbers / 2)
+    found = GroupedIntegers.alike([e2m1, plain])
+    assert found[0].layout == found[1].layout == CodeLayout(WeightFormat.INT8, 32, torch.float32)
+    assert torch.equal(found[0].dequantized(), e2m1.dequantized())
+    assert torch.equal(found[1].dequantized(), plain.dequantized())
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
 def test_rows_in_another_order_are_the_same_integers(kind: str) -> None:
     blocks = torch.randint(256, (8, 2, BLOCK_BYTES[kind]), dtype=torch.uint8)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels import CodeLayout, PackedWeight, WeightFormat, reference
-from baton_kernels.native.ops import _CODES, _FORMATS
+from baton_kernels.native.ops import _CODES, _E2M1, _FORMATS
 from tests.numerics.test_native_ops import draw_integers
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,8 @@ def run(program: Sequence[str], folder: Path, x: Tensor, weight: PackedWeight) -
     ]
     num_rows, depth = x.shape
     columns = weight.out_features
-    numbers = (0, _FORMATS[weight.format], 0, 1, 0, num_rows, columns, depth, depth, columns)
+    w_type = _E2M1 if weight.is_e2m1 else _FORMATS[weight.format]
+    numbers = (0, w_type, 0, 1, 0, num_rows, columns, depth, depth, columns)
     sizes = map(len, contents)
     header = struct.pack("<22q", *numbers, weight.group_size, *types, *sizes)
     (folder / "in").write_bytes(header + b"".join(contents))
@@ -74,6 +75,7 @@ LAYOUTS = (
     None,
     CodeLayout(WeightFormat.INT4, 32, I8, I8, F16),
     CodeLayout(WeightFormat.INT4, 128, F16, I8),
+    CodeLayout(WeightFormat.INT4, 32, F16, is_e2m1=True),
     CodeLayout(WeightFormat.INT8, 16, I8, None, F16),
     CodeLayout(WeightFormat.INT8, 32, F16, F16),
 )

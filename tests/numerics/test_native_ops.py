@@ -228,6 +228,10 @@ def draw_integers(bits: int, shape: tuple[int, int], layout: ops.CodeLayout) -> 
     factors = draw(supers, layout.factors)
     assert scales is not None
     of_minima = None if factors is None or minima is None else factors.flip(0)
+    if layout.is_e2m1:
+        codes = torch.randint(16, shape)
+        numbers = torch.tensor(ops.E2M1_TWICE, dtype=torch.int8)[codes]
+        return GroupedIntegers(bits, numbers, Groups(scales), layout.group_size, is_e2m1=True)
     least = -(2 ** (bits - 1)) if minima is None else 0
     numbers = torch.randint(least, least + 2**bits, shape)
     found = GroupedIntegers.of(
@@ -258,12 +262,35 @@ def test_codes_in_groups(
     types: Sequence[torch.dtype],
 ) -> None:
     """As checkpoints have them: symmetric or not, packed and multiplied as the reference does."""
-    bits = format_.code_bits
+    check_codes(native, ops.CodeLayout(format_, group_size, *types))
+
+
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128])
+def test_codes_of_e2m1(native: NativeOps, group_size: int) -> None:
+    layout = ops.CodeLayout(WeightFormat.INT4, group_size, BF16, is_e2m1=True)
+    check_codes(native, layout)
+
+
+@pytest.mark.parametrize("number", [12, -12])
+def test_sums_of_the_largest_numbers_of_e2m1(native: NativeOps, number: int) -> None:
+    """No sum of a group ends, whichever sign inputs have."""
+    numbers = torch.full((40, 256), number, dtype=torch.int8)
+    integers = GroupedIntegers(4, numbers, Groups(torch.ones(40, 8)), 32, is_e2m1=True)
+    shape = (40, 256, WeightFormat.INT4, native.panel_width)
+    weight = ops.PackedWeight.empty(*shape, layout=integers.layout)
+    native.pack_integers(weight, 0, integers)
+    x = torch.tensor([[1.0], [-1.0]]).expand(2, 256).contiguous()
+    expected = torch.tensor([[1.0], [-1.0]]).expand(2, 40) * number * 256
+    torch.testing.assert_close(native.packed_linear(x, weight), expected)
+
+
+def check_codes(native: NativeOps, layout: ops.CodeLayout) -> None:
+    """Packed, read and multiplied as the reference does; a row alone as among others."""
+    bits = layout.format.code_bits
     assert bits is not None
     out_features, in_features = 75, 300
-    layout = ops.CodeLayout(format_, group_size, *types)
     integers = draw_integers(bits, (out_features, in_features), layout)
-    shape = (out_features, in_features, format_, native.panel_width)
+    shape = (out_features, in_features, layout.format, native.panel_width)
     weight, expected = (ops.PackedWeight.empty(*shape, layout=layout) for _ in range(2))
     expected.write_integers(0, integers)
     native.pack_integers(weight, 0, integers)

@@ -55,6 +55,7 @@ _FORMATS = {
     WeightFormat.INT8: 5,
     WeightFormat.INT4: 6,
 }
+_E2M1 = 7
 
 
 class NativeOps:
@@ -219,8 +220,10 @@ class NativeOps:
         assert integers.layout == weight.layout
         assert numbers.shape[1] == weight.in_features
         assert 0 <= first_row <= first_row + len(numbers) <= weight.out_features
-        numbers = numbers.contiguous()
         least = -(2 ** (integers.bits - 1)) if integers.groups.minima is None else 0
+        if integers.is_e2m1:
+            numbers, least = integers.codes(), 0
+        numbers = numbers.contiguous()
         call = IntegersCall(
             *(_FORMATS[weight.format], torch.get_num_threads()),
             *(first_row, *numbers.shape, least, numbers.data_ptr(), weight.panels.data_ptr()),
@@ -367,7 +370,8 @@ class NativeOps:
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
         out_code = code if out is None else _CODES[out.dtype]
         return LinearCall(
-            *(code, _FORMATS[weight.format], out_code, torch.get_num_threads(), gated),
+            *(code, _E2M1 if weight.is_e2m1 else _FORMATS[weight.format], out_code),
+            *(torch.get_num_threads(), gated),
             *(len(rows), num_columns, weight.in_features, rows.stride(0), num_columns),
             *(rows.data_ptr(), weight.panels.data_ptr()),
             *(_address(weight.scales), _address(weight.bias), _address(out)),

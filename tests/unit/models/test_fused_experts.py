@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.api.errors import ModelLoadError
+from baton_kernels import CodeLayout, WeightFormat
 from baton_kernels.dispatch import native_ops
 from models import load_model
 from models.cpu.packing import CpuPacker
@@ -94,7 +95,9 @@ def test_mxfp4_experts_are_the_numbers_of_transformers(tmp_path: Path) -> None:
             assert torch.equal(getattr(one.mlp, name).weight, outputs.flatten(0, 1))
             linear = getattr(kept.mlp, name)
             if native_ops() is not None:  # still integers, which stand for the same
-                assert linear.packed.format.code_bits
+                assert linear.packed.layout == CodeLayout(
+                    WeightFormat.INT4, 32, torch.bfloat16, is_e2m1=True
+                )
             assert torch.equal(linear.packed.unpacked(), outputs.flatten(0, 1))
 
 
@@ -106,7 +109,7 @@ def test_memory_of_mxfp4_experts_is_known_before(tmp_path: Path) -> None:
     kept = sum(one.numel() * one.itemsize for one in model.parameters())
     needed = memory_needs(model.config, folder=tmp_path).weights["auto"]
     # Biases are left out, and what fills up the panels of routers.
-    assert needed == pytest.approx(kept, rel=2e-2)
+    assert needed == pytest.approx(kept, rel=3e-2)
 
 
 def test_scales_that_are_no_numbers_are_kept_out_of_integers() -> None:
