@@ -52,26 +52,17 @@ class _Worker:
     number: int
     link: socket.socket
 
-    def has_ended(self) -> bool:
-        """Say whether an idle worker has ended: short of memory, the kernel kills it first."""
-        try:
-            return not self.link.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except ConnectionError:
-            return True
-
     async def ask(self, work: bytes) -> tuple[bytes, bool]:
-        """Return the answer, empty if the worker ended over it, and whether it has ended."""
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.sock_sendall(self.link, LENGTH.pack(len(work)) + work)
-            if header := await self._receive(ANSWER.size):
-                num_bytes, is_last = ANSWER.unpack(header)
-                answer = await self._receive(num_bytes)
-                return answer, is_last or not answer
-        except ConnectionError:
-            pass
+        """Return the answer, empty if the worker ended over it, and whether it has ended.
+
+        Raises:
+            ConnectionError: it ended before it had read the work, which has no part in that.
+        """
+        await asyncio.get_running_loop().sock_sendall(self.link, LENGTH.pack(len(work)) + work)
+        if header := await self._receive(ANSWER.size):
+            num_bytes, is_last = ANSWER.unpack(header)
+            answer = await self._receive(num_bytes)
+            return answer, is_last or not answer
         return b"", True
 
     async def _receive(self, num_bytes: int) -> bytes:
@@ -145,15 +136,18 @@ class WorkerProcesses:
         """
         self.start()
         worker = await self._take(caller)
-        if worker.has_ended():  # which is not to be blamed on this work
-            worker = self._replace(worker)
         template = self._template
         answer, has_ended = b"", True
         try:
             async with asyncio.timeout(self.limits.wall_s + _GRACE_S):
-                answer, has_ended = await worker.ask(work)
-        except TimeoutError:
-            pass  # it does not even end itself
+                try:
+                    answer, has_ended = await worker.ask(work)
+                except ConnectionError:
+                    # Short of memory, the kernel kills idle workers first.
+                    worker = self._replace(worker)
+                    answer, has_ended = await worker.ask(work)
+        except (TimeoutError, ConnectionError):
+            pass  # it does not even end itself, or nothing can be started
         finally:
             if has_ended:
                 worker = self._replace(worker)

@@ -194,6 +194,21 @@ def test_workers_that_ended_while_idle_are_blamed_on_nobody() -> None:
     run(test)
 
 
+def test_a_worker_that_ended_before_it_read_its_work_is_blamed_on_nobody() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        await workers.run(b"'x'")
+        (template,) = templates()
+        for worker in template.children():
+            worker.suspend()
+        asked = asyncio.create_task(workers.run(b"'y'"))
+        await asyncio.sleep(0.1)  # it lies in a worker's socket by now
+        for worker in template.children():
+            worker.kill()
+        assert await asked == b"y"
+
+    run(test)
+
+
 def test_a_template_that_ended_is_started_again() -> None:
     async def test(workers: WorkerProcesses) -> None:
         await workers.run(b"1")
