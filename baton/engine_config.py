@@ -15,6 +15,8 @@ MAX_SPECULATIVE_TOKENS = 32
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
+EXECUTOR_NAMES = ("auto", "uniproc", "multiproc")
+MAX_RANKS = 64
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # more would only make one step take for ever
@@ -59,6 +61,18 @@ class EngineConfig:
         "",
         help="Cores to run on, such as 0-3,8; empty: all that it may. Threads that computed before "
         "stay where they are.",
+    )
+    tensor_parallel_size: int = option(
+        1,
+        least=1,
+        most=MAX_RANKS,
+        help="Ranks that share every layer of the model, each in a process of its own.",
+    )
+    executor: str = option(
+        "auto",
+        choices=EXECUTOR_NAMES,
+        help="Who runs the ranks: uniproc (one, in this process) or multiproc (processes that "
+        "this one starts on its machine); auto: as many ranks want.",
     )
     weights: str = option(
         "auto",
@@ -180,10 +194,22 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be at least max_num_requests "
                 f"({self.max_num_requests}), got {self.max_num_batched_tokens}"
             )
+        if self.executor == "uniproc" and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"executor: uniproc has one rank, but tensor_parallel_size is "
+                f"{self.tensor_parallel_size}"
+            )
         if self.ngram_max < self.ngram_min:
             raise ConfigError(
                 f"ngram_max: must be at least ngram_min ({self.ngram_min}), got {self.ngram_max}"
             )
+
+    @property
+    def executor_name(self) -> str:
+        """Of the executor in the registry."""
+        if self.executor != "auto":
+            return self.executor
+        return "uniproc" if self.tensor_parallel_size == 1 else "multiproc"
 
     @property
     def max_num_drafts(self) -> int:

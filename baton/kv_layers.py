@@ -6,7 +6,7 @@ from it. Refuses to know: tensors, how layers share memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.kv_manifest import HandOffRule, KVArray, KVKind
 
@@ -17,11 +17,13 @@ class PagedKV:
 
     Attributes:
         sliding_window: tokens, itself included, that a token looks back at; None: all of them.
+        is_replicated: of several ranks each has all heads.
     """
 
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+    is_replicated: bool = False
 
     @property
     def kind(self) -> KVKind:
@@ -47,7 +49,8 @@ class PagedKV:
             compute_dtype: of activations.
         """
         shape = (2, self.num_kv_heads, block_size, self.head_dim)
-        return (KVArray(shape=shape, dtype=dtype, shard_axis=1),)
+        axis = None if self.is_replicated else 1
+        return (KVArray(shape=shape, dtype=dtype, shard_axis=axis),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +103,14 @@ class StateKV:
 
     A unit holds what was behind the last of its block's tokens; so a full block's is never written
     again, and a sequence goes on from the newest.
+
+    Attributes:
+        state: its arrays.
+        is_replicated: of several ranks each has all of it.
     """
 
     state: tuple[StateArray, ...]
+    is_replicated: bool = False
 
     @property
     def kind(self) -> KVKind:
@@ -121,10 +129,16 @@ class StateKV:
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
         """See `PagedKV`; as large for any number of tokens."""
+        axis = None if self.is_replicated else 0
         return tuple(
-            KVArray(shape=one.shape, dtype=one.dtype or compute_dtype, shard_axis=0)
+            KVArray(shape=one.shape, dtype=one.dtype or compute_dtype, shard_axis=axis)
             for one in self.state
         )
 
 
 LayerKV = PagedKV | LatentKV | StateKV
+
+
+def as_replicated(kv: LayerKV) -> LayerKV:
+    """The same where every rank keeps all of it."""
+    return kv if isinstance(kv, LatentKV) else replace(kv, is_replicated=True)

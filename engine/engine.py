@@ -60,7 +60,7 @@ class Engine:
             ModelLoadError: the folder is missing, incomplete or unsupported.
             ConfigError: an option does not fit the model or the machine.
         """
-        self.executor = executor = EXECUTORS.load("uniproc")(model_folder, config)
+        self.executor = executor = EXECUTORS.load(config.executor_name)(model_folder, config)
         config = executor.config
         self.model_config, self.dtype = executor.model_config, executor.dtype
         self.kv_memory, self.max_model_len = executor.kv_memory, executor.max_model_len
@@ -357,6 +357,10 @@ class Engine:
     def take_kv_events(self) -> list[KVCacheEvent]:
         """What it stored and removed since the last call, in order; only between steps."""
         return self._block_pool.take_events()
+
+    def close(self) -> None:
+        """End whoever computes; no step is executed any more. May be called twice."""
+        self.executor.close()
 
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""

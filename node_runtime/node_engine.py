@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.api.errors import ConfigError
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
 from baton.engine_config import EngineConfig
@@ -60,6 +61,11 @@ def load_engine(
     model: str, config: EngineConfig, *, node_name: str, kv_connector: str, kv_digests: bool = False
 ) -> LoadedEngine:
     """Load a model for a node; raises ModelLoadError or ConfigError."""
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size: {config.tensor_parallel_size} is for `LLM` alone so far; a "
+            f"node's KV is handed over by one rank"
+        )
     folder = find_model_folder(model)
     identity = folder_identity(folder)
     if "weights" not in identity:  # an index names files that are not needed

@@ -157,6 +157,7 @@ class NodeThreads:
         return self._end.metrics()
 
     def _step(self) -> bool:
+        self._loaded.engine.executor.check_health()  # between steps a rank may end, too
         while self._calls:
             self._calls.popleft()()
         busy = self._node.step()
@@ -183,3 +184,4 @@ class NodeThreads:
     def close(self) -> None:
         self._loop.stop()
         self._end.close()
+        self._loaded.engine.close()

@@ -4,5 +4,9 @@ from baton.registry import Registry
 from engine.executors.base import Executor
 
 EXECUTORS: Registry[type[Executor]] = Registry(
-    "executor", {"uniproc": "engine.executors.uniproc:UniprocExecutor"}
+    "executor",
+    {
+        "multiproc": "engine.executors.multiproc:MultiprocExecutor",
+        "uniproc": "engine.executors.uniproc:UniprocExecutor",
+    },
 )

@@ -59,5 +59,8 @@ class Executor(Protocol):
     def check_health(self) -> None:
         """Raise EngineDeadError when a worker is gone."""
 
+    def close(self) -> None:
+        """End the workers; nothing is submitted any more. May be called twice."""
+
     def on_failure(self, call: Callable[[Exception], None]) -> None:
         """Have ``call`` called, on any thread and once, when a worker goes that nobody ended."""

@@ -14,6 +14,7 @@ from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import Executor, PendingStep
 from engine.worker.model_runner import LaunchedStep
 from engine.worker.worker import Worker
+from models.parallel.group import SINGLE_RANK, Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +30,17 @@ class LaunchAhead:
 class UniprocExecutor:
     """See `engine.executors.base.Executor` for the contract."""
 
-    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
-        self.worker = worker = Worker(model_folder, config)
+    def __init__(
+        self, model_folder: Path, config: EngineConfig, group: Collective = SINGLE_RANK
+    ) -> None:
+        self.worker = worker = Worker(model_folder, config, group)
         self.config = worker.config
         self.model_config = worker.model_config
         self.dtype = str(worker.dtype).removeprefix("torch.")
         self.max_model_len = worker.max_model_len
         self.kv_memory = worker.kv_memory
-        runs_ahead = worker.config.async_scheduling
-        if runs_ahead is None:  # on a CPU the scheduler would take time from the forward
-            runs_ahead = worker.device.type == "cuda"
-        self.runs_ahead = runs_ahead
-        self.thread = ThreadPoolExecutor(1, "model-runner") if runs_ahead else None
+        self.runs_ahead = worker.runs_ahead
+        self.thread = ThreadPoolExecutor(1, "model-runner") if worker.runs_ahead else None
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         prepared = self.worker.prepare(plan, hooks)
@@ -52,6 +52,9 @@ class UniprocExecutor:
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
+
+    def close(self) -> None:
+        pass  # a worker of this process ends with it
 
     def check_health(self) -> None:
         pass  # a worker of this process is there as long as whoever asks

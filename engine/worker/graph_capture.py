@@ -19,6 +19,7 @@ from engine.worker.device_choice import BackendNames
 from engine.worker.kv_cache import KVCacheSpec
 from engine.worker.model_runner import ModelRunner, make_model_runner
 from models.base import CausalLM
+from models.parallel.group import SINGLE_RANK, Collective
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +96,15 @@ def make_captured_runner(
     config: EngineConfig,
     backend_names: BackendNames,
     max_model_len: int,
+    group: Collective = SINGLE_RANK,
+    *,
+    tells_tokens: bool = False,
 ) -> ModelRunner:
     """A runner whose decode steps are captured where they can be; a log line tells of it."""
     reason_against = reason_against_graphs(config, kv_cache.device, backend_names)
     runner = make_model_runner(
         model, kv_cache, spec, config, backend_names, max_model_len,
-        with_graphs=reason_against is None,
+        with_graphs=reason_against is None, group=group, tells_tokens=tells_tokens,
     )  # fmt: skip
     if reason_against is None:
         _capture(runner)

@@ -43,6 +43,8 @@ class KVCacheSpec:
         dtype: of keys, values and latents.
         compute_dtype: of activations, and of states that do not say another.
         kv_scales: digest of what numbers are multiplied with; empty: with nothing.
+        rank: of the ranks that share the model's layers, and so what blocks hold: this one.
+        num_ranks: how many there are.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -50,6 +52,8 @@ class KVCacheSpec:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     kv_scales: str = ""
+    rank: int = 0
+    num_ranks: int = 1
 
     @property
     def num_groups(self) -> int:
@@ -79,7 +83,7 @@ class KVCacheSpec:
 
     @property
     def manifest(self) -> KVManifest:
-        """What lies in a block, for whoever is to write there or to name what does."""
+        """What lies in a block of all ranks together, for whoever is to write there or name it."""
         groups = [
             KVGroup(
                 kind=group.kv.kind,
@@ -98,12 +102,12 @@ class KVCacheSpec:
         if len({group.arrays for group in groups}) == 1:  # a short one has the places of the others
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
-        return KVManifest(groups=tuple(groups))
+        return KVManifest(groups=tuple(groups), num_ranks=self.num_ranks)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, the same in all groups."""
-        return self.manifest.unit_bytes()
+        return self.manifest.unit_bytes(self.rank)
 
     @property
     def block_shape(self) -> tuple[int, ...]:
@@ -121,7 +125,7 @@ class KVCacheSpec:
         first, *others = self.manifest.groups
         if len(first.arrays) > 1 or any(group.arrays != first.arrays for group in others):
             return None
-        return (first.num_places, *first.arrays[0].shape)
+        return (first.num_places, *first.arrays[0].rank_shape(self.rank, self.num_ranks))
 
     def layer_caches(self, tensor: Tensor) -> tuple[LayerCache, ...]:
         """Of each layer of the model: its views of the cache, each `[num_blocks, *shape]`.
@@ -135,19 +139,21 @@ class KVCacheSpec:
         caches: dict[int, LayerCache] = {}
         for group, described in zip(self.groups, self.manifest.groups, strict=True):
             for place, layer in enumerate(group.layers):
-                views = (tensor[:, place],) if plain else _views(tensor, described, place)
+                views = (tensor[:, place],) if plain else self._views(tensor, described, place)
                 caches[layer] = views if described.kind is KVKind.STATE else views[0]
         return tuple(caches[layer] for layer in range(len(caches)))
 
-
-def _views(tensor: Tensor, group: KVGroup, place: int) -> tuple[Tensor, ...]:
-    """The arrays of one place for a layer, as views of blocks of bytes."""
-    views = []
-    for array, offset in zip(group.arrays, array_offsets(group.arrays), strict=False):
-        start = place * group.layer_bytes() + offset
-        view = tensor[:, 0, start : start + array.num_bytes()].view(getattr(torch, array.dtype))
-        views.append(view.view(len(tensor), *array.shape))
-    return tuple(views)
+    def _views(self, tensor: Tensor, group: KVGroup, place: int) -> tuple[Tensor, ...]:
+        """The arrays of one place for a layer, as views of blocks of bytes."""
+        ranks = (self.rank, self.num_ranks)
+        views = []
+        offsets = array_offsets(group.arrays, *ranks)
+        for array, offset in zip(group.arrays, offsets, strict=False):
+            start = place * group.layer_bytes(*ranks) + offset
+            view = tensor[:, 0, start : start + array.num_bytes(*ranks)]
+            view = view.view(getattr(torch, array.dtype))
+            views.append(view.view(len(tensor), *array.rank_shape(*ranks)))
+        return tuple(views)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,6 +204,7 @@ def kv_cache_spec(
     dtype: torch.dtype,
     scales: Sequence[tuple[float, float]] = (),
     compute_dtype: torch.dtype | None = None,
+    ranks: tuple[int, int] = (0, 1),
 ) -> KVCacheSpec:
     """The cache that a model needs.
 
@@ -206,6 +213,7 @@ def kv_cache_spec(
         block_size: tokens of a block; 0: 16, or what the states of a model ask for.
         scales: of the keys and values of each layer, where the cache is of float8.
         compute_dtype: of activations; None: ``dtype``.
+        ranks: which one this is, of how many; groups are those of the whole model on each.
 
     Raises:
         ConfigError: blocks of that size cannot hold the model's states, or no cache of ours can.
@@ -222,7 +230,7 @@ def kv_cache_spec(
 
     block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
     groups = group_layers(kv_layers, block_size, layer_bytes)
-    return KVCacheSpec(groups, block_size, dtype, compute_dtype, digest)
+    return KVCacheSpec(groups, block_size, dtype, compute_dtype, digest, *ranks)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -78,6 +78,7 @@ def measure_kv_cache_bytes(
     config: EngineConfig,
     device: torch.device,
     backend_names: BackendNames,
+    num_ranks: int = 1,
 ) -> int:
     """Bytes that the KV cache may take, by a dummy of the largest step; one log line says why.
 
@@ -85,6 +86,8 @@ def measure_kv_cache_bytes(
     """
     utilization = config.memory_utilization
     total, used = _total_and_used(device)
+    if device.type == "cpu":  # which all ranks share, and what is free with it
+        used += (total - used) * (num_ranks - 1) // num_ranks
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(
         total=total,

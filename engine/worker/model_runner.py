@@ -26,6 +26,7 @@ from engine.worker.graph_inputs import GraphInputs, StagedStep
 from engine.worker.input_batch import InputBatch, PreparedStep
 from engine.worker.kv_cache import KVCacheSpec
 from models.base import CausalLM, ForwardContext, GroupStep
+from models.parallel.group import SINGLE_RANK, Collective
 
 NO_HOOKS = StepHooks()
 AnyPreparedStep = PreparedStep | StagedStep
@@ -83,6 +84,9 @@ class ModelRunner:
         input_batch: persistent input buffers on the model's device.
         graph_inputs: of steps that may be captured; None: none may.
         samples_on_device: whether the sampling kernel runs there.
+        group: of the ranks that share the model; the first one samples for all.
+        tells_tokens: whether it tells the others what it sampled: a step may be launched before
+            that is known to whoever plans it.
     """
 
     def __init__(
@@ -92,12 +96,15 @@ class ModelRunner:
         graph_inputs: GraphInputs | None = None,
         *,
         samples_on_device: bool = False,
+        group: Collective = SINGLE_RANK,
+        tells_tokens: bool = False,
     ) -> None:
         self._context = context
         self._model = context.model
         self._input_batch = input_batch
         self._graph_inputs = graph_inputs
         self._samples_on_device = samples_on_device
+        self._group, self._tells_tokens = group, tells_tokens
         self._device = device = input_batch.device
         self._graphs: StepGraphs | None = None
         self._sampled, self._spare = (  # on the host, of this step and of the one before
@@ -188,6 +195,11 @@ class ModelRunner:
         if not sampling.request_ids:
             return self._launched(sampling, None, prompt_logprobs, started_at)
         logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
+        if self._group.rank > 0:
+            if self._tells_tokens:
+                told = torch.empty(len(logits), dtype=torch.int64, device=self._device)
+                self._keep(prepared.sampling_rows, self._group.broadcast(told, source=0))
+            return self._launched(sampling, None, prompt_logprobs, started_at)
         if self._samples_on_device and not sampling.needs_host:
             tensors = upload_parameters(sampling.parameters, sampling.keys, self._device)
             token_ids = sample_on_device(logits, tensors)
@@ -196,8 +208,14 @@ class ModelRunner:
             launched, token_ids = self._sampled_on_host(
                 sampling, logits, prompt_logprobs, hooks, started_at
             )
-        last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
+        if self._tells_tokens:
+            self._group.broadcast(token_ids, source=0)
+        self._keep(prepared.sampling_rows, token_ids)
         return launched
+
+    def _keep(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Have the next step find what this one sampled."""
+        self._input_batch.last_tokens.index_copy_(0, rows, token_ids)
 
     def _launched(
         self,
@@ -250,6 +268,8 @@ def make_model_runner(
     *,
     with_graphs: bool = False,
     samples_on_device: bool | None = None,
+    group: Collective = SINGLE_RANK,
+    tells_tokens: bool = False,
 ) -> ModelRunner:
     """A runner with its own attention backends and buffers, on the device of the cache.
 
@@ -292,6 +312,8 @@ def make_model_runner(
         ),
         graph_inputs,
         samples_on_device=samples_on_device,
+        group=group,
+        tells_tokens=tells_tokens,
     )
 
 

@@ -9,6 +9,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
@@ -36,6 +38,7 @@ from engine.worker.model_runner import AnyPreparedStep, LaunchedStep
 from engine.worker.warm_up import warm_up
 from models import load_model
 from models.config import ModelConfig
+from models.parallel.group import SINGLE_RANK, Collective
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +49,19 @@ class Worker:
     Attributes:
         config: as it is for the device.
         max_model_len: most tokens of one request, by the model and by the KV memory.
+        runs_ahead: whether a step may be launched before the one before has ended.
         runner: of the steps.
     """
 
-    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+    def __init__(
+        self, model_folder: Path, config: EngineConfig, group: Collective = SINGLE_RANK
+    ) -> None:
         """Load the model, allocate its KV memory, and compute what is compiled in doing so.
+
+        Args:
+            model_folder: in Hugging Face layout.
+            config: the same on all ranks.
+            group: of the ranks that share the model, all of which do this at the same time.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -58,7 +69,10 @@ class Worker:
         """
         self.device = device = choose_device(config.device)
         self.config = config = config.for_device(device.type)
-        use_cores(config)
+        runs_ahead = config.async_scheduling
+        # On a CPU the scheduler would take time from the forward.
+        self.runs_ahead = device.type == "cuda" if runs_ahead is None else runs_ahead
+        use_cores(config, group.rank, group.size)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
         if device.type == "cpu":
             name = str(self.dtype).removeprefix("torch.")
@@ -69,6 +83,7 @@ class Worker:
             device=device,
             max_model_len=config.max_model_len,
             packer=choose_packer(config, device, self.dtype),
+            group=group,
         )
         self.model_config = model.config
         spec = kv_cache_spec(
@@ -77,6 +92,7 @@ class Worker:
             choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
             model.kv_scales,
             self.dtype,
+            (group.rank, group.size),
         )
         if not config.block_size:
             logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)
@@ -87,15 +103,23 @@ class Worker:
         num_blocks = choose_num_blocks(
             spec,
             config,
-            lambda: measure_kv_cache_bytes(model, spec, config, device, backends),
+            lambda: measure_kv_cache_bytes(model, spec, config, device, backends, group.size),
         )
+        # The same on all ranks: as many as the one with the least room has.
+        rooms = group.all_gather(torch.tensor([num_blocks], device=device))
+        num_blocks = int(rooms.min())
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
         if device.type == "cuda":
             warm_up(model, spec, config, device, backends, self.max_model_len)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
         self.runner = make_captured_runner(
-            model, self.kv_memory.tensor, spec, config, backends, self.max_model_len
+            *(model, self.kv_memory.tensor, spec, config, backends, self.max_model_len, group),
+            tells_tokens=self.runs_ahead and group.size > 1,
         )
+
+    def num_blocks(self) -> int:
+        """Blocks of its KV memory; for whoever asks all workers."""
+        return self.kv_memory.num_blocks
 
     def prepare(self, plan: StepPlan, hooks: StepHooks) -> AnyPreparedStep:
         """Write a step into rows and buffers; see `ModelRunner`."""

@@ -213,6 +213,31 @@ class GroupedIntegers:
         middle = 2 ** (self.bits - 1) if self.groups.minima is None else 0
         return (self.numbers.to(torch.int16) + middle).to(torch.uint8)
 
+    def part(self, rows: slice | Tensor | None, columns: slice | None) -> GroupedIntegers | None:
+        """Return some rows, and some columns of these; None where a group would be cut."""
+        numbers, groups = self.numbers, self.groups
+        if rows is not None:
+            numbers, groups = numbers[rows], groups.map(lambda one: one[rows])
+        if columns is None:
+            return replace(self, numbers=numbers, groups=groups)
+        in_features = numbers.shape[1]
+        first, end, _ = columns.indices(in_features)
+        numbers, size = numbers[:, first:end].contiguous(), self.group_size
+        if size >= in_features:
+            return GroupedIntegers.of(self.bits, numbers, groups, size)
+        super_group = size if groups.scale_factors is None else SUPER_GROUP
+        if first % super_group or (end % super_group and end != in_features):
+            return None
+
+        def columns_of(one: Tensor | None, each: int) -> Tensor | None:
+            return None if one is None else one[:, first // each : -(-end // each)].contiguous()
+
+        _, minima, *factors = groups.tensors
+        by_group = groups.scales[:, first // size : -(-end // size)].contiguous()
+        of_super = (columns_of(factor, SUPER_GROUP) for factor in factors)
+        groups = Groups(by_group, columns_of(minima, size), *of_super)
+        return replace(self, numbers=numbers, groups=groups)
+
     def dequantized(self) -> Tensor:
         """Return ``[n, in_features]`` float32."""
         scales, minima = self.groups.widened(self.group_size)

@@ -8,20 +8,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
-from baton.kv_layers import LayerKV, PagedKV
+from baton.kv_layers import LayerKV, PagedKV, as_replicated
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import DecodeTapes
 from models.layers.attention import Attention, AttentionOptions
+from models.layers.linear import keep_elements, keep_outputs
 from models.layers.mlp import GatedMLP
 from models.layers.norm import NoNorm, NormWeight, RMSNorm
 from models.layers.rotary import RotaryEmbedding
+from models.parallel.group import SINGLE_RANK, Collective
+from models.parallel.shards import Rank, Span
 from models.rope_config import RopeConfig
 
 # Makes a part of one layer, of the model's shape and the layer's index.
@@ -129,6 +133,19 @@ class DecoderLayer(nn.Module):
         norms = options.norms
         self._mixer_norms = norm(norms.before_mixer), norm(norms.after_mixer)
         self._feed_forward_norms = norm(norms.before_feed_forward), norm(norms.after_feed_forward)
+        # Of the ranks that add what they compute of a part.
+        self._mixer_group: Collective = SINGLE_RANK
+        self._feed_forward_group: Collective = SINGLE_RANK
+
+    def shard(self, group: Collective) -> None:
+        """Keep a rank's share of both parts; what cannot be shared every rank computes."""
+        rank = Rank(group.rank, group.size)
+        if _can_share(self.self_attn):
+            cast("Shareable", self.self_attn).shard(rank)
+            self._mixer_group = group
+        if _can_share(self.mlp):
+            cast("Shareable", self.mlp).shard(rank)
+            self._feed_forward_group = group
 
     def forward(
         self, delta: Tensor, residual: Tensor | None, rotations: Rotations, step: ForwardContext
@@ -149,10 +166,29 @@ class DecoderLayer(nn.Module):
             normed, residual = before(delta), delta
         else:
             normed, residual = before.add(delta, residual, self._residual_scale)
-        attended = after(self.self_attn(normed, rotations, step))  # [num_tokens, hidden_size]
+        attended = self._mixer_group.all_reduce(self.self_attn(normed, rotations, step))
+        attended = after(attended)  # [num_tokens, hidden_size]
         before, after = self._feed_forward_norms
         normed, residual = before.add(attended, residual, self._residual_scale)
-        return after(self.mlp(normed)), residual
+        return after(self._feed_forward_group.all_reduce(self.mlp(normed))), residual
+
+
+class Shareable(Protocol):
+    """A part of a layer that ranks can share: they add what each of them computes.
+
+    Attributes:
+        can_share: whether they can; a part without it is computed by each of them.
+    """
+
+    can_share: bool
+
+    def shard(self, rank: Rank) -> None:
+        """Keep a rank's share, before there are weights; raises ConfigError if there is none."""
+        ...
+
+
+def _can_share(part: nn.Module) -> bool:
+    return bool(getattr(part, "can_share", False))
 
 
 class Decoder(nn.Module):
@@ -172,10 +208,20 @@ class Decoder(nn.Module):
         self._embedding_scale = options.embedding_scale
         self._residual_scale = options.residual_scale
         self.tapes: DecodeTapes | None = None  # of a model that is packed for a CPU
+        self._group: Collective = SINGLE_RANK
+        self._vocab_start, self._vocab_size = 0, config.vocab_size
+
+    def shard(self, group: Collective, vocab: Span) -> None:
+        """Keep a rank's share of the layers and of the vocabulary, before there are weights."""
+        self._group = group
+        self._vocab_start, self._vocab_size = vocab[0], vocab[1] - vocab[0]
+        keep_elements(self.embed_tokens, "weight", vocab)
+        for layer in self.layers:
+            cast("DecoderLayer", layer).shard(group)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
-        delta: Tensor = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]
+        delta = self._embed(input_ids)  # [num_tokens, hidden_size]
         if self._embedding_scale != 1.0:
             delta = delta * _rounded(self._embedding_scale, delta.dtype)
         inputs = [delta]
@@ -184,6 +230,16 @@ class Decoder(nn.Module):
         if self.tapes is None:
             return self._layers(inputs, context)
         return self.tapes.run(self._layers, inputs, context)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """Look tokens up, those of other ranks there (vocab-parallel)."""
+        if self._group.size == 1:
+            embedded: Tensor = self.embed_tokens(input_ids)
+            return embedded
+        places = input_ids - self._vocab_start
+        is_other = (places < 0) | (places >= self._vocab_size)
+        embedded = self.embed_tokens(places.masked_fill(is_other, 0))
+        return self._group.all_reduce(embedded.masked_fill(is_other[:, None], 0))
 
     def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> Tensor:
         """Compute all layers: ``[num_tokens, hidden_size]``, after the last norm."""
@@ -215,7 +271,7 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
         self.config = config
-        self.kv_layers = options.kv_layers or tuple(
+        kv_layers = options.kv_layers or tuple(
             PagedKV(config.num_kv_heads, config.head_dim, window)
             for window in options.sliding_windows or (None,) * config.num_layers
         )
@@ -225,9 +281,27 @@ class DecoderForCausalLM(nn.Module):
         self._logits_divisor = options.logits_divisor
         self._logits_soft_cap = options.logits_soft_cap
         self.model = Decoder(config, options)
+        self.kv_layers = tuple(
+            kv if _can_share(cast("DecoderLayer", layer).self_attn) else as_replicated(kv)
+            for kv, layer in zip(kv_layers, self.model.layers, strict=True)
+        )
         self.lm_head: nn.Module | None = None  # None: the embedding is the head (tied)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._group: Collective = SINGLE_RANK
+
+    def shard(self, group: Collective) -> None:
+        """Keep one rank's share, before there are weights; results are the same on all ranks.
+
+        Raises:
+            ConfigError: there are more ranks than heads, or other parts of layers.
+        """
+        self._group = group
+        vocab = Rank(group.rank, group.size).span(self.config.vocab_size)
+        self.model.shard(group, vocab)
+        if self.lm_head is not None:
+            assert isinstance(self.lm_head, nn.Linear)
+            keep_outputs(self.lm_head, vocab)
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
@@ -264,8 +338,19 @@ class DecoderForCausalLM(nn.Module):
             logits = functional.linear(hidden, embedding.weight)  # [n, vocab_size]
         else:
             logits = self.lm_head(hidden)
+        if self._group.size > 1:
+            logits = self._gather(logits)
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
         return (
             logits if self._logits_soft_cap is None else ops.soft_cap(logits, self._logits_soft_cap)
         )
+
+    def _gather(self, logits: Tensor) -> Tensor:
+        """Join all ranks' logits, of which some have one fewer: `[n, vocab_size]`."""
+        ranks = [Rank(rank, self._group.size) for rank in range(self._group.size)]
+        sizes = [end - first for first, end in (r.span(self.config.vocab_size) for r in ranks)]
+        most = max(sizes)
+        padded = functional.pad(logits, (0, most - logits.shape[1])).contiguous()
+        parts = self._group.all_gather(padded)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)

@@ -13,8 +13,15 @@ from torch import Tensor, nn
 import baton_kernels as ops
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
-from models.layers.linear import HeadsInPairs, JoinedLinear
+from models.layers.linear import (
+    HeadsInPairs,
+    JoinedLinear,
+    keep_elements,
+    keep_inputs,
+    keep_outputs,
+)
 from models.layers.norm import NormWeight, RMSNorm
+from models.parallel.shards import Rank, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self._layer_index = layer_index
-        self._num_heads = config.num_heads
+        self._num_heads, self._head_dim = config.num_heads, config.head_dim
+        self.can_share = not options.qk_norm_of_all_heads  # which would need all ranks' heads
         self._eps = config.rms_norm_eps
         self._scale = config.head_dim**-0.5 if options.scale is None else options.scale
         self._soft_cap = options.soft_cap
@@ -88,6 +96,17 @@ class Attention(nn.Module):
                 RMSNorm(size, config.rms_norm_eps, options.norm_weight) for size in sizes
             )
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if options.sinks else None
+
+    def shard(self, rank: Rank) -> None:
+        """See ``Shareable``: each rank keeps some heads."""
+        _, kv_size, _ = self.qkv_proj.part_sizes
+        heads, kv_heads = rank.heads(self._num_heads, kv_size // self._head_dim)
+        query, kv = scaled(heads, self._head_dim), scaled(kv_heads, self._head_dim)
+        keep_outputs(self.qkv_proj, query, kv, kv)
+        keep_inputs(self.o_proj, query, adds_bias=rank.rank == 0)
+        if self.sinks is not None:
+            keep_elements(self, "sinks", heads)
+        self._num_heads = heads[1] - heads[0]
 
     def keep_loaded(self, sinks: Tensor) -> Tensor:
         """Return what is kept of a checkpoint's sinks ``[num_heads]``."""

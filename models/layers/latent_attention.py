@@ -14,7 +14,9 @@ import baton_kernels as ops
 from baton_kernels.attention.base import as_keys_and_values
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
+from models.layers.linear import keep_inputs, keep_outputs
 from models.layers.norm import RMSNorm
+from models.parallel.shards import Rank, Span, scaled
 
 # Of the norms between low-rank projections, whatever the config's `rms_norm_eps` is.
 _EPS = 1e-6
@@ -33,6 +35,12 @@ class LatentProjection(nn.Linear):
     def __init__(self, num_heads: int, rank: int, key_dim: int, value_dim: int) -> None:
         super().__init__(rank, num_heads * (key_dim + value_dim), bias=False)
         self._sizes = (num_heads, key_dim, value_dim, rank)
+
+    def keep_heads(self, heads: Span) -> None:
+        """Keep some heads, before there are weights."""
+        _, key_dim, value_dim, rank = self._sizes
+        keep_outputs(self, scaled(heads, key_dim + value_dim))
+        self._sizes = (heads[1] - heads[0], key_dim, value_dim, rank)
 
     def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Cut ``[out_features, rank]`` into `[num_heads, key_dim or value_dim, rank]` of each."""
@@ -100,6 +108,22 @@ class LatentAttention(nn.Module):
             config.num_heads, rank, mla.qk_nope_head_dim, mla.v_head_dim
         )
         self.o_proj = nn.Linear(config.num_heads * mla.v_head_dim, hidden, bias=bias)
+
+    can_share = True
+
+    def shard(self, rank: Rank) -> None:
+        """See ``Shareable``: each rank keeps some heads.
+
+        All of them make and keep the latents, of which each makes its heads' keys and values.
+        """
+        mla = self._mla
+        heads = rank.span(self._num_heads)
+        query = scaled(heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        keep_outputs(self.q_proj if mla.q_lora_rank is None else self.q_b_proj, query)
+        assert isinstance(self.kv_b_proj, LatentProjection)
+        self.kv_b_proj.keep_heads(heads)
+        keep_inputs(self.o_proj, scaled(heads, mla.v_head_dim), adds_bias=rank.rank == 0)
+        self._num_heads = heads[1] - heads[0]
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: ForwardContext) -> Tensor:
         """Attend for all tokens of the step.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
+from models.parallel.shards import Kept, KeptParts, Span
 
 
 class ExactLinear(nn.Linear):
@@ -45,6 +46,11 @@ class JoinedLinear(nn.Linear):
         self._parts = dict(parts)
         self.stored_joined = stored_joined
 
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """Rows of each part."""
+        return tuple(self._parts.values())
+
     def part_rows(self) -> Iterator[tuple[str, slice]]:
         """Return each part's name and its rows of weight and bias."""
         start = 0
@@ -55,6 +61,23 @@ class JoinedLinear(nn.Linear):
     def row_order(self, name: str) -> Tensor | None:
         """Return the checkpoint's row of each row of a part, int64; None: they are the same."""
         return None
+
+    def keep_parts(self, spans: Sequence[Span]) -> KeptParts:
+        """Keep some rows of each part; returns which of a checkpoint's tensors those are."""
+        kept: KeptParts = {}
+        rows: list[int] = []
+        for (name, of_part), (first, end) in zip(self.part_rows(), spans, strict=True):
+            size, order = of_part.stop - of_part.start, self.row_order(name)
+            here = slice(first, end) if order is None else order[first:end]
+            for attribute, parameter in self.named_parameters():
+                shape = (size, *parameter.shape[1:])
+                kept[f"{name}.{attribute}"] = Kept(shape, here)
+            rows += range(of_part.start + first, of_part.start + end)
+            self._parts[name] = end - first
+        if not self.stored_joined:
+            return kept
+        index = torch.tensor(rows, device="cpu")
+        return {name: Kept(tuple(one.shape), index) for name, one in self.named_parameters()}
 
 
 class HeadsInPairs(JoinedLinear):
@@ -187,6 +210,65 @@ class PackedLinear(nn.Module):
         return ops.packed_gated_linear(x, self.packed, self._activation)
 
 
+def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
+    """Have a layer without weights yet compute some of its outputs: it is column-parallel then.
+
+    Args:
+        linear: the layer.
+        spans: of its outputs; of a ``JoinedLinear``, of those of each part.
+    """
+    if isinstance(linear, JoinedLinear):
+        kept = linear.keep_parts(spans)
+    else:
+        ((first, end),) = spans
+        kept = {
+            name: Kept(tuple(one.shape), slice(first, end))
+            for name, one in linear.named_parameters()
+        }
+    linear.out_features = sum(end - first for first, end in spans)
+    _resize(linear, kept)
+
+
+def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
+    """Have a layer without weights yet read some of its inputs: it is row-parallel then.
+
+    Args:
+        linear: the layer, whose results all ranks add.
+        span: of its inputs.
+        adds_bias: whether this rank is the one that adds the bias.
+    """
+    kept: KeptParts = {}
+    for name, one in linear.named_parameters():
+        columns = slice(*span) if one.dim() == 2 else None
+        is_zero = one.dim() == 1 and not adds_bias
+        if isinstance(linear, JoinedLinear) and not linear.stored_joined:
+            for part, rows in linear.part_rows():
+                shape = (rows.stop - rows.start, *one.shape[1:])
+                kept[f"{part}.{name}"] = Kept(shape, columns=columns, is_zero=is_zero)
+        else:
+            kept[name] = Kept(tuple(one.shape), columns=columns, is_zero=is_zero)
+    linear.in_features = span[1] - span[0]
+    _resize(linear, kept)
+
+
+def _resize(linear: nn.Linear, kept: KeptParts) -> None:
+    """Give a layer parameters of the sizes that it has now, and say what they are."""
+    linear.kept = kept  # type: ignore[assignment]
+    linear.weight = nn.Parameter(torch.empty(linear.out_features, linear.in_features))
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(torch.empty(linear.out_features))
+
+
+def keep_elements(module: nn.Module, attribute: str, span: Span) -> None:
+    """Keep some of a parameter without content yet, along its first axis."""
+    parameter = getattr(module, attribute)
+    kept: KeptParts = dict(getattr(module, "kept", {}))
+    kept[attribute] = Kept(tuple(parameter.shape), slice(*span))
+    module.kept = kept  # type: ignore[assignment]
+    shape = (span[1] - span[0], *parameter.shape[1:])
+    setattr(module, attribute, nn.Parameter(torch.empty(shape)))
+
+
 __all__ = [
     "ExactLinear",
     "GatedLinear",
@@ -194,4 +276,7 @@ __all__ = [
     "JoinedLinear",
     "PackedLinear",
     "RegroupedLinear",
+    "keep_elements",
+    "keep_inputs",
+    "keep_outputs",
 ]

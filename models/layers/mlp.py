@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from models.layers.linear import GatedLinear
+from models.layers.linear import GatedLinear, keep_inputs, keep_outputs
+from models.parallel.shards import Rank
 
 
 class GatedMLP(nn.Module):
@@ -36,6 +37,14 @@ class GatedMLP(nn.Module):
             hidden_size, parts, bias=bias, activation=activation, stored_joined=stored_joined
         )
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    can_share = True
+
+    def shard(self, rank: Rank) -> None:
+        """See ``Shareable``: each rank keeps some of the middle."""
+        span = rank.wide_span(self.down_proj.in_features)
+        keep_outputs(self.gate_up_proj, span, span)
+        keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""

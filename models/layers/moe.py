@@ -12,8 +12,15 @@ from torch import Tensor, nn
 
 import baton_kernels as ops
 from models.config import ModelConfig
-from models.layers.linear import ExactLinear, JoinedLinear, PackedLinear
+from models.layers.linear import (
+    ExactLinear,
+    JoinedLinear,
+    PackedLinear,
+    keep_inputs,
+    keep_outputs,
+)
 from models.layers.mlp import GatedMLP
+from models.parallel.shards import Rank
 
 
 class SparseMoe(nn.Module):
@@ -57,6 +64,19 @@ class SparseMoe(nn.Module):
             self.shared_expert = GatedMLP(hidden, moe.shared_size, bias=False)
         if moe.has_shared_gate:
             self.shared_expert_gate = ExactLinear(hidden, 1, bias=False)
+
+    can_share = True
+
+    def shard(self, rank: Rank) -> None:
+        """See ``Shareable``: each rank keeps some of each expert's middle; all route alike."""
+        assert isinstance(self.gate_up, JoinedLinear)
+        assert isinstance(self.down, JoinedLinear)
+        first, end = span = rank.wide_span(self._inner_size)
+        keep_outputs(self.gate_up, *(span for _ in self.gate_up.part_sizes))
+        keep_inputs(self.down, span, adds_bias=rank.rank == 0)
+        self._inner_size = end - first
+        if self.shared_expert is not None:
+            self.shared_expert.shard(rank)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""

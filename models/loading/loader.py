@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.folder import WEIGHTS
+from baton_kernels import GroupedIntegers
 from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.config import ModelConfig
@@ -34,6 +35,8 @@ from models.loading.fused_experts import split_fused_experts
 from models.loading.gguf_weights import read_gguf
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
+from models.parallel.group import SINGLE_RANK, Collective
+from models.parallel.shards import Kept, KeptParts
 from models.registry import MODELS
 
 logger = logging.getLogger(__name__)
@@ -59,12 +62,15 @@ def load_model(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     packer: WeightPacker | None = None,
+    group: Collective = SINGLE_RANK,
 ) -> CausalLM:
     """See ``models.load_model``."""
     path = Path(folder)
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
     with torch.device("meta"), _NoInitialWeights():
         model = MODELS.load(config.architecture)(config)
+        if group.size > 1:
+            model.shard(group)
     dtype = dtype or getattr(torch, config.dtype)
     if config.quantization is not None:
         kept = "are kept" if packer is None else "are, but for groups of integers, kept"
@@ -128,30 +134,37 @@ class _Place:
     owner: nn.Module
     attribute: str
     rows: slice
-    order: Tensor | None = None  # the tensor's row for each of them; None: the same
+    kept: Kept | None = None  # what of the tensor belongs there; None: all of it
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         """What the tensor must have."""
         parameter: nn.Parameter = getattr(self.owner, self.attribute)
-        return parameter[self.rows].shape
+        return tuple(parameter[self.rows].shape) if self.kept is None else self.kept.shape
 
 
 def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Place]]:
     """Return every tensor that a checkpoint must have, by its name there."""
     rename = model.checkpoint_name
     for path, module in model.named_modules():
+        parts: KeptParts = getattr(module, "kept", {})
         for attribute, _ in module.named_parameters(recurse=False):
             if isinstance(module, JoinedLinear) and not module.stored_joined:
                 parent = path.rpartition(".")[0]
                 for part, rows in module.part_rows():
-                    place = _Place(module, attribute, rows, module.row_order(part))
+                    kept = parts.get(f"{part}.{attribute}")
+                    order = module.row_order(part)
+                    if kept is None and order is not None:
+                        shape = getattr(module, attribute).shape[1:]
+                        kept = Kept((len(order), *shape), order)
+                    place = _Place(module, attribute, rows, kept)
                     yield rename(f"{parent}.{part}.{attribute}"), place
             else:
-                yield rename(f"{path}.{attribute}"), _Place(module, attribute, slice(None))
+                place = _Place(module, attribute, slice(None), parts.get(attribute))
+                yield rename(f"{path}.{attribute}"), place
 
 
-def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, torch.Size]:
+def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, tuple[int, ...]]:
     """Return what a checkpoint of a model must have: the shape of every tensor, by its name."""
     return {name: place.shape for name, place in _checkpoint_parameters(model)}
 
@@ -216,10 +229,12 @@ def _check_names(
 
 
 def _read_part(stored: StoredTensor, place: _Place, *, integers: bool) -> WeightPart:
-    kept = stored.read_integers() if integers and stored.read_integers is not None else None
+    integers_kept = None
+    if integers and stored.read_integers is not None:
+        integers_kept = stored.read_integers()
     first_row = place.rows.start or 0
-    part = WeightPart(first_row, kept or stored.read(), stored.is_mapped)
-    if part.shape != place.shape:
+    part = WeightPart(first_row, integers_kept or stored.read(), stored.is_mapped)
+    if tuple(part.shape) != place.shape:
         found, expected = list(part.shape), list(place.shape)
         problem = f"shape {found}, but config.json means {expected}"
         raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
@@ -227,7 +242,15 @@ def _read_part(stored: StoredTensor, place: _Place, *, integers: bool) -> Weight
         kind = str(part.content.dtype).removeprefix("torch.")
         problem = f"dtype {kind} is not supported (quantized weights?)"
         raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
-    return part if place.order is None else part.in_order(place.order)
+    return part if place.kept is None else _keep(part, place.kept)
+
+
+def _keep(part: WeightPart, kept: Kept) -> WeightPart:
+    if isinstance(part.content, GroupedIntegers):
+        integers = part.content.part(kept.rows, kept.columns)
+        if integers is not None:
+            return WeightPart(part.first_row, integers)
+    return WeightPart(part.first_row, kept.of(part.tensor))
 
 
 def _fill_parameter(

@@ -12,7 +12,7 @@ import functools
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,6 @@ class WeightPart:
     def tensor(self) -> Tensor:
         """The rows as numbers."""
         return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
-
-    def in_order(self, order: Tensor) -> WeightPart:
-        """Copy the rows in another order, ``[n]`` int64; integers stay what they are."""
-        if isinstance(self.content, Tensor):
-            return WeightPart(self.first_row, self.content[order])
-        groups = self.content.groups.map(lambda one: one[order])
-        integers = replace(self.content, numbers=self.content.numbers[order], groups=groups)
-        return WeightPart(self.first_row, integers)
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Yield rows with the number of the first, and let go of their pages afterwards."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from baton.api.errors import EngineDeadError
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
@@ -16,13 +18,27 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 GREEDY = SamplingParams(temperature=0)
 
 
-@pytest.fixture(
-    scope="module", params=[(name, ahead) for name in EXECUTORS.names() for ahead in (False, True)]
-)
-def executor(request: pytest.FixtureRequest) -> Executor:
-    name, ahead = request.param
-    config = EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**22, async_scheduling=ahead)
+ALL = [(name, ahead) for name in EXECUTORS.names() for ahead in (False, True)]
+
+
+def start(name: str, *, ahead: bool) -> Executor:
+    config = EngineConfig(
+        device="cpu",
+        num_threads=1,
+        kv_cache_bytes=2**22,
+        async_scheduling=ahead,
+        executor=name,
+        tensor_parallel_size=1 if name == "uniproc" else 2,
+    )
     return EXECUTORS.load(name)(DEMO, config)
+
+
+@pytest.fixture(scope="module", params=ALL)
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    name, ahead = request.param
+    executor = start(name, ahead=ahead)
+    yield executor
+    executor.close()
 
 
 def prompt(request_id: str, token_ids: list[int]) -> StepPlan:
@@ -70,21 +86,29 @@ def test_tokens_behind_the_last_known_one_are_drafts_and_right_ones_count(
         assert executor.submit(plan, StepHooks()).wait().sampled_token_ids == {"a": expected}
 
 
-def test_a_hook_is_called_after_each_layer_and_what_it_raises_is_raised(executor: Executor) -> None:
+def test_a_hook_is_called_after_each_layer(executor: Executor) -> None:
     layers: list[int] = []
     executor.submit(prompt("a", [5, 6]), StepHooks(after_layer=layers.append)).wait()
     assert layers == list(range(executor.model_config.num_layers))
+
+
+@pytest.mark.parametrize(("name", "ahead"), ALL)
+def test_what_a_hook_raises_is_raised_and_ranks_fail_as_one(name: str, ahead: bool) -> None:
+    executor = start(name, ahead=ahead)
 
     def fail(layer: int) -> None:
         raise RuntimeError("a kernel failed")
 
     with pytest.raises(RuntimeError, match="a kernel failed"):
         executor.submit(prompt("a", [5, 6]), StepHooks(after_layer=fail)).wait()
+    if executor.config.tensor_parallel_size > 1:
+        with pytest.raises(EngineDeadError, match="a kernel failed"):
+            executor.check_health()
+    executor.close()
 
 
 def test_workers_are_called_and_are_well(executor: Executor) -> None:
-    plan, hooks = prompt("a", [5, 6]), StepHooks()
-    (prepared,) = executor.collective_rpc("prepare", (plan, hooks), timeout_s=60)
-    assert prepared.sampling.request_ids == ("a",)
+    found = executor.collective_rpc("num_blocks", timeout_s=60)
+    assert found == [executor.kv_memory.num_blocks] * executor.config.tensor_parallel_size
     executor.check_health()
     executor.on_failure(lambda error: pytest.fail(str(error)))

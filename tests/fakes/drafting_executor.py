@@ -95,6 +95,9 @@ class DraftingExecutor:
     ) -> list[Any]:
         return self._executor.collective_rpc(method, args, timeout_s)
 
+    def close(self) -> None:
+        self._executor.close()
+
     def check_health(self) -> None:
         self._executor.check_health()
 

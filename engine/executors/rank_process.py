@@ -1,0 +1,137 @@
+"""A rank in a process of its own: computes the plans that the engine's process sends.
+
+    python -m engine.executors.rank_process 7 9      (7: messages, 9: the line of life)
+
+Both are ends of what the engine's process made and this one inherited. Refuses to know: requests,
+and who else there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from baton.api.errors import BatonError
+from baton.engine_config import EngineConfig
+from engine.core.step_plan import StepHooks, StepPlan
+from engine.worker.worker import Worker
+from models.parallel.torch_group import TorchGroup
+
+logger = logging.getLogger(__name__)
+
+_ABORT_GRACE_S = 0.5
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """The first message: which rank of what."""
+
+    model_folder: str
+    config: EngineConfig
+    rank: int
+    group_folder: str
+    log_level: int
+
+
+class Step(msgspec.Struct, tag=True, frozen=True):
+    """Compute this, behind what came before."""
+
+    plan: StepPlan
+    eager: bool
+
+
+class Call(msgspec.Struct, tag=True, frozen=True):
+    """Call a method of the worker, and say what it returns."""
+
+    method: str
+    args: list[Any]
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """What a call returned, or that the rank has started."""
+
+    value: Any = None
+
+
+class Failure(msgspec.Struct, tag=True, frozen=True):
+    """What a call, or the start, raised."""
+
+    kind: str
+    message: str
+
+
+ENCODER = msgspec.msgpack.Encoder()
+TO_RANK = msgspec.msgpack.Decoder(Start | Step | Call)
+FROM_RANK = msgspec.msgpack.Decoder(Answer | Failure)
+
+
+def serve(messages: Connection, life_line: int) -> None:
+    """Be a rank until the engine's process is gone."""
+    start = TO_RANK.decode(messages.recv_bytes())
+    assert isinstance(start, Start)
+    logging.basicConfig(
+        level=start.log_level,
+        format=f"%(asctime)s %(levelname)s rank {start.rank} %(name)s: %(message)s",
+    )
+    threading.Thread(target=_end_with, args=(life_line,), daemon=True).start()
+    try:
+        group = TorchGroup(
+            start.rank,
+            start.config.tensor_parallel_size,
+            Path(start.group_folder),
+            torch.device(start.config.device if start.config.device != "auto" else "cpu"),
+        )
+        worker = Worker(Path(start.model_folder), start.config, group)
+    except Exception as error:
+        messages.send_bytes(ENCODER.encode(_failure(error)))
+        raise
+    messages.send_bytes(ENCODER.encode(Answer(worker.kv_memory.num_blocks)))
+    try:
+        while True:
+            _do(worker, messages, TO_RANK.decode(messages.recv_bytes()))
+    except EOFError:  # the engine has ended
+        return
+    finally:
+        group.abort()
+
+
+def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> None:
+    if isinstance(message, Step):
+        prepared = worker.runner.prepare(message.plan, eager=message.eager)
+        worker.launch(prepared, StepHooks())
+        return
+    assert isinstance(message, Call)
+    answer: Answer | Failure
+    try:
+        answer = Answer(getattr(worker, message.method)(*message.args))
+    except Exception as error:
+        answer = _failure(error)
+    messages.send_bytes(ENCODER.encode(answer))
+
+
+def _failure(error: Exception) -> Failure:
+    name = type(error).__name__ if isinstance(error, BatonError) else "EngineDeadError"
+    return Failure(name, str(error))
+
+
+def _end_with(life_line: int) -> None:
+    """End this process, whatever it does, when the engine's is gone."""
+    os.read(life_line, 1)
+    time.sleep(_ABORT_GRACE_S)  # it may be ending by itself
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    except Exception:
+        logger.critical("this rank cannot go on", exc_info=True)
+        os._exit(1)  # without waiting for threads of libraries

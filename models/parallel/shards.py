@@ -1,0 +1,102 @@
+"""What a rank keeps of a model's axes, and of the tensors of a checkpoint.
+
+Column-parallel layers keep outputs, row-parallel ones inputs, and of what these compute all ranks'
+sum is the result (Shoeybi et al., arXiv:1909.08053). Refuses to know: layers, files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.api.errors import ConfigError
+from baton.kv_manifest import shard
+
+Span = tuple[int, int]  # the first of an axis, and the one behind the last
+# Small groups of integers in a checkpoint's weights, and blocks of inputs that kernels round
+# together, are of so many neighbours or fewer: where they can be, they are not cut.
+_WHOLE_GROUPS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of the ranks that share a model's layers among them.
+
+    Attributes:
+        rank: from 0.
+        size: how many there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def span(self, size: int) -> Span:
+        """What this rank has of an axis: equal shares where they divide.
+
+        Raises ConfigError when there is not one for each.
+        """
+        if size < self.size:
+            raise ConfigError(
+                f"tensor_parallel_size: {self.size} ranks cannot share {size} parts of a layer"
+            )
+        return shard(size, self.rank, self.size)
+
+    def wide_span(self, size: int) -> Span:
+        """The same of an axis that groups of integers lie along: these stay whole if they can."""
+        if size % _WHOLE_GROUPS or size // _WHOLE_GROUPS < self.size:
+            return self.span(size)
+        first, end = self.span(size // _WHOLE_GROUPS)
+        return first * _WHOLE_GROUPS, end * _WHOLE_GROUPS
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Span, Span]:
+        """Query heads and key-value heads of this rank.
+
+        With more ranks than key-value heads, several ranks have the same one and share its queries.
+
+        Raises ConfigError when there is no query head for each rank.
+        """
+        per_group = num_heads // num_kv_heads
+        first, end = shard(num_kv_heads, self.rank, self.size)
+        if self.size <= num_kv_heads:
+            return (first * per_group, end * per_group), (first, end)
+        same = [r for r in range(self.size) if shard(num_kv_heads, r, self.size)[0] == first]
+        if len(same) > per_group:
+            raise ConfigError(
+                f"tensor_parallel_size: {self.size} ranks cannot share {num_heads} query heads of "
+                f"{num_kv_heads} groups"
+            )
+        own = shard(per_group, same.index(self.rank), len(same))
+        return (first * per_group + own[0], first * per_group + own[1]), (first, end)
+
+
+def scaled(span: Span, factor: int) -> Span:
+    """The numbers of a span of heads, each of ``factor`` numbers."""
+    return span[0] * factor, span[1] * factor
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a checkpoint's tensor.
+
+    Attributes:
+        shape: of the tensor.
+        rows: of it.
+        columns: of these.
+        is_zero: of a number that is added once, on another rank.
+    """
+
+    shape: tuple[int, ...]
+    rows: slice | Tensor | None = None  # None: all
+    columns: slice | None = None
+    is_zero: bool = False
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Take it from the tensor."""
+        rows = tensor if self.rows is None else tensor[self.rows]
+        if self.columns is not None:
+            rows = rows[:, self.columns].contiguous()
+        return rows.new_zeros(()).expand_as(rows) if self.is_zero else rows
+
+
+KeptParts = dict[str, Kept]  # by a parameter's name, with that of its part where it has some
