@@ -68,6 +68,12 @@ class EngineConfig:
         most=MAX_RANKS,
         help="Ranks that share every layer of the model, each in a process of its own.",
     )
+    pipeline_parallel_size: int = option(
+        1,
+        least=1,
+        most=MAX_RANKS,
+        help="Stages that share the model's layers; each of them has --tensor-parallel-size ranks.",
+    )
     executor: str = option(
         "auto",
         choices=EXECUTOR_NAMES,
@@ -194,10 +200,11 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be at least max_num_requests "
                 f"({self.max_num_requests}), got {self.max_num_batched_tokens}"
             )
-        if self.executor == "uniproc" and self.tensor_parallel_size > 1:
+        if self.executor == "uniproc" and self.num_ranks > 1:
             raise ConfigError(
                 f"executor: uniproc has one rank, but tensor_parallel_size is "
-                f"{self.tensor_parallel_size}"
+                f"{self.tensor_parallel_size} and pipeline_parallel_size "
+                f"{self.pipeline_parallel_size}"
             )
         if self.ngram_max < self.ngram_min:
             raise ConfigError(
@@ -209,7 +216,12 @@ class EngineConfig:
         """Of the executor in the registry."""
         if self.executor != "auto":
             return self.executor
-        return "uniproc" if self.tensor_parallel_size == 1 else "multiproc"
+        return "uniproc" if self.num_ranks == 1 else "multiproc"
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def max_num_drafts(self) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from models.base import CausalLM
     from models.loading.loader import WeightPacker
-    from models.parallel.group import Collective
+    from models.parallel.group import Ranks
 
 
 def load_model(
@@ -29,7 +29,7 @@ def load_model(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     packer: WeightPacker | None = None,
-    group: Collective | None = None,
+    ranks: Ranks | None = None,
 ) -> CausalLM:
     """Load a model folder: config.json, generation_config.json and the safetensors weights.
 
@@ -40,14 +40,14 @@ def load_model(
         max_model_len: see ``ModelConfig.from_folder``.
         packer: keeps linear layers in a form of their own, such as
             ``models.cpu.packing.CpuPacker``; None: as torch's parameters.
-        group: of the ranks that share the model, of which each loads its part; None: there is one.
+        ranks: that share the model, of which each loads its part; None: there is one.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete, broken or of an unsupported kind; one
             line that names the file and the field or tensor.
     """
     from models.loading.loader import load_model as load  # here, because it imports torch
-    from models.parallel.group import SINGLE_RANK
+    from models.parallel.group import ALONE
 
     return load(
         folder,
@@ -55,7 +55,7 @@ def load_model(
         device=device,
         max_model_len=max_model_len,
         packer=packer,
-        group=group or SINGLE_RANK,
+        ranks=ranks or ALONE,
     )
 
 

@@ -61,10 +61,11 @@ def load_engine(
     model: str, config: EngineConfig, *, node_name: str, kv_connector: str, kv_digests: bool = False
 ) -> LoadedEngine:
     """Load a model for a node; raises ModelLoadError or ConfigError."""
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
+        name = "tensor" if config.tensor_parallel_size > 1 else "pipeline"
         raise ConfigError(
-            f"tensor_parallel_size: {config.tensor_parallel_size} is for `LLM` alone so far; a "
-            f"node's KV is handed over by one rank"
+            f"{name}_parallel_size: several ranks are for `LLM` alone so far; a node's KV is "
+            f"handed over by one"
         )
     folder = find_model_folder(model)
     identity = folder_identity(folder)

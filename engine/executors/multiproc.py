@@ -1,8 +1,8 @@
 """MultiprocExecutor: a rank in this process, and the others in processes that it starts.
 
-    engine ── plan ──> rank 0 (here)
-                  ├──> rank 1   a socket pair each; nobody else can write to it
-                  └──> rank 2
+    engine ── plan ──> rank 2 (here: the first of the last stage, which samples)
+                  ├──> rank 0   a socket pair each; nobody else can write to it
+                  └──> rank 1 ...
 
 The ranks end as one: each ends when this process is gone, and this one fails when one of them is.
 Refuses to know: what a plan is for.
@@ -44,7 +44,7 @@ from engine.executors.rank_process import (
 )
 from engine.executors.uniproc import UniprocExecutor
 from models.parallel.group import CollectiveError
-from models.parallel.torch_group import TorchGroup
+from models.parallel.torch_group import connect
 
 logger = logging.getLogger(__name__)
 
@@ -180,18 +180,21 @@ class MultiprocExecutor:
     """See `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
-        size = config.tensor_parallel_size
+        size, stage_size = config.num_ranks, config.tensor_parallel_size
+        leader = size - stage_size  # see `Ranks`
         folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         level = logging.getLogger().getEffectiveLevel()
         starts = [
-            Start(str(model_folder), config, rank, str(folder), level) for rank in range(1, size)
+            Start(str(model_folder), config, rank, str(folder), level)
+            for rank in range(size)
+            if rank != leader
         ]
         self._ranks = ranks = _Ranks([RankProcess(start) for start in starts], folder)
         weakref.finalize(self, ranks.end)
         deadline = time.monotonic() + _START_TIMEOUT_S
         try:
-            group = TorchGroup(0, size, folder, torch.device("cpu"))
-            self._local = local = UniprocExecutor(model_folder, config, group)
+            ranks_here = connect(leader, size, stage_size, folder, torch.device("cpu"))
+            self._local = local = UniprocExecutor(model_folder, config, ranks_here)
         except (CollectiveError, RuntimeError) as error:
             for rank in ranks.ranks:  # it may have said why
                 rank.answer(min(deadline, time.monotonic() + 1.0))
@@ -202,6 +205,7 @@ class MultiprocExecutor:
             raise
         for rank in ranks.ranks:
             rank.answer(deadline)
+        self._leader = leader
         self.worker = local.worker
         self.config = local.config
         self.model_config = local.model_config
@@ -223,8 +227,9 @@ class MultiprocExecutor:
         deadline = time.monotonic() + (_START_TIMEOUT_S if timeout_s is None else timeout_s)
         self.check_health()
         self._send(Call(method, list(args)))
-        values = self._local.collective_rpc(method, args, timeout_s)
-        return values + [rank.answer(deadline).value for rank in self._ranks.ranks]
+        own = self._local.collective_rpc(method, args, timeout_s)
+        values = [rank.answer(deadline).value for rank in self._ranks.ranks]
+        return values[: self._leader] + own + values[self._leader :]
 
     def check_health(self) -> None:
         if self._ranks.failure is not None:

@@ -24,7 +24,7 @@ from baton.api.errors import BatonError
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.worker.worker import Worker
-from models.parallel.torch_group import TorchGroup
+from models.parallel.torch_group import connect
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +83,12 @@ def serve(messages: Connection, life_line: int) -> None:
     )
     threading.Thread(target=_end_with, args=(life_line,), daemon=True).start()
     try:
-        group = TorchGroup(
-            start.rank,
-            start.config.tensor_parallel_size,
-            Path(start.group_folder),
-            torch.device(start.config.device if start.config.device != "auto" else "cpu"),
+        config = start.config
+        ranks = connect(
+            *(start.rank, config.num_ranks, config.tensor_parallel_size, Path(start.group_folder)),
+            device=torch.device(config.device if config.device != "auto" else "cpu"),
         )
-        worker = Worker(Path(start.model_folder), start.config, group)
+        worker = Worker(Path(start.model_folder), config, ranks)
     except Exception as error:
         messages.send_bytes(ENCODER.encode(_failure(error)))
         raise
@@ -100,7 +99,7 @@ def serve(messages: Connection, life_line: int) -> None:
     except EOFError:  # the engine has ended
         return
     finally:
-        group.abort()
+        ranks.everyone.abort()
 
 
 def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> None:

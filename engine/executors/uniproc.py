@@ -14,7 +14,7 @@ from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import Executor, PendingStep
 from engine.worker.model_runner import LaunchedStep
 from engine.worker.worker import Worker
-from models.parallel.group import SINGLE_RANK, Collective
+from models.parallel.group import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,8 @@ class LaunchAhead:
 class UniprocExecutor:
     """See `engine.executors.base.Executor` for the contract."""
 
-    def __init__(
-        self, model_folder: Path, config: EngineConfig, group: Collective = SINGLE_RANK
-    ) -> None:
-        self.worker = worker = Worker(model_folder, config, group)
+    def __init__(self, model_folder: Path, config: EngineConfig, ranks: Ranks = ALONE) -> None:
+        self.worker = worker = Worker(model_folder, config, ranks)
         self.config = worker.config
         self.model_config = worker.model_config
         self.dtype = str(worker.dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ from engine.worker.device_choice import BackendNames
 from engine.worker.kv_cache import KVCacheSpec
 from engine.worker.model_runner import ModelRunner, make_model_runner
 from models.base import CausalLM
-from models.parallel.group import SINGLE_RANK, Collective
+from models.parallel.group import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def make_captured_runner(
     config: EngineConfig,
     backend_names: BackendNames,
     max_model_len: int,
-    group: Collective = SINGLE_RANK,
+    ranks: Ranks = ALONE,
     *,
     tells_tokens: bool = False,
 ) -> ModelRunner:
@@ -104,7 +104,7 @@ def make_captured_runner(
     reason_against = reason_against_graphs(config, kv_cache.device, backend_names)
     runner = make_model_runner(
         model, kv_cache, spec, config, backend_names, max_model_len,
-        with_graphs=reason_against is None, group=group, tells_tokens=tells_tokens,
+        with_graphs=reason_against is None, ranks=ranks, tells_tokens=tells_tokens,
     )  # fmt: skip
     if reason_against is None:
         _capture(runner)

@@ -45,6 +45,7 @@ class KVCacheSpec:
         kv_scales: digest of what numbers are multiplied with; empty: with nothing.
         rank: of the ranks that share the model's layers, and so what blocks hold: this one.
         num_ranks: how many there are.
+        own_layers: of the model, those of this rank's stage; None: all.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -54,6 +55,7 @@ class KVCacheSpec:
     kv_scales: str = ""
     rank: int = 0
     num_ranks: int = 1
+    own_layers: range | None = None
 
     @property
     def num_groups(self) -> int:
@@ -106,8 +108,20 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, the same in all groups."""
-        return self.manifest.unit_bytes(self.rank)
+        """Bytes of one block of this rank, the same in all groups."""
+        manifest = self.manifest
+        if self.own_layers is None:
+            return manifest.unit_bytes(self.rank)
+        return max(
+            self._num_places(group) * group.layer_bytes(self.rank, self.num_ranks)
+            for group in manifest.groups
+        )
+
+    def _num_places(self, group: KVGroup) -> int:
+        """For layers of this rank's stage in a unit of a group; one at least."""
+        if self.own_layers is None:
+            return group.num_places
+        return max(1, sum(layer in self.own_layers for layer in group.layers))
 
     @property
     def block_shape(self) -> tuple[int, ...]:
@@ -125,12 +139,14 @@ class KVCacheSpec:
         first, *others = self.manifest.groups
         if len(first.arrays) > 1 or any(group.arrays != first.arrays for group in others):
             return None
-        return (first.num_places, *first.arrays[0].rank_shape(self.rank, self.num_ranks))
+        num_places = max(self._num_places(group) for group in (first, *others))
+        return (num_places, *first.arrays[0].rank_shape(self.rank, self.num_ranks))
 
     def layer_caches(self, tensor: Tensor) -> tuple[LayerCache, ...]:
         """Of each layer of the model: its views of the cache, each `[num_blocks, *shape]`.
 
-        A layer that attends has one view, a layer with a state a tuple of them.
+        A layer that attends has one view, a layer with a state a tuple of them; one of another
+        stage has nothing.
 
         Args:
             tensor: from `allocate_kv_cache`.
@@ -138,7 +154,9 @@ class KVCacheSpec:
         plain = self._plain is not None
         caches: dict[int, LayerCache] = {}
         for group, described in zip(self.groups, self.manifest.groups, strict=True):
-            for place, layer in enumerate(group.layers):
+            own = self.own_layers or range(len(self.layer_groups))
+            caches |= dict.fromkeys(group.layers, tensor[:0])
+            for place, layer in enumerate(layer for layer in group.layers if layer in own):
                 views = (tensor[:, place],) if plain else self._views(tensor, described, place)
                 caches[layer] = views if described.kind is KVKind.STATE else views[0]
         return tuple(caches[layer] for layer in range(len(caches)))
@@ -205,6 +223,7 @@ def kv_cache_spec(
     scales: Sequence[tuple[float, float]] = (),
     compute_dtype: torch.dtype | None = None,
     ranks: tuple[int, int] = (0, 1),
+    own_layers: range | None = None,
 ) -> KVCacheSpec:
     """The cache that a model needs.
 
@@ -214,6 +233,7 @@ def kv_cache_spec(
         scales: of the keys and values of each layer, where the cache is of float8.
         compute_dtype: of activations; None: ``dtype``.
         ranks: which one this is, of how many; groups are those of the whole model on each.
+        own_layers: those of this rank's stage; None: all.
 
     Raises:
         ConfigError: blocks of that size cannot hold the model's states, or no cache of ours can.
@@ -230,7 +250,7 @@ def kv_cache_spec(
 
     block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
     groups = group_layers(kv_layers, block_size, layer_bytes)
-    return KVCacheSpec(groups, block_size, dtype, compute_dtype, digest, *ranks)
+    return KVCacheSpec(groups, block_size, dtype, compute_dtype, digest, *ranks, own_layers)
 
 
 def _name(dtype: torch.dtype) -> str:

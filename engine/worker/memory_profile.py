@@ -23,6 +23,7 @@ from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
 from engine.worker.model_runner import ModelRunner, make_model_runner
 from engine.worker.warm_up import compute_dummies, largest_step, too_large
 from models.base import CausalLM
+from models.parallel.group import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def measure_kv_cache_bytes(
     config: EngineConfig,
     device: torch.device,
     backend_names: BackendNames,
-    num_ranks: int = 1,
+    ranks: Ranks = ALONE,
 ) -> int:
     """Bytes that the KV cache may take, by a dummy of the largest step; one log line says why.
 
@@ -87,7 +88,7 @@ def measure_kv_cache_bytes(
     utilization = config.memory_utilization
     total, used = _total_and_used(device)
     if device.type == "cpu":  # which all ranks share, and what is free with it
-        used += (total - used) * (num_ranks - 1) // num_ranks
+        used += (total - used) * (ranks.everyone.size - 1) // ranks.everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(
         total=total,
@@ -101,11 +102,13 @@ def measure_kv_cache_bytes(
     )
     # A request is never longer than what the largest cache that is still possible holds.
     num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
+    if ranks.everyone.size > 1:  # all compute the same step
+        num_tokens = int(ranks.everyone.all_gather(torch.tensor([num_tokens], device=device)).min())
     if num_tokens > 0:
         longest = min(num_tokens, model.config.max_model_len)
         step = largest_step(config, longest, spec)
         try:
-            activations = _measure_peak(model, spec, config, device, backend_names, step)
+            activations = _measure_peak(model, spec, config, device, backend_names, step, ranks)
             graphs = _measure_graphs(model, spec, config, device, backend_names, longest)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
@@ -130,11 +133,12 @@ def _measure_peak(
     device: torch.device,
     backend_names: BackendNames,
     step: StepPlan,
+    ranks: Ranks,
 ) -> int:
     """Bytes that computing ``step`` needs on top of what is allocated."""
 
     def compute() -> None:
-        compute_dummies(model, spec, config, device, backend_names, [step])
+        compute_dummies(model, spec, config, device, backend_names, [step], ranks)
 
     if device.type == "cpu":
         return peak_growth(compute)

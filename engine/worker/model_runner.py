@@ -26,7 +26,7 @@ from engine.worker.graph_inputs import GraphInputs, StagedStep
 from engine.worker.input_batch import InputBatch, PreparedStep
 from engine.worker.kv_cache import KVCacheSpec
 from models.base import CausalLM, ForwardContext, GroupStep
-from models.parallel.group import SINGLE_RANK, Collective
+from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
 AnyPreparedStep = PreparedStep | StagedStep
@@ -84,7 +84,7 @@ class ModelRunner:
         input_batch: persistent input buffers on the model's device.
         graph_inputs: of steps that may be captured; None: none may.
         samples_on_device: whether the sampling kernel runs there.
-        group: of the ranks that share the model; the first one samples for all.
+        ranks: that share the model; the leader samples for all.
         tells_tokens: whether it tells the others what it sampled: a step may be launched before
             that is known to whoever plans it.
     """
@@ -96,7 +96,7 @@ class ModelRunner:
         graph_inputs: GraphInputs | None = None,
         *,
         samples_on_device: bool = False,
-        group: Collective = SINGLE_RANK,
+        ranks: Ranks = ALONE,
         tells_tokens: bool = False,
     ) -> None:
         self._context = context
@@ -104,7 +104,9 @@ class ModelRunner:
         self._input_batch = input_batch
         self._graph_inputs = graph_inputs
         self._samples_on_device = samples_on_device
-        self._group, self._tells_tokens = group, tells_tokens
+        self._ranks = ranks
+        self._tells_tokens = tells_tokens and ranks.everyone.size > 1
+        self._untold: Tensor | None = None  # rows of the newest step that sampled
         self._device = device = input_batch.device
         self._graphs: StepGraphs | None = None
         self._sampled, self._spare = (  # on the host, of this step and of the one before
@@ -177,6 +179,7 @@ class ModelRunner:
         last_tokens = self._input_batch.last_tokens
         groups = plan_groups(inputs.groups, context.backends)
         if prepared.unknown is not None:
+            self._hear_tokens()
             places, rows = prepared.unknown
             inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
         forward_context = ForwardContext(
@@ -188,17 +191,19 @@ class ModelRunner:
         )
         # [num_tokens, hidden_size]
         hidden_states = self._model.forward(inputs.input_ids, forward_context)
+        sampling = prepared.sampling
+        if not self._ranks.leads and sampling.request_ids and self._tells_tokens:
+            self._hear_tokens()
+            self._untold = prepared.sampling_rows
+        if not self._ranks.is_last_stage:
+            return self._launched(sampling, None, {}, started_at)
         prompt_logprobs = compute_prompt_logprobs(
             hidden_states, self._model.compute_logits, prepared.prompt_rows
         )
-        sampling = prepared.sampling
         if not sampling.request_ids:
             return self._launched(sampling, None, prompt_logprobs, started_at)
         logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
-        if self._group.rank > 0:
-            if self._tells_tokens:
-                told = torch.empty(len(logits), dtype=torch.int64, device=self._device)
-                self._keep(prepared.sampling_rows, self._group.broadcast(told, source=0))
+        if not self._ranks.leads:
             return self._launched(sampling, None, prompt_logprobs, started_at)
         if self._samples_on_device and not sampling.needs_host:
             tensors = upload_parameters(sampling.parameters, sampling.keys, self._device)
@@ -209,13 +214,19 @@ class ModelRunner:
                 sampling, logits, prompt_logprobs, hooks, started_at
             )
         if self._tells_tokens:
-            self._group.broadcast(token_ids, source=0)
-        self._keep(prepared.sampling_rows, token_ids)
+            for rank in range(self._ranks.everyone.size):
+                if rank != self._ranks.leader:
+                    self._ranks.everyone.send(token_ids, rank)
+        last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
         return launched
 
-    def _keep(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Have the next step find what this one sampled."""
-        self._input_batch.last_tokens.index_copy_(0, rows, token_ids)
+    def _hear_tokens(self) -> None:
+        """Take what the leader sampled last, if it has not been; a stage does so when it has to."""
+        rows, self._untold = self._untold, None
+        if rows is not None:
+            told = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+            self._ranks.everyone.receive(told, self._ranks.leader)
+            self._input_batch.last_tokens.index_copy_(0, rows, told)
 
     def _launched(
         self,
@@ -268,7 +279,7 @@ def make_model_runner(
     *,
     with_graphs: bool = False,
     samples_on_device: bool | None = None,
-    group: Collective = SINGLE_RANK,
+    ranks: Ranks = ALONE,
     tells_tokens: bool = False,
 ) -> ModelRunner:
     """A runner with its own attention backends and buffers, on the device of the cache.
@@ -312,7 +323,7 @@ def make_model_runner(
         ),
         graph_inputs,
         samples_on_device=samples_on_device,
-        group=group,
+        ranks=ranks,
         tells_tokens=tells_tokens,
     )
 

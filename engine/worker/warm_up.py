@@ -22,6 +22,7 @@ from engine.worker.device_choice import BackendNames
 from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
 from engine.worker.model_runner import make_model_runner
 from models.base import CausalLM
+from models.parallel.group import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def compute_dummies(
     device: torch.device,
     backend_names: BackendNames,
     steps: Iterable[StepPlan],
+    ranks: Ranks = ALONE,
 ) -> None:
     """Compute steps on a cache of their own; nothing is left of them."""
     steps = list(steps)
@@ -67,7 +69,7 @@ def compute_dummies(
         for start, num_tokens in zip(step.shares[1::SHARE], step.shares[2::SHARE], strict=True)
     )
     kv_cache = allocate_kv_cache(spec, 1, device)
-    runner = make_model_runner(model, kv_cache, spec, config, backend_names, longest)
+    runner = make_model_runner(model, kv_cache, spec, config, backend_names, longest, ranks=ranks)
     for step in steps:
         runner.execute(step)
 

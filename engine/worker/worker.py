@@ -38,7 +38,8 @@ from engine.worker.model_runner import AnyPreparedStep, LaunchedStep
 from engine.worker.warm_up import warm_up
 from models import load_model
 from models.config import ModelConfig
-from models.parallel.group import SINGLE_RANK, Collective
+from models.parallel.group import ALONE, Ranks
+from models.parallel.shards import stage_layers
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +54,13 @@ class Worker:
         runner: of the steps.
     """
 
-    def __init__(
-        self, model_folder: Path, config: EngineConfig, group: Collective = SINGLE_RANK
-    ) -> None:
+    def __init__(self, model_folder: Path, config: EngineConfig, ranks: Ranks = ALONE) -> None:
         """Load the model, allocate its KV memory, and compute what is compiled in doing so.
 
         Args:
             model_folder: in Hugging Face layout.
             config: the same on all ranks.
-            group: of the ranks that share the model, all of which do this at the same time.
+            ranks: that share the model, all of which do this at the same time.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -71,8 +70,10 @@ class Worker:
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
         # On a CPU the scheduler would take time from the forward.
-        self.runs_ahead = device.type == "cuda" if runs_ahead is None else runs_ahead
-        use_cores(config, group.rank, group.size)
+        # Stages have to: while one computes a step, the one before computes the next.
+        by_itself = device.type == "cuda" or ranks.num_stages > 1
+        self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
+        use_cores(config, ranks.everyone.rank, ranks.everyone.size)
         self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
         if device.type == "cpu":
             name = str(self.dtype).removeprefix("torch.")
@@ -83,16 +84,21 @@ class Worker:
             device=device,
             max_model_len=config.max_model_len,
             packer=choose_packer(config, device, self.dtype),
-            group=group,
+            ranks=ranks,
         )
         self.model_config = model.config
+        if ranks.num_stages > 1 and config.kv_cache_dtype == "fp8":
+            raise ConfigError("kv_cache_dtype: fp8 is not supported with pipeline_parallel_size")
         spec = kv_cache_spec(
             model.kv_layers,
             config.block_size,
             choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
             model.kv_scales,
             self.dtype,
-            (group.rank, group.size),
+            (ranks.group.rank, ranks.group.size),
+            None
+            if ranks.num_stages == 1
+            else range(*stage_layers(len(model.kv_layers), ranks.stage, ranks.num_stages)),
         )
         if not config.block_size:
             logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)
@@ -103,18 +109,18 @@ class Worker:
         num_blocks = choose_num_blocks(
             spec,
             config,
-            lambda: measure_kv_cache_bytes(model, spec, config, device, backends, group.size),
+            lambda: measure_kv_cache_bytes(model, spec, config, device, backends, ranks),
         )
-        # The same on all ranks: as many as the one with the least room has.
-        rooms = group.all_gather(torch.tensor([num_blocks], device=device))
-        num_blocks = int(rooms.min())
+        if ranks.everyone.size > 1:  # the same on all: as many as the one with the least room has
+            rooms = ranks.everyone.all_gather(torch.tensor([num_blocks], device=device))
+            num_blocks = int(rooms.min())
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
         if device.type == "cuda":
             warm_up(model, spec, config, device, backends, self.max_model_len)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
         self.runner = make_captured_runner(
-            *(model, self.kv_memory.tensor, spec, config, backends, self.max_model_len, group),
-            tells_tokens=self.runs_ahead and group.size > 1,
+            *(model, self.kv_memory.tensor, spec, config, backends, self.max_model_len, ranks),
+            tells_tokens=self.runs_ahead,
         )
 
     def num_blocks(self) -> int:

@@ -223,7 +223,7 @@ class GroupedIntegers:
         in_features = numbers.shape[1]
         first, end, _ = columns.indices(in_features)
         numbers, size = numbers[:, first:end].contiguous(), self.group_size
-        if size >= in_features:
+        if size >= in_features and not self.is_e2m1:
             return GroupedIntegers.of(self.bits, numbers, groups, size)
         super_group = size if groups.scale_factors is None else SUPER_GROUP
         if first % super_group or (end % super_group and end != in_features):

@@ -24,8 +24,8 @@ from models.layers.linear import keep_elements, keep_outputs
 from models.layers.mlp import GatedMLP
 from models.layers.norm import NoNorm, NormWeight, RMSNorm
 from models.layers.rotary import RotaryEmbedding
-from models.parallel.group import SINGLE_RANK, Collective
-from models.parallel.shards import Rank, Span
+from models.parallel.group import ALONE, SINGLE_RANK, Collective, Ranks
+from models.parallel.shards import Rank, Span, stage_layers
 from models.rope_config import RopeConfig
 
 # Makes a part of one layer, of the model's shape and the layer's index.
@@ -191,6 +191,10 @@ def _can_share(part: nn.Module) -> bool:
     return bool(getattr(part, "can_share", False))
 
 
+class Elsewhere(nn.Module):
+    """Stands where a part of the model is that another stage computes."""
+
+
 class Decoder(nn.Module):
     """Embedding, layers and last norm: everything that checkpoints keep under ``model.``."""
 
@@ -208,49 +212,70 @@ class Decoder(nn.Module):
         self._embedding_scale = options.embedding_scale
         self._residual_scale = options.residual_scale
         self.tapes: DecodeTapes | None = None  # of a model that is packed for a CPU
-        self._group: Collective = SINGLE_RANK
+        self._ranks = ALONE
         self._vocab_start, self._vocab_size = 0, config.vocab_size
+        self._hidden_size = config.hidden_size
+        self._own_layers = range(config.num_layers)
 
-    def shard(self, group: Collective, vocab: Span) -> None:
+    def shard(self, ranks: Ranks, vocab: Span, *, needs_embedding: bool) -> None:
         """Keep a rank's share of the layers and of the vocabulary, before there are weights."""
-        self._group = group
+        self._ranks = ranks
         self._vocab_start, self._vocab_size = vocab[0], vocab[1] - vocab[0]
-        keep_elements(self.embed_tokens, "weight", vocab)
-        for layer in self.layers:
-            cast("DecoderLayer", layer).shard(group)
+        self._own_layers = range(*stage_layers(len(self.layers), ranks.stage, ranks.num_stages))
+        if needs_embedding:
+            keep_elements(self.embed_tokens, "weight", vocab)
+        else:
+            self.embed_tokens = Elsewhere()
+        for index, layer in enumerate(self.layers):
+            if index not in self._own_layers:
+                self.layers[index] = Elsewhere()
+            elif ranks.group.size > 1:
+                cast("DecoderLayer", layer).shard(ranks.group)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
-        delta = self._embed(input_ids)  # [num_tokens, hidden_size]
-        if self._embedding_scale != 1.0:
-            delta = delta * _rounded(self._embedding_scale, delta.dtype)
+        if self._ranks.is_first_stage:
+            delta = self._embed(input_ids)  # [num_tokens, hidden_size]
+        else:
+            shape = (len(input_ids), self._hidden_size)
+            empty = torch.empty(shape, dtype=self.norm.weight.dtype, device=input_ids.device)
+            delta = self._ranks.take_over(empty)
         inputs = [delta]
         for rotary_emb in self.rotary_embs:  # each [num_tokens, rotary_dim]
             inputs += rotary_emb(context.positions, context.max_seq_len, delta.dtype)
         if self.tapes is None:
-            return self._layers(inputs, context)
-        return self.tapes.run(self._layers, inputs, context)
+            hidden = self._layers(inputs, context)
+        else:
+            hidden = self.tapes.run(self._layers, inputs, context)
+        if not self._ranks.is_last_stage:
+            self._ranks.pass_on(hidden)
+        return hidden
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Look tokens up, those of other ranks there (vocab-parallel)."""
-        if self._group.size == 1:
+        if self._ranks.group.size == 1:
             embedded: Tensor = self.embed_tokens(input_ids)
-            return embedded
-        places = input_ids - self._vocab_start
-        is_other = (places < 0) | (places >= self._vocab_size)
-        embedded = self.embed_tokens(places.masked_fill(is_other, 0))
-        return self._group.all_reduce(embedded.masked_fill(is_other[:, None], 0))
+        else:
+            places = input_ids - self._vocab_start
+            is_other = (places < 0) | (places >= self._vocab_size)
+            own = self.embed_tokens(places.masked_fill(is_other, 0))
+            embedded = self._ranks.group.all_reduce(own.masked_fill(is_other[:, None], 0))
+        if self._embedding_scale != 1.0:
+            embedded = embedded * _rounded(self._embedding_scale, embedded.dtype)
+        return embedded
 
     def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> Tensor:
-        """Compute all layers: ``[num_tokens, hidden_size]``, after the last norm."""
+        """Compute this stage's layers: ``[num_tokens, hidden_size]``, the last with its norm."""
         delta, *angles = inputs
         rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
         residual: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            delta, residual = layer(delta, residual, rotations, context)
+        for index in self._own_layers:
+            delta, residual = self.layers[index](delta, residual, rotations, context)
             if context.after_layer is not None:
                 context.after_layer(index)
-        assert residual is not None, "a decoder has at least one layer"
+        assert residual is not None, "a stage has at least one layer"
+        if not self._ranks.is_last_stage:
+            return ops.scaled_add(delta, residual, self._residual_scale)
         return self.norm.add(delta, residual, self._residual_scale)[0]
 
 
@@ -290,23 +315,29 @@ class DecoderForCausalLM(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._group: Collective = SINGLE_RANK
 
-    def shard(self, group: Collective) -> None:
-        """Keep one rank's share, before there are weights; results are the same on all ranks.
+    def shard(self, ranks: Ranks) -> None:
+        """Keep one rank's share, before there are weights.
+
+        Results are the same on all ranks of the last stage.
 
         Raises:
-            ConfigError: there are more ranks than heads, or other parts of layers.
+            ConfigError: there are more ranks than heads, or stages than layers.
         """
-        self._group = group
+        self._group = group = ranks.group
         vocab = Rank(group.rank, group.size).span(self.config.vocab_size)
-        self.model.shard(group, vocab)
-        if self.lm_head is not None:
+        is_tied = self.lm_head is None
+        needs_embedding = ranks.is_first_stage or (ranks.is_last_stage and is_tied)
+        self.model.shard(ranks, vocab, needs_embedding=needs_embedding)
+        if not ranks.is_last_stage:
+            self.lm_head = Elsewhere()
+        elif self.lm_head is not None:
             assert isinstance(self.lm_head, nn.Linear)
             keep_outputs(self.lm_head, vocab)
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
         """See ``CausalLM.kv_scales``."""
-        mixers = [layer.self_attn for layer in self.model.layers]
+        mixers = [getattr(layer, "self_attn", None) for layer in self.model.layers]
         return tuple(
             (mixer.k_scale, mixer.v_scale) if isinstance(mixer, Attention) else (1.0, 1.0)
             for mixer in mixers

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from models.loading.fused_experts import split_fused_experts
 from models.loading.gguf_weights import read_gguf
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
-from models.parallel.group import SINGLE_RANK, Collective
+from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import Kept, KeptParts
 from models.registry import MODELS
 
@@ -62,15 +62,16 @@ def load_model(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     packer: WeightPacker | None = None,
-    group: Collective = SINGLE_RANK,
+    ranks: Ranks = ALONE,
 ) -> CausalLM:
     """See ``models.load_model``."""
     path = Path(folder)
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
     with torch.device("meta"), _NoInitialWeights():
         model = MODELS.load(config.architecture)(config)
-        if group.size > 1:
-            model.shard(group)
+        whole = _Names([name for name, _ in _checkpoint_parameters(model)], [*_kv_scales(model)])
+        if ranks.everyone.size > 1:
+            model.shard(ranks)
     dtype = dtype or getattr(torch, config.dtype)
     if config.quantization is not None:
         kept = "are kept" if packer is None else "are, but for groups of integers, kept"
@@ -87,6 +88,7 @@ def load_model(
                 model.checkpoint_name,
                 by_turns=config.moe.stored_by_turns,
             )
+        _check_names(path, stored, whole, [name for name in stored if model.ignores_weight(name)])
         _load_weights(model, path, stored, dtype, torch.device(device), packer)
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
@@ -164,6 +166,13 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
                 yield rename(f"{path}.{attribute}"), place
 
 
+class _Names(NamedTuple):
+    """What a checkpoint of a whole model has, whatever this rank keeps of it."""
+
+    places: Sequence[str]
+    scales: Sequence[str]  # there may be
+
+
 def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, tuple[int, ...]]:
     """Return what a checkpoint of a model must have: the shape of every tensor, by its name."""
     return {name: place.shape for name, place in _checkpoint_parameters(model)}
@@ -188,11 +197,7 @@ def _load_weights(
     packer: WeightPacker | None,
 ) -> None:
     places, scales = dict(_checkpoint_parameters(model)), _kv_scales(model)
-    ignored = [name for name in stored if model.ignores_weight(name)]
-    if ignored:
-        logger.info("not loaded, as nothing reads them: %s", _first_of(ignored))
-    _check_names(folder, stored, places, {*scales, *ignored})
-    if model.lm_head is None and _HEAD in stored:
+    if model.config.tie_word_embeddings and _HEAD in stored:
         _check_tied(folder, stored)
     for name in scales.keys() & stored.keys():
         owner, attribute = scales[name]
@@ -211,14 +216,16 @@ def _load_weights(
 def _check_names(
     folder: Path,
     stored: Mapping[str, StoredTensor],
-    places: Iterable[str],
-    scales: Iterable[str],
+    model: _Names,
+    ignored: Sequence[str],
 ) -> None:
     """Raise ModelLoadError unless a checkpoint has the tensors of the model, and no others."""
-    missing = [name for name in places if name not in stored]
+    if ignored:
+        logger.info("not loaded, as nothing reads them: %s", _first_of(ignored))
+    missing = [name for name in model.places if name not in stored]
     if missing:
         raise ModelLoadError(f"{folder}: weights are missing: {_first_of(missing)}")
-    known = {*places, *scales, _HEAD}
+    known = {*model.places, *model.scales, *ignored, _HEAD}
     unknown = [
         f"{name} in {one.path.name}"
         for name, one in stored.items()

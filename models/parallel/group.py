@@ -5,6 +5,7 @@ Every rank makes the same calls in the same order. Refuses to know: what the num
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -35,6 +36,14 @@ class Collective(Protocol):
         """Have on all ranks what ``source`` has, in place; returns ``tensor``."""
         ...
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Have ``tensor`` on its way to a rank; it must not be written any more."""
+        ...
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Wait for what a rank sends, written to ``tensor``, which is returned."""
+        ...
+
     def abort(self) -> None:
         """Let every call of every rank fail from now on; from any thread."""
         ...
@@ -62,8 +71,73 @@ class SingleRank:
         """Return it: it is what the source has."""
         return tensor
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """There is nobody to send to."""
+        raise AssertionError("a rank of one sends to nobody")
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """There is nobody who sends."""
+        raise AssertionError("a rank of one hears nobody")
+
     def abort(self) -> None:
         """Do nothing: nobody waits."""
 
 
 SINGLE_RANK = SingleRank()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of a model, as one of them sees them: stages of layers, each shared by a group.
+
+        stage 0: ranks 0 1  ──  stage 1: ranks 2 3      the first rank of the last stage leads:
+                                                        it samples, and the engine is with it
+
+    Attributes:
+        everyone: all of them, stage by stage.
+        group: those of this one's stage.
+    """
+
+    everyone: Collective = SINGLE_RANK
+    group: Collective = SINGLE_RANK
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return self.everyone.size // self.group.size
+
+    @property
+    def stage(self) -> int:
+        """The one of this rank."""
+        return self.everyone.rank // self.group.size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it begins with token ids."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it ends with logits."""
+        return self.stage == self.num_stages - 1
+
+    @property
+    def leader(self) -> int:
+        """The rank that samples."""
+        return self.everyone.size - self.group.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this one does."""
+        return self.everyone.rank == self.leader
+
+    def pass_on(self, hidden: Tensor) -> None:
+        """Send what this stage has computed to the next one."""
+        self.everyone.send(hidden, self.everyone.rank + self.group.size)
+
+    def take_over(self, hidden: Tensor) -> Tensor:
+        """Receive what the stage before has computed, written to ``hidden``."""
+        return self.everyone.receive(hidden, self.everyone.rank - self.group.size)
+
+
+ALONE = Ranks()

@@ -70,6 +70,15 @@ class Rank:
         return (first * per_group + own[0], first * per_group + own[1]), (first, end)
 
 
+def stage_layers(num_layers: int, stage: int, num_stages: int) -> Span:
+    """The layers of a stage; raises ConfigError when there is not one for each."""
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size: {num_stages} stages cannot share {num_layers} layers"
+        )
+    return shard(num_layers, stage, num_stages)
+
+
 def scaled(span: Span, factor: int) -> Span:
     """The numbers of a span of heads, each of ``factor`` numbers."""
     return span[0] * factor, span[1] * factor

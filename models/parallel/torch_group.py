@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from models.parallel.group import CollectiveError
+from models.parallel.group import SINGLE_RANK, Collective, CollectiveError, Ranks
 
 # Typed as anything: what is named here has no types, though it is documented.
 dist: Any = torch.distributed
@@ -28,12 +28,14 @@ class TorchGroup:
         rank: of this process.
         size: of the group.
         folder: shared by its ranks and nobody else; they find each other by files in it.
+        name: of the group, among those of the folder.
         device: of the tensors.
     """
 
-    def __init__(self, rank: int, size: int, folder: Path, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, folder: Path, name: str, device: torch.device) -> None:
         self.rank, self.size = rank, size
-        store = dist.FileStore(str(folder / "ranks"), size)
+        store = dist.FileStore(str(folder / name), size)
+        self._sending: dict[int, tuple[Any, Tensor]] = {}
         self._backend: Any
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -66,6 +68,18 @@ class TorchGroup:
         self._wait(self._backend.broadcast([tensor], options))
         return tensor
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """See ``Collective``; waits for what was sent there before."""
+        before = self._sending.pop(to, None)
+        if before is not None:
+            self._wait(before[0])
+        self._sending[to] = self._backend.send([tensor], to, 0), tensor
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """See ``Collective``."""
+        self._wait(self._backend.recv([tensor], source, 0))
+        return tensor
+
     def abort(self) -> None:
         """Do nothing: calls fail when the process at the other end of a connection is gone."""
 
@@ -74,6 +88,28 @@ class TorchGroup:
             work.wait()
         except RuntimeError as error:
             raise CollectiveError(f"another rank is gone: {error}") from error
+
+
+def connect(
+    rank: int, num_ranks: int, stage_size: int, folder: Path, device: torch.device
+) -> Ranks:
+    """Find the other ranks of a model, each of which does the same.
+
+    Args:
+        rank: of this process.
+        num_ranks: of all stages.
+        stage_size: ranks of one stage.
+        folder: see ``TorchGroup``.
+        device: of the tensors.
+    """
+    everyone = TorchGroup(rank, num_ranks, folder, "everyone", device)
+    if stage_size == num_ranks:
+        return Ranks(everyone, everyone)
+    group: Collective = SINGLE_RANK
+    if stage_size > 1:
+        stage, place = divmod(rank, stage_size)
+        group = TorchGroup(place, stage_size, folder, f"stage-{stage}", device)
+    return Ranks(everyone, group)
 
 
 def _refuse_tapes(tensor: Tensor) -> None:

@@ -18,25 +18,36 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 GREEDY = SamplingParams(temperature=0)
 
 
-ALL = [(name, ahead) for name in EXECUTORS.names() for ahead in (False, True)]
+# Executor, ranks of a stage, stages, and whether steps are launched ahead.
+ALL = [
+    ("uniproc", 1, 1, False),
+    ("uniproc", 1, 1, True),
+    ("multiproc", 2, 1, False),
+    ("multiproc", 2, 1, True),
+    ("multiproc", 1, 2, True),
+]
 
 
-def start(name: str, *, ahead: bool) -> Executor:
+def test_every_executor_is_in_this_suite() -> None:
+    assert {name for name, *_ in ALL} == set(EXECUTORS.names())
+
+
+def start(name: str, num_tensor_ranks: int, num_stages: int, ahead: bool) -> Executor:
     config = EngineConfig(
         device="cpu",
         num_threads=1,
         kv_cache_bytes=2**22,
         async_scheduling=ahead,
         executor=name,
-        tensor_parallel_size=1 if name == "uniproc" else 2,
+        tensor_parallel_size=num_tensor_ranks,
+        pipeline_parallel_size=num_stages,
     )
     return EXECUTORS.load(name)(DEMO, config)
 
 
 @pytest.fixture(scope="module", params=ALL)
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
-    name, ahead = request.param
-    executor = start(name, ahead=ahead)
+    executor = start(*request.param)
     yield executor
     executor.close()
 
@@ -89,19 +100,23 @@ def test_tokens_behind_the_last_known_one_are_drafts_and_right_ones_count(
 def test_a_hook_is_called_after_each_layer(executor: Executor) -> None:
     layers: list[int] = []
     executor.submit(prompt("a", [5, 6]), StepHooks(after_layer=layers.append)).wait()
-    assert layers == list(range(executor.model_config.num_layers))
+    num_layers, num_stages = (
+        executor.model_config.num_layers,
+        executor.config.pipeline_parallel_size,
+    )
+    assert layers == list(range(num_layers - num_layers // num_stages, num_layers))
 
 
-@pytest.mark.parametrize(("name", "ahead"), ALL)
-def test_what_a_hook_raises_is_raised_and_ranks_fail_as_one(name: str, ahead: bool) -> None:
-    executor = start(name, ahead=ahead)
+@pytest.mark.parametrize("of", ALL)
+def test_what_a_hook_raises_is_raised_and_ranks_fail_as_one(of: tuple[str, int, int, bool]) -> None:
+    executor = start(*of)
 
     def fail(layer: int) -> None:
         raise RuntimeError("a kernel failed")
 
     with pytest.raises(RuntimeError, match="a kernel failed"):
         executor.submit(prompt("a", [5, 6]), StepHooks(after_layer=fail)).wait()
-    if executor.config.tensor_parallel_size > 1:
+    if executor.config.num_ranks > 1:
         with pytest.raises(EngineDeadError, match="a kernel failed"):
             executor.check_health()
     executor.close()
@@ -109,6 +124,6 @@ def test_what_a_hook_raises_is_raised_and_ranks_fail_as_one(name: str, ahead: bo
 
 def test_workers_are_called_and_are_well(executor: Executor) -> None:
     found = executor.collective_rpc("num_blocks", timeout_s=60)
-    assert found == [executor.kv_memory.num_blocks] * executor.config.tensor_parallel_size
+    assert found == [executor.kv_memory.num_blocks] * executor.config.num_ranks
     executor.check_health()
     executor.on_failure(lambda error: pytest.fail(str(error)))

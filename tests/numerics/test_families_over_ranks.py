@@ -24,11 +24,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_tiny_checkpoint(architecture, variant, tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=[2, 4])
+# Ranks of a stage, and stages.
+@pytest.fixture(params=[(2, 1), (4, 1), (1, 2), (2, 2)], ids=str)
 def over_ranks(request: pytest.FixtureRequest, checkpoint: TinyCheckpoint) -> Iterator[LLM]:
+    num_ranks, num_stages = request.param
     llm = make_llm(
         checkpoint,
-        tensor_parallel_size=request.param,
+        tensor_parallel_size=num_ranks,
+        pipeline_parallel_size=num_stages,
         num_threads=1,
         long_prefill_token_threshold=16,
     )
@@ -37,6 +40,7 @@ def over_ranks(request: pytest.FixtureRequest, checkpoint: TinyCheckpoint) -> It
 
 
 @pytest.mark.large
+@pytest.mark.lengthy
 def test_every_architecture_over_ranks(over_ranks: LLM, checkpoint: TinyCheckpoint) -> None:
     """Logprobs of transformers within 1e-4, and its greedy tokens: alone, in batches, in chunks."""
     longest = checkpoint.examples[0]

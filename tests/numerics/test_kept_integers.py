@@ -24,7 +24,7 @@ from models.cpu.packing import CpuPacker
 from models.layers.linear import PackedLinear
 from models.loading.gguf_blocks import unpack_blocks
 from models.loading.quantized_weights import read_quantized
-from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
+from models.loading.stored_weights import StoredTensor, open_safetensors
 from models.quantization import QuantizationConfig
 from tests.fakes.gguf_files import stored, write_model
 from tests.numerics.test_quantized_checkpoints import (
@@ -227,9 +227,9 @@ def test_rows_in_another_order_are_the_same_integers(kind: str) -> None:
     kept = unpack_blocks(kind, blocks)
     assert kept is not None
     order = torch.tensor([3, 1, 0, 2, 7, 6, 5, 4])
-    part = WeightPart(16, kept).in_order(order)
-    assert isinstance(part.content, GroupedIntegers)
-    assert (part.first_row, part.content.layout) == (16, kept.layout)
+    part = kept.part(order, None)
+    assert part is not None
+    assert part.layout == kept.layout
     expected = kept.dequantized()[order]
-    torch.testing.assert_close(part.tensor, expected, rtol=0, atol=0, equal_nan=True)
-    assert not torch.equal(part.content.numbers, kept.numbers)
+    torch.testing.assert_close(part.dequantized(), expected, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(part.numbers, kept.numbers)
