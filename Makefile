@@ -49,9 +49,10 @@ test: setup ## run the tests, but for the large ones
 	$(PYTEST) --numprocesses 2 -m "not large" --ignore tests/integration
 	$(PYTEST_PROCESSES) -m "not large" tests/integration
 
-# (Only the files that have some: to collect all tests takes each worker half a minute.)
+# Only the files that have some: to collect all tests takes each worker half a minute.
+LARGE_TESTS ?= $(sort $(shell grep -lr 'mark\.large' tests --include='test_*.py'))
 test-large: setup ## run the large tests: drills, fuzzing over HTTP, pages in a browser, all the ways to split
-	$(PYTEST_PROCESSES) -m "$(LARGE)" $(sort $(shell grep -lr 'mark\.large' tests --include='test_*.py'))
+	$(PYTEST_PROCESSES) -m "$(LARGE)" $(LARGE_TESTS)
 
 # Each client in an environment of its own below .venv-clients: gigabytes, the first time.
 test-clients: setup ## run each client of docs/clients.md against a split system with a real model
