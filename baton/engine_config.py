@@ -15,7 +15,7 @@ MAX_SPECULATIVE_TOKENS = 32
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
-EXECUTOR_NAMES = ("auto", "uniproc", "multiproc")
+EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
@@ -77,8 +77,14 @@ class EngineConfig:
     executor: str = option(
         "auto",
         choices=EXECUTOR_NAMES,
-        help="Who runs the ranks: uniproc (one, in this process) or multiproc (processes that "
-        "this one starts on its machine); auto: as many ranks want.",
+        help="Who runs the ranks: uniproc (one, in this process), multiproc (processes that this "
+        "one starts on its machine), external_launcher (torchrun, SLURM or Kubernetes starts this "
+        "program once per rank) or ray (actors of a Ray cluster); auto: as many ranks want.",
+    )
+    ray_address: str = option(
+        "",
+        help="Ray cluster for --executor ray, such as auto or ray://HOST:10001; empty: the one "
+        "that RAY_ADDRESS names, or a new one on this machine.",
     )
     weights: str = option(
         "auto",
@@ -222,6 +228,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Workers that share the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def leader(self) -> int:
+        """The rank that the engine is with: the first of the last stage, which samples."""
+        return self.num_ranks - self.tensor_parallel_size
 
     @property
     def max_num_drafts(self) -> int:

@@ -8,11 +8,12 @@ and who else there is.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import threading
-import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     model_folder: str
     config: EngineConfig
     rank: int
-    group_folder: str
+    meeting: str
     log_level: int
 
 
@@ -73,22 +74,31 @@ TO_RANK = msgspec.msgpack.Decoder(Start | Step | Call)
 FROM_RANK = msgspec.msgpack.Decoder(Answer | Failure)
 
 
-def serve(messages: Connection, life_line: int) -> None:
-    """Be a rank until the engine's process is gone."""
+def serve(
+    messages: Connection, until_over: Callable[[], object], model_folder: Path | None = None
+) -> None:
+    """Be a rank until the engine's process is gone.
+
+    Args:
+        messages: from the engine's process, and answers to it.
+        until_over: returns when that process is gone; called on a thread of its own.
+        model_folder: where this machine has it; None: as the engine's process says.
+    """
     start = TO_RANK.decode(messages.recv_bytes())
     assert isinstance(start, Start)
     logging.basicConfig(
         level=start.log_level,
         format=f"%(asctime)s %(levelname)s rank {start.rank} %(name)s: %(message)s",
     )
-    threading.Thread(target=_end_with, args=(life_line,), daemon=True).start()
+    done = threading.Event()
+    threading.Thread(target=_end_with, args=(until_over, done), daemon=True).start()
     try:
         config = start.config
         ranks = connect(
-            *(start.rank, config.num_ranks, config.tensor_parallel_size, Path(start.group_folder)),
+            *(start.rank, config.num_ranks, config.tensor_parallel_size, start.meeting),
             device=torch.device(config.device if config.device != "auto" else "cpu"),
         )
-        worker = Worker(Path(start.model_folder), config, ranks)
+        worker = Worker(model_folder or Path(start.model_folder), config, ranks)
     except Exception as error:
         messages.send_bytes(ENCODER.encode(_failure(error)))
         raise
@@ -99,6 +109,7 @@ def serve(messages: Connection, life_line: int) -> None:
     except EOFError:  # the engine has ended
         return
     finally:
+        done.set()
         ranks.everyone.abort()
 
 
@@ -121,16 +132,16 @@ def _failure(error: Exception) -> Failure:
     return Failure(name, str(error))
 
 
-def _end_with(life_line: int) -> None:
+def _end_with(until_over: Callable[[], object], done: threading.Event) -> None:
     """End this process, whatever it does, when the engine's is gone."""
-    os.read(life_line, 1)
-    time.sleep(_ABORT_GRACE_S)  # it may be ending by itself
-    os._exit(1)
+    until_over()
+    if not done.wait(_ABORT_GRACE_S):  # it may be ending by itself
+        os._exit(1)
 
 
 if __name__ == "__main__":
     try:
-        serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+        serve(Connection(int(sys.argv[1])), functools.partial(os.read, int(sys.argv[2]), 1))
     except Exception:
         logger.critical("this rank cannot go on", exc_info=True)
         os._exit(1)  # without waiting for threads of libraries

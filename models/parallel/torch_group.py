@@ -5,8 +5,9 @@ Refuses to know: how ranks are started, what is computed.
 
 from __future__ import annotations
 
+import os
+import socket
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from models.parallel.group import SINGLE_RANK, Collective, CollectiveError, Rank
 dist: Any = torch.distributed
 
 _TIMEOUT = timedelta(seconds=60)
+_START_TIMEOUT = timedelta(seconds=600)
+_TCP = "tcp://"
 
 
 class TorchGroup:
@@ -27,14 +30,15 @@ class TorchGroup:
     Args:
         rank: of this process.
         size: of the group.
-        folder: shared by its ranks and nobody else; they find each other by files in it.
-        name: of the group, among those of the folder.
+        meeting: where its ranks, and nobody else, find each other: a folder of theirs, or
+            ``tcp://HOST:PORT``, a ``TCPStore`` of the rank that leads.
+        name: of the group, among those that meet there.
         device: of the tensors.
     """
 
-    def __init__(self, rank: int, size: int, folder: Path, name: str, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, meeting: str, name: str, device: torch.device) -> None:
         self.rank, self.size = rank, size
-        store = dist.FileStore(str(folder / name), size)
+        store, address = _meet(meeting, name, size)
         self._sending: dict[int, tuple[Any, Tensor]] = {}
         self._backend: Any
         if device.type == "cuda":
@@ -45,7 +49,9 @@ class TorchGroup:
             # By a name that the host may not resolve, gloo would look for an interface.
             device_options = dist.ProcessGroupGloo._Options()
             device_options._timeout = _TIMEOUT
-            device_options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            where = {"interface": interface} if interface else {"hostname": address}
+            device_options._devices = [dist.ProcessGroupGloo.create_device(**where)]
             self._backend = dist.ProcessGroupGloo(store, rank, size, device_options)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -81,7 +87,8 @@ class TorchGroup:
         return tensor
 
     def abort(self) -> None:
-        """Do nothing: calls fail when the process at the other end of a connection is gone."""
+        """See ``Collective``."""
+        self._backend.abort()
 
     def _wait(self, work: Any) -> None:
         try:
@@ -90,8 +97,42 @@ class TorchGroup:
             raise CollectiveError(f"another rank is gone: {error}") from error
 
 
+def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
+    """Return the store of a group, and the address of this host that the others reach."""
+    if not meeting.startswith(_TCP):
+        return dist.FileStore(f"{meeting}/{name}", size), "127.0.0.1"
+    host, _, port = meeting.removeprefix(_TCP).rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)
+    return dist.PrefixStore(name, store), own_address(host, int(port))
+
+
+def host_store(host: str) -> tuple[Any, int]:
+    """Open the store of a meeting at this machine; return it, to be kept, and its port."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+    return store, store.port
+
+
+def launchers_store(rank: int, size: int, host: str, port: int) -> Any:
+    """Return the store that all processes of a launcher share; of torchrun, the one it has.
+
+    Source: the ``env://`` rendezvous of ``torch.distributed``.
+    """
+    url = f"env://{host}:{port}?rank={rank}&world_size={size}"
+    store, _, _ = next(dist.rendezvous(url))
+    store.set_timeout(_START_TIMEOUT)
+    return store
+
+
+def own_address(host: str, port: int) -> str:
+    """Return the address of this host from which it reaches another one; sends nothing."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def connect(
-    rank: int, num_ranks: int, stage_size: int, folder: Path, device: torch.device
+    rank: int, num_ranks: int, stage_size: int, meeting: str, device: torch.device
 ) -> Ranks:
     """Find the other ranks of a model, each of which does the same.
 
@@ -99,16 +140,16 @@ def connect(
         rank: of this process.
         num_ranks: of all stages.
         stage_size: ranks of one stage.
-        folder: see ``TorchGroup``.
+        meeting: see ``TorchGroup``.
         device: of the tensors.
     """
-    everyone = TorchGroup(rank, num_ranks, folder, "everyone", device)
+    everyone = TorchGroup(rank, num_ranks, meeting, "everyone", device)
     if stage_size == num_ranks:
         return Ranks(everyone, everyone)
     group: Collective = SINGLE_RANK
     if stage_size > 1:
         stage, place = divmod(rank, stage_size)
-        group = TorchGroup(place, stage_size, folder, f"stage-{stage}", device)
+        group = TorchGroup(place, stage_size, meeting, f"stage-{stage}", device)
     return Ranks(everyone, group)
 
 

@@ -1,0 +1,99 @@
+"""ExternalLauncherExecutor: a launcher (torchrun, SLURM, MPI, Kubernetes) starts all ranks alike.
+
+The program of the rank that leads goes on with an engine. The others, in the same place, become
+ranks of it, and end with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.api.errors import ConfigError
+from baton.engine_config import EngineConfig
+from engine.executors.meeting import Invitation, Meeting, attend, start_all
+from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
+from models.parallel.torch_group import connect, launchers_store, own_address
+
+_INVITATION = "baton/invitation"
+# Rank and size, as launchers call them: torchrun, SLURM, Open MPI; the first that is there counts.
+_NAMES = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),  # an indexed job of Kubernetes
+)
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a launcher says of one of its processes.
+
+    Attributes:
+        rank: of it, from 0.
+        size: how many there are.
+        host: of rank 0.
+        port: there, where they find each other.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """Read it; raises ConfigError, which names what is missing."""
+        names = next((both for both in _NAMES if all(environment.get(n) for n in both)), None)
+        if names is None:
+            known = ", ".join(" and ".join(both) for both in _NAMES)
+            raise ConfigError(f"executor: external_launcher finds none of {known} in environment")
+        missing = [name for name in _MASTER if not environment.get(name)]
+        if missing:
+            raise ConfigError(f"executor: external_launcher needs {' and '.join(missing)}")
+        numbers = []
+        for name in (*names, "MASTER_PORT"):
+            if not environment[name].isdecimal():
+                raise ConfigError(f"{name}: must be a number, got {environment[name]!r}")
+            numbers.append(int(environment[name]))
+        rank, size, port = numbers
+        if rank >= size:
+            raise ConfigError(f"{names[0]}: must be below {names[1]} ({size}), got {rank}")
+        return cls(rank, size, environment["MASTER_ADDR"], port)
+
+
+class ExternalLauncherExecutor(RanksExecutor):
+    """See `engine.executors.base.Executor` for the contract.
+
+    On ranks that do not lead it raises SystemExit when the engine has ended.
+    """
+
+    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+        place = Place.of(os.environ)
+        if place.size != config.num_ranks:
+            raise ConfigError(
+                f"tensor_parallel_size: with pipeline_parallel_size it makes {config.num_ranks} "
+                f"ranks, but the launcher has started {place.size}"
+            )
+        store = launchers_store(place.rank, place.size, place.host, place.port)
+        if place.rank != config.leader:
+            attend(Invitation.decode(store.get(_INVITATION)), place.rank, model_folder)
+            raise SystemExit
+        # Rank 0 is where all others look for it already.
+        host = place.host if place.rank == 0 else own_address(place.host, place.port)
+        meeting = Meeting(host, [rank for rank in range(place.size) if rank != place.rank])
+        store.set(_INVITATION, meeting.invitation.encode())
+        self._stores = meeting, store  # other ranks talk to them as long as this one lives
+        ranks = meeting.wait(START_TIMEOUT_S, lambda: None)
+        others = OtherRanks(ranks, lambda: None)
+        start_all(ranks, meeting, model_folder, config)
+        sizes = config.num_ranks, config.tensor_parallel_size
+        super().__init__(
+            *(model_folder, config, others),
+            lambda: connect(place.rank, *sizes, meeting.address, torch.device("cpu")),
+        )

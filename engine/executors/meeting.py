@@ -1,0 +1,207 @@
+"""Meeting: where ranks that others started, maybe on other machines, come to the engine's process.
+
+    rank 0 ── messages, line of life ──> the engine's process ──> plans
+    rank 1 ── messages, line of life ──>
+
+A rank says a key first, which whoever started it was given; after that nothing is unpickled.
+Refuses to know: how ranks are started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import logging
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from baton.api.errors import EngineDeadError
+from baton.engine_config import EngineConfig
+from engine.executors.rank_process import ENCODER, Start, serve
+from models.parallel.torch_group import host_store
+
+logger = logging.getLogger(__name__)
+
+_KEY_BYTES = 32
+_HELLO = struct.Struct(f"<{_KEY_BYTES}sI?")  # key, rank, whether this is the line of life
+_HELLO_TIMEOUT_S = 10.0
+_BEAT_S = 0.2
+# A machine that is busy with other things is silent for a while, too.
+_SILENCE_S = 5.0
+# A machine that is gone closes no connection: its kernel just answers nothing any more.
+_USER_TIMEOUT_MS = 10_000
+
+
+class Invitation(msgspec.Struct, frozen=True):
+    """How a rank gets to the meeting.
+
+    Attributes:
+        port: of the engine's process, at ``host``.
+        store_port: of the store by which groups of ranks find each other.
+        key: that lets in.
+    """
+
+    host: str
+    port: int
+    store_port: int
+    key: bytes
+
+    def encode(self) -> bytes:
+        """Return what `decode` reads."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, content: bytes) -> Invitation:
+        """Read what `encode` has written."""
+        return msgspec.msgpack.decode(content, type=cls)
+
+
+class RemoteRank:
+    """A rank that has come; see `engine.executors.ranks.OtherRank`."""
+
+    def __init__(self, rank: int, messages: Connection, life_line: Connection) -> None:
+        self.rank, self.messages = rank, messages
+        self._life_line = life_line
+        self._heard_at = time.monotonic()
+
+    def why_gone(self) -> str | None:
+        try:
+            while self._life_line.poll():
+                self._life_line.recv_bytes(1)
+                self._heard_at = time.monotonic()
+        except (EOFError, OSError):
+            return f"rank {self.rank} ended"
+        silence_s = time.monotonic() - self._heard_at
+        if silence_s > _SILENCE_S:
+            return f"rank {self.rank} has said nothing for {silence_s:.1f} s"
+        return None
+
+    def end(self) -> None:
+        """Hang up, which ends it."""
+        self.messages.close()
+        self._life_line.close()
+
+
+class Meeting:
+    """The engine's end.
+
+    Args:
+        host: name or address of this machine that the others reach.
+        ranks: those that come.
+    """
+
+    def __init__(self, host: str, ranks: Collection[int]) -> None:
+        self._ranks = ranks
+        self._listener = socket.create_server(("", 0), backlog=2 * len(ranks) + 8)
+        self._store, store_port = host_store(host)
+        self.address = f"tcp://{host}:{store_port}"
+        port = self._listener.getsockname()[1]
+        self.invitation = Invitation(host, port, store_port, secrets.token_bytes(_KEY_BYTES))
+        self._arrived: queue.Queue[tuple[int, bool, socket.socket]] = queue.Queue()
+        threading.Thread(target=self._accept, name="meeting", daemon=True).start()
+
+    def wait(self, timeout_s: float, check: Callable[[], None]) -> list[RemoteRank]:
+        """Return all ranks, in order, when the last one is here; nobody is let in after that.
+
+        Args:
+            check: raises if it is known that one of them will not come; called often.
+
+        Raises:
+            EngineDeadError: some have not come in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        links: dict[tuple[int, bool], socket.socket] = {}
+        try:
+            while len(links) < 2 * len(self._ranks):
+                check()
+                if time.monotonic() > deadline:
+                    here = {rank for rank, _ in links}
+                    missing = ", ".join(str(rank) for rank in self._ranks if rank not in here)
+                    raise EngineDeadError(f"ranks {missing} have not come within {timeout_s:g} s")
+                with contextlib.suppress(queue.Empty):
+                    rank, is_life_line, link = self._arrived.get(timeout=_BEAT_S)
+                    if links.setdefault((rank, is_life_line), link) is not link:
+                        link.close()  # it has come already
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        finally:
+            self._listener.close()
+        return [
+            RemoteRank(
+                rank, *(Connection(links[rank, is_life].detach()) for is_life in (False, True))
+            )
+            for rank in sorted(self._ranks)
+        ]
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed: nobody is waited for any more
+            while True:
+                link, _ = self._listener.accept()
+                threading.Thread(target=self._let_in, args=(link,), daemon=True).start()
+
+    def _let_in(self, link: socket.socket) -> None:
+        try:
+            link.settimeout(_HELLO_TIMEOUT_S)
+            key, rank, is_life_line = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
+            if not hmac.compare_digest(key, self.invitation.key) or rank not in self._ranks:
+                raise ValueError("a wrong key")
+        except (OSError, ValueError, struct.error) as error:
+            logger.warning("somebody came to the ranks' port who is no rank: %s", error)
+            link.close()
+            return
+        _set_up(link)
+        self._arrived.put((rank, is_life_line, link))
+
+
+def start_all(
+    ranks: Collection[RemoteRank], meeting: Meeting, model_folder: Path, config: EngineConfig
+) -> None:
+    """Tell ranks that have come what they are to be."""
+    level = logging.getLogger().getEffectiveLevel()
+    for rank in ranks:
+        start = Start(str(model_folder), config, rank.rank, meeting.address, level)
+        rank.messages.send_bytes(ENCODER.encode(start))
+
+
+def attend(invitation: Invitation, rank: int, model_folder: Path | None = None) -> None:
+    """Be a rank, in this process, until the engine's is gone.
+
+    Args:
+        model_folder: on this machine; None: as the engine's process has it.
+    """
+    messages, life_line = (_come(invitation, rank, is_life) for is_life in (False, True))
+    serve(messages, functools.partial(_live, life_line), model_folder)
+
+
+def _come(invitation: Invitation, rank: int, is_life_line: bool) -> Connection:
+    link = socket.create_connection((invitation.host, invitation.port), _HELLO_TIMEOUT_S)
+    link.sendall(_HELLO.pack(invitation.key, rank, is_life_line))
+    _set_up(link)
+    return Connection(link.detach())
+
+
+def _live(life_line: Connection) -> None:
+    """Say that this process lives, until nobody listens any more."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            life_line.send_bytes(b".")
+            if life_line.poll(_BEAT_S):
+                life_line.recv_bytes(1)
+
+
+def _set_up(link: socket.socket) -> None:
+    link.settimeout(None)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)

@@ -1,0 +1,208 @@
+"""RanksExecutor: one rank in this process, and the others wherever somebody started them.
+
+    engine ── plan ──> rank 2 (here: the first of the last stage, which samples)
+                  ├──> rank 0   a connection each, and a line of life
+                  └──> rank 1 ...
+
+The ranks end as one: each ends when this process is gone, and this one fails when one of them is.
+Refuses to know: what a plan is for, and how a rank is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from baton.api import errors
+from baton.api.errors import EngineDeadError
+from baton.engine_config import EngineConfig
+from engine.core.step_plan import StepHooks, StepPlan
+from engine.executors.base import PendingStep
+from engine.executors.rank_process import ENCODER, FROM_RANK, Answer, Call, Failure, Step
+from engine.executors.uniproc import UniprocExecutor
+from models.parallel.group import CollectiveError, Ranks
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+_LOOK_EVERY_S = 0.2
+
+
+class OtherRank(Protocol):
+    """A rank in another process.
+
+    Attributes:
+        rank: its number.
+        messages: to it and from it.
+    """
+
+    rank: int
+    messages: Connection
+
+    def why_gone(self) -> str | None:
+        """What became of it; None: it runs. Asked every fifth of a second, by one thread."""
+
+    def end(self) -> None:
+        """End it."""
+
+
+class OtherRanks:
+    """All of them. Ends them, as one, when one is gone.
+
+    Args:
+        ranks: in order.
+        clean: what to do when they have ended.
+    """
+
+    def __init__(self, ranks: Sequence[OtherRank], clean: Callable[[], None]) -> None:
+        self.ranks = ranks
+        self._clean = clean
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self.failure: EngineDeadError | None = None
+        self.on_failure: Callable[[Exception], None] | None = None
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._ending.wait(_LOOK_EVERY_S):
+            gone = next(filter(None, (rank.why_gone() for rank in self.ranks)), None)
+            if gone is not None and not self._ending.is_set():
+                logger.critical("%s; the others end with it", gone)
+                self.failure = EngineDeadError(gone)
+                self.end()
+                if self.on_failure is not None:
+                    self.on_failure(self.failure)
+                return
+
+    def send(self, message: Step | Call) -> None:
+        """Tell all of them."""
+        content = ENCODER.encode(message)
+        for rank in self.ranks:
+            rank.messages.send_bytes(content)
+
+    def answers(self, deadline: float) -> list[Any]:
+        """What they say next; raises what one of them raised, or TimeoutError."""
+        return [_answer(rank, deadline) for rank in self.ranks]
+
+    @contextlib.contextmanager
+    def failing_as_one(self) -> Iterator[None]:
+        """What fails on this rank ends the others, which wait for it in vain."""
+        try:
+            yield
+        except (CollectiveError, OSError) as error:
+            deadline = time.monotonic() + 3 * _LOOK_EVERY_S
+            while self.failure is None and time.monotonic() < deadline:
+                time.sleep(_LOOK_EVERY_S / 10)  # the watch is about to find why
+            self.failure = self.failure or EngineDeadError(f"ranks cannot be reached: {error}")
+            self.end()
+            raise self.failure from error
+        except BaseException as error:
+            self.failure = self.failure or EngineDeadError(f"a step of rank 0 failed: {error}")
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End all of them; may be called twice."""
+        with self._lock:
+            if not self._ending.is_set():
+                self._ending.set()
+                for rank in self.ranks:
+                    rank.end()
+                self._clean()
+
+
+class _Pending:
+    """A step of all ranks; what this one's gives is its result."""
+
+    def __init__(self, step: PendingStep, ranks: OtherRanks) -> None:
+        self._step, self._ranks = step, ranks
+
+    def wait(self) -> Any:
+        """See `PendingStep`."""
+        with self._ranks.failing_as_one():
+            return self._step.wait()
+
+
+def _answer(rank: OtherRank, deadline: float) -> Any:
+    try:
+        if not rank.messages.poll(max(deadline - time.monotonic(), 0)):
+            raise TimeoutError(f"rank {rank.rank} has not answered in time")
+        answer: Answer | Failure = FROM_RANK.decode(rank.messages.recv_bytes())
+    except (EOFError, OSError) as error:
+        raise EngineDeadError(f"rank {rank.rank} is gone") from error
+    if isinstance(answer, Failure):
+        raise getattr(errors, answer.kind, EngineDeadError)(answer.message)
+    return answer.value
+
+
+class RanksExecutor:
+    """See `engine.executors.base.Executor` for the contract.
+
+    Args:
+        others: those that are starting, each of which has been told what it is to be.
+        meet: finds them all; returns the ranks as this one sees them.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        config: EngineConfig,
+        others: OtherRanks,
+        meet: Callable[[], Ranks],
+    ) -> None:
+        self._others = others
+        self._leader = config.leader
+        weakref.finalize(self, others.end)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        try:
+            self._local = local = UniprocExecutor(model_folder, config, meet())
+            others.answers(deadline)
+        except (CollectiveError, RuntimeError) as error:
+            with contextlib.suppress(TimeoutError):  # one may have said why
+                others.answers(min(deadline, time.monotonic() + 1.0))
+            others.end()
+            raise others.failure or error from error
+        except BaseException:
+            others.end()
+            raise
+        self.worker = local.worker
+        self.config = local.config
+        self.model_config = local.model_config
+        self.dtype = local.dtype
+        self.max_model_len = local.max_model_len
+        self.kv_memory = local.kv_memory
+        self.runs_ahead = local.runs_ahead
+
+    def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
+        self.check_health()
+        eager = hooks.after_layer is not None
+        with self._others.failing_as_one():
+            self._others.send(Step(plan, eager))
+            return _Pending(self._local.submit(plan, hooks), self._others)
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
+    ) -> list[Any]:
+        deadline = time.monotonic() + (START_TIMEOUT_S if timeout_s is None else timeout_s)
+        self.check_health()
+        self._others.send(Call(method, list(args)))
+        own = self._local.collective_rpc(method, args, timeout_s)
+        values = self._others.answers(deadline)
+        return values[: self._leader] + own + values[self._leader :]
+
+    def check_health(self) -> None:
+        if self._others.failure is not None:
+            raise self._others.failure
+
+    def on_failure(self, call: Callable[[Exception], None]) -> None:
+        self._others.on_failure = call
+
+    def close(self) -> None:
+        self._others.end()

@@ -1,0 +1,114 @@
+"""RayExecutor: the other ranks are actors of a Ray cluster, which places them.
+
+Ray starts and ends them; plans go through connections of their own, as with other launchers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.api.errors import ConfigError, EngineDeadError
+from baton.engine_config import EngineConfig
+from engine.executors.meeting import Invitation, Meeting, attend, start_all
+from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
+from models.parallel.torch_group import connect
+
+_PLACEMENT_TIMEOUT_S = 120.0
+
+
+class RankActor:
+    """A rank, as Ray knows it."""
+
+    def serve(self, invitation: bytes, rank: int) -> None:
+        """Be that rank until the engine has ended."""
+        logging.getLogger("ray").setLevel(logging.WARNING)
+        attend(Invitation.decode(invitation), rank)
+
+
+class RayExecutor(RanksExecutor):
+    """See `engine.executors.base.Executor` for the contract."""
+
+    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+        if config.num_ranks == 1:
+            raise ConfigError("executor: ray starts the ranks besides the first, but there is one")
+        ray = _import("ray")
+        if not ray.is_initialized():
+            try:
+                ray.init(address=config.ray_address or None, log_to_driver=True)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"ray_address: {config.ray_address or 'auto'}: {error}"
+                ) from error
+        ranks = [rank for rank in range(config.num_ranks) if rank != config.leader]
+        meeting = Meeting(ray.util.get_node_ip_address(), ranks)
+        self._meeting = meeting  # with the store that other ranks talk to
+        need = {"CPU": 1.0, "GPU": 1.0} if config.device.startswith("cuda") else {"CPU": 1.0}
+        group = ray.util.placement_group([need] * len(ranks), strategy="PACK")
+        actors: list[Any] = []
+
+        def end_all() -> None:
+            with contextlib.suppress(Exception):  # Ray itself may be gone, and all is well
+                for actor in actors:
+                    ray.kill(actor)
+                ray.util.remove_placement_group(group)
+
+        try:
+            if not group.wait(_PLACEMENT_TIMEOUT_S):
+                raise ConfigError(
+                    f"executor: the Ray cluster has no room for {len(ranks)} more ranks of {need}"
+                )
+            strategies = _import("ray.util.scheduling_strategies")
+            tasks = []
+            for place, rank in enumerate(ranks):
+                options = {
+                    "num_cpus": need["CPU"],
+                    "num_gpus": need.get("GPU", 0.0),
+                    "max_restarts": 0,
+                    "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+                        placement_group=group, placement_group_bundle_index=place
+                    ),
+                    "runtime_env": {"env_vars": _environment()},
+                }
+                actors.append(ray.remote(RankActor).options(**options).remote())
+                tasks.append(actors[-1].serve.remote(meeting.invitation.encode(), rank))
+
+            def check() -> None:
+                for task in ray.wait(tasks, timeout=0)[0]:  # none should have ended
+                    try:
+                        ray.get(task)
+                    except Exception as error:
+                        raise EngineDeadError(f"an actor of Ray failed: {error}") from error
+                    raise EngineDeadError("an actor of Ray ended")
+
+            came = meeting.wait(START_TIMEOUT_S, check)
+        except BaseException:
+            end_all()
+            raise
+        others = OtherRanks(came, end_all)
+        start_all(came, meeting, model_folder, config)
+        sizes = config.num_ranks, config.tensor_parallel_size
+        super().__init__(
+            *(model_folder, config, others),
+            lambda: connect(config.leader, *sizes, meeting.address, torch.device("cpu")),
+        )
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            "executor: ray is not installed; pip install 'baton-serve[ray]'"
+        ) from error
+
+
+def _environment() -> dict[str, str]:
+    """What an actor needs of this process's environment to find the same code."""
+    return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
