@@ -148,6 +148,9 @@ class PushTracker:
                     handoff.engine_id,
                     num_tokens=request.num_initial_tokens,
                     num_blocks=len(handoff.indices),
+                    groups=[index % self._num_groups for index in handoff.indices]
+                    if self._num_groups > 1
+                    else (),
                 )
             if request.num_preemptions != handoff.num_preemptions:  # computed anew elsewhere
                 handoff.num_preemptions = request.num_preemptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,6 +55,17 @@ class Executor(Protocol):
         """Call a method of every worker between steps; what each of them returns, by rank.
 
         Raises TimeoutError when one has not answered in time.
+        """
+
+    def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
+        """Have each other worker run a function on a thread of its own, beside its steps.
+
+        Args:
+            entry: ``"package.module:function"``, called with a connection to this process, the
+                worker's KV memory and the argument.
+
+        Returns:
+            The connections, by rank; once in an executor's life.
         """
 
     def check_health(self) -> None:

@@ -1,6 +1,6 @@
 """MultiprocExecutor: the other ranks are processes of this machine that this one starts.
 
-Each inherits a socket pair, which nobody else can write to, and a pipe as line of life.
+Each inherits two socket pairs, which nobody else can write to, and a pipe as line of life.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ class RankProcess:
     def __init__(self, start: Start) -> None:
         self.rank = start.rank
         self.messages, theirs = Pipe()
+        self.beside, beside = Pipe()
         read_end, self._life_line = os.pipe()
+        descriptors = theirs.fileno(), read_end, beside.fileno()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.executors.rank_process",
-                 str(theirs.fileno()), str(read_end)],
-                pass_fds=(theirs.fileno(), read_end),
+                [sys.executable, "-m", "engine.executors.rank_process", *map(str, descriptors)],
+                pass_fds=descriptors,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )  # fmt: skip
+            )
         finally:
             theirs.close()
+            beside.close()
             os.close(read_end)
         self.messages.send_bytes(ENCODER.encode(start))
 

@@ -1,14 +1,16 @@
 """A rank in a process of its own: computes the plans that the engine's process sends.
 
-    python -m engine.executors.rank_process 7 9      (7: messages, 9: the line of life)
+    python -m engine.executors.rank_process 7 9 11      (7: messages, 9: the line of life,
+                                                         11: for what runs beside the steps)
 
-Both are ends of what the engine's process made and this one inherited. Refuses to know: requests,
+All are ends of what the engine's process made and this one inherited. Refuses to know: requests,
 and who else there is.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -56,6 +58,13 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     args: list[Any]
 
 
+class Attach(msgspec.Struct, tag=True, frozen=True):
+    """Run ``"package.module:function"`` beside the steps; see `Executor.attach`."""
+
+    entry: str
+    argument: bytes
+
+
 class Answer(msgspec.Struct, tag=True, frozen=True):
     """What a call returned, or that the rank has started."""
 
@@ -70,17 +79,21 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
 
 
 ENCODER = msgspec.msgpack.Encoder()
-TO_RANK = msgspec.msgpack.Decoder(Start | Step | Call)
+TO_RANK = msgspec.msgpack.Decoder(Start | Step | Call | Attach)
 FROM_RANK = msgspec.msgpack.Decoder(Answer | Failure)
 
 
 def serve(
-    messages: Connection, until_over: Callable[[], object], model_folder: Path | None = None
+    messages: Connection,
+    beside: Connection,
+    until_over: Callable[[], object],
+    model_folder: Path | None = None,
 ) -> None:
     """Be a rank until the engine's process is gone.
 
     Args:
         messages: from the engine's process, and answers to it.
+        beside: for what is attached.
         until_over: returns when that process is gone; called on a thread of its own.
         model_folder: where this machine has it; None: as the engine's process says.
     """
@@ -105,7 +118,12 @@ def serve(
     messages.send_bytes(ENCODER.encode(Answer(worker.kv_memory.num_blocks)))
     try:
         while True:
-            _do(worker, messages, TO_RANK.decode(messages.recv_bytes()))
+            message = TO_RANK.decode(messages.recv_bytes())
+            if isinstance(message, Attach):
+                _attach(message, beside, worker)
+                messages.send_bytes(ENCODER.encode(Answer()))
+            else:
+                _do(worker, messages, message)
     except EOFError:  # the engine has ended
         return
     finally:
@@ -127,6 +145,21 @@ def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> N
     messages.send_bytes(ENCODER.encode(answer))
 
 
+def _attach(message: Attach, beside: Connection, worker: Worker) -> None:
+    """Run it on a thread; what it raises ends this process, and so all ranks."""
+    module, _, name = message.entry.partition(":")
+    function = getattr(importlib.import_module(module), name)
+
+    def run() -> None:
+        try:
+            function(beside, worker.kv_memory, message.argument)
+        except BaseException:
+            logger.critical("%s cannot go on", message.entry, exc_info=True)
+            os._exit(1)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
 def _failure(error: Exception) -> Failure:
     name = type(error).__name__ if isinstance(error, BatonError) else "EngineDeadError"
     return Failure(name, str(error))
@@ -141,7 +174,9 @@ def _end_with(until_over: Callable[[], object], done: threading.Event) -> None:
 
 if __name__ == "__main__":
     try:
-        serve(Connection(int(sys.argv[1])), functools.partial(os.read, int(sys.argv[2]), 1))
+        messages, life_line, beside = map(int, sys.argv[1:4])
+        until_over = functools.partial(os.read, life_line, 1)
+        serve(Connection(messages), Connection(beside), until_over)
     except Exception:
         logger.critical("this rank cannot go on", exc_info=True)
         os._exit(1)  # without waiting for threads of libraries

@@ -25,7 +25,15 @@ from baton.api.errors import EngineDeadError
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import PendingStep
-from engine.executors.rank_process import ENCODER, FROM_RANK, Answer, Call, Failure, Step
+from engine.executors.rank_process import (
+    ENCODER,
+    FROM_RANK,
+    Answer,
+    Attach,
+    Call,
+    Failure,
+    Step,
+)
 from engine.executors.uniproc import UniprocExecutor
 from models.parallel.group import CollectiveError, Ranks
 
@@ -41,10 +49,12 @@ class OtherRank(Protocol):
     Attributes:
         rank: its number.
         messages: to it and from it.
+        beside: another connection, for what it runs beside its steps.
     """
 
     rank: int
     messages: Connection
+    beside: Connection
 
     def why_gone(self) -> str | None:
         """What became of it; None: it runs. Asked every fifth of a second, by one thread."""
@@ -81,7 +91,7 @@ class OtherRanks:
                     self.on_failure(self.failure)
                 return
 
-    def send(self, message: Step | Call) -> None:
+    def send(self, message: Step | Call | Attach) -> None:
         """Tell all of them."""
         content = ENCODER.encode(message)
         for rank in self.ranks:
@@ -196,6 +206,12 @@ class RanksExecutor:
         own = self._local.collective_rpc(method, args, timeout_s)
         values = self._others.answers(deadline)
         return values[: self._leader] + own + values[self._leader :]
+
+    def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
+        self.check_health()
+        self._others.send(Attach(entry, argument))
+        self._others.answers(time.monotonic() + START_TIMEOUT_S)
+        return {rank.rank: rank.beside for rank in self._others.ranks}
 
     def check_health(self) -> None:
         if self._others.failure is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,6 +51,9 @@ class UniprocExecutor:
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
+
+    def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
+        return {}
 
     def close(self) -> None:
         pass  # a worker of this process ends with it

@@ -43,9 +43,10 @@ class KVCacheSpec:
         dtype: of keys, values and latents.
         compute_dtype: of activations, and of states that do not say another.
         kv_scales: digest of what numbers are multiplied with; empty: with nothing.
-        rank: of the ranks that share the model's layers, and so what blocks hold: this one.
+        rank: of the ranks that share a stage's layers, and so what blocks hold: this one.
         num_ranks: how many there are.
-        own_layers: of the model, those of this rank's stage; None: all.
+        stage: of this rank.
+        num_stages: that share the model's layers.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -55,7 +56,8 @@ class KVCacheSpec:
     kv_scales: str = ""
     rank: int = 0
     num_ranks: int = 1
-    own_layers: range | None = None
+    stage: int = 0
+    num_stages: int = 1
 
     @property
     def num_groups(self) -> int:
@@ -104,24 +106,21 @@ class KVCacheSpec:
         if len({group.arrays for group in groups}) == 1:  # a short one has the places of the others
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
-        return KVManifest(groups=tuple(groups), num_ranks=self.num_ranks)
+        return KVManifest(
+            groups=tuple(groups),
+            num_ranks=self.num_ranks * self.num_stages,
+            num_stages=self.num_stages,
+        )
+
+    @property
+    def node_rank(self) -> int:
+        """This rank among those of all stages."""
+        return self.stage * self.num_ranks + self.rank
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of this rank, the same in all groups."""
-        manifest = self.manifest
-        if self.own_layers is None:
-            return manifest.unit_bytes(self.rank)
-        return max(
-            self._num_places(group) * group.layer_bytes(self.rank, self.num_ranks)
-            for group in manifest.groups
-        )
-
-    def _num_places(self, group: KVGroup) -> int:
-        """For layers of this rank's stage in a unit of a group; one at least."""
-        if self.own_layers is None:
-            return group.num_places
-        return max(1, sum(layer in self.own_layers for layer in group.layers))
+        return self.manifest.unit_bytes(self.node_rank)
 
     @property
     def block_shape(self) -> tuple[int, ...]:
@@ -136,10 +135,11 @@ class KVCacheSpec:
     @property
     def _plain(self) -> tuple[int, ...] | None:
         """``(layers, *shape)`` where each layer of each group keeps one and the same array."""
-        first, *others = self.manifest.groups
+        manifest = self.manifest
+        first, *others = manifest.groups
         if len(first.arrays) > 1 or any(group.arrays != first.arrays for group in others):
             return None
-        num_places = max(self._num_places(group) for group in (first, *others))
+        num_places = manifest.num_places(self.stage)
         return (num_places, *first.arrays[0].rank_shape(self.rank, self.num_ranks))
 
     def layer_caches(self, tensor: Tensor) -> tuple[LayerCache, ...]:
@@ -153,10 +153,11 @@ class KVCacheSpec:
         """
         plain = self._plain is not None
         caches: dict[int, LayerCache] = {}
-        for group, described in zip(self.groups, self.manifest.groups, strict=True):
-            own = self.own_layers or range(len(self.layer_groups))
+        manifest = self.manifest
+        for group, described in zip(self.groups, manifest.groups, strict=True):
             caches |= dict.fromkeys(group.layers, tensor[:0])
-            for place, layer in enumerate(layer for layer in group.layers if layer in own):
+            own = [p for p in manifest.places(described, self.stage) if p < len(group.layers)]
+            for place, layer in enumerate(group.layers[index] for index in own):
                 views = (tensor[:, place],) if plain else self._views(tensor, described, place)
                 caches[layer] = views if described.kind is KVKind.STATE else views[0]
         return tuple(caches[layer] for layer in range(len(caches)))
@@ -196,9 +197,14 @@ class KVMemory:
         return len(self.tensor)
 
     @property
+    def rank(self) -> int:
+        """Whose it is."""
+        return self.spec.node_rank
+
+    @property
     def layers_per_group(self) -> int:
-        """Layers in a block, or 1 where blocks cannot be cut into them."""
-        return self.spec.block_shape[0]
+        """Layers in a block of all stages together, or 1 where blocks cannot be cut into them."""
+        return self.manifest.layers_per_unit if self.spec.tensor_dtype == self.spec.dtype else 1
 
     @property
     def dtype(self) -> str:
@@ -223,7 +229,7 @@ def kv_cache_spec(
     scales: Sequence[tuple[float, float]] = (),
     compute_dtype: torch.dtype | None = None,
     ranks: tuple[int, int] = (0, 1),
-    own_layers: range | None = None,
+    stages: tuple[int, int] = (0, 1),
 ) -> KVCacheSpec:
     """The cache that a model needs.
 
@@ -232,8 +238,9 @@ def kv_cache_spec(
         block_size: tokens of a block; 0: 16, or what the states of a model ask for.
         scales: of the keys and values of each layer, where the cache is of float8.
         compute_dtype: of activations; None: ``dtype``.
-        ranks: which one this is, of how many; groups are those of the whole model on each.
-        own_layers: those of this rank's stage; None: all.
+        ranks: which one of its stage this is, of how many; groups are those of the whole model on
+            each.
+        stages: which stage, of how many.
 
     Raises:
         ConfigError: blocks of that size cannot hold the model's states, or no cache of ours can.
@@ -250,7 +257,7 @@ def kv_cache_spec(
 
     block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
     groups = group_layers(kv_layers, block_size, layer_bytes)
-    return KVCacheSpec(groups, block_size, dtype, compute_dtype, digest, *ranks, own_layers)
+    return KVCacheSpec(groups, block_size, dtype, compute_dtype, digest, *ranks, *stages)
 
 
 def _name(dtype: torch.dtype) -> str:

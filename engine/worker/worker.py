@@ -39,7 +39,6 @@ from engine.worker.warm_up import warm_up
 from models import load_model
 from models.config import ModelConfig
 from models.parallel.group import ALONE, Ranks
-from models.parallel.shards import stage_layers
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +95,7 @@ class Worker:
             model.kv_scales,
             self.dtype,
             (ranks.group.rank, ranks.group.size),
-            None
-            if ranks.num_stages == 1
-            else range(*stage_layers(len(model.kv_layers), ranks.stage, ranks.num_stages)),
+            (ranks.stage, ranks.num_stages),
         )
         if not config.block_size:
             logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)
