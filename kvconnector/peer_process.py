@@ -1,4 +1,4 @@
-"""PeerProcess: whether all processes of a peer have ended, by a proof that holds in containers, too.
+"""PeerProcess: whether all processes of a peer have ended, by a proof that holds in containers.
 
 A pidfd is opened when the peer is met, while it lives and says which process it is; the process is
 that one if its start time is the one that the peer tells. From then on the descriptor says when all

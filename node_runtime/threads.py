@@ -106,6 +106,7 @@ class NodeThreads:
         self._calls: deque[Callable[[], None]] = deque()
         self._loop = EngineLoop(self._step, on_engine_death, name=ENGINE_THREAD)
         loaded.engine.wake_with(self._loop.wake)
+        loaded.engine.executor.on_failure(lambda error: self._loop.wake())  # it looks at its health
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
 

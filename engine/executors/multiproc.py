@@ -20,11 +20,9 @@ from pathlib import Path
 import torch
 
 from baton.engine_config import EngineConfig
-from engine.executors.rank_process import ENCODER, Start
+from engine.executors.rank_process import ENCODER, STOPPED, Start, process_state
 from engine.executors.ranks import OtherRanks, RanksExecutor
 from models.parallel.torch_group import connect
-
-_STOPPED = ("T", "t")  # in /proc/PID/stat: by a signal, or by a debugger
 
 
 class RankProcess:
@@ -57,7 +55,7 @@ class RankProcess:
         code = self.process.poll()
         if code is not None:
             return f"rank {self.rank} (process {self.process.pid}) ended with {code}"
-        if _state(self.process.pid) in _STOPPED:
+        if process_state(self.process.pid) in STOPPED:
             return f"rank {self.rank} (process {self.process.pid}) was stopped"
         return None
 
@@ -68,14 +66,6 @@ class RankProcess:
             os.close(self._life_line)
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-
-
-def _state(pid: int) -> str:
-    """Of a process, as the kernel calls it; empty where nobody can say."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 class MultiprocExecutor(RanksExecutor):

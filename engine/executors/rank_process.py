@@ -13,8 +13,11 @@ import functools
 import importlib
 import logging
 import os
+import shutil
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +34,10 @@ from models.parallel.torch_group import connect
 
 logger = logging.getLogger(__name__)
 
+STOPPED = ("T", "t")  # in /proc/PID/stat: by a signal, or by a debugger
 _ABORT_GRACE_S = 0.5
+_LOOK_EVERY_S = 0.2
+_MOST_LOOKS = 3  # at a leader that is stopped; whoever continues a whole group continues it, too
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -104,7 +110,8 @@ def serve(
         format=f"%(asctime)s %(levelname)s rank {start.rank} %(name)s: %(message)s",
     )
     done = threading.Event()
-    threading.Thread(target=_end_with, args=(until_over, done), daemon=True).start()
+    end = until_over, done, Path(start.meeting)
+    threading.Thread(target=_end_with, args=end, daemon=True).start()
     try:
         config = start.config
         ranks = connect(
@@ -165,17 +172,40 @@ def _failure(error: Exception) -> Failure:
     return Failure(name, str(error))
 
 
-def _end_with(until_over: Callable[[], object], done: threading.Event) -> None:
-    """End this process, whatever it does, when the engine's is gone."""
+def _end_with(until_over: Callable[[], object], done: threading.Event, meeting: Path) -> None:
+    """End this process, whatever it does, when the engine's is gone, and clean up behind that."""
     until_over()
+    if meeting.is_dir():
+        shutil.rmtree(meeting, ignore_errors=True)
     if not done.wait(_ABORT_GRACE_S):  # it may be ending by itself
         os._exit(1)
+
+
+def process_state(pid: int) -> str:
+    """Of a process, as the kernel calls it; empty where nobody can say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _end_if_stopped(engine_pid: int) -> None:
+    """End the engine's process when it has been stopped for a while, and so all ranks."""
+    num_looks = 0
+    while num_looks < _MOST_LOOKS:
+        time.sleep(_LOOK_EVERY_S)
+        num_looks = num_looks + 1 if process_state(engine_pid) in STOPPED else 0
+    if os.getppid() == engine_pid:
+        logger.critical("process %d, which leads this rank, was stopped; all end", engine_pid)
+        os.kill(engine_pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
     try:
         messages, life_line, beside = map(int, sys.argv[1:4])
         until_over = functools.partial(os.read, life_line, 1)
+        watch = threading.Thread(target=_end_if_stopped, args=(os.getppid(),), daemon=True)
+        watch.start()
         serve(Connection(messages), Connection(beside), until_over)
     except Exception:
         logger.critical("this rank cannot go on", exc_info=True)

@@ -165,9 +165,7 @@ class RanksScratch:
         )
 
     def digest_of(self, slot: int) -> bytes:
-        found = self._call(
-            lambda call: DigestSlot(call, slot), lambda: self._own.digest_of(slot)
-        )
+        found = self._call(lambda call: DigestSlot(call, slot), lambda: self._own.digest_of(slot))
         return b"" if len(set(found)) > 1 else bytes(found[0])
 
 

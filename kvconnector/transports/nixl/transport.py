@@ -125,9 +125,7 @@ class NixlTransport:
     def connect(self, peer: PeerInfo) -> str:
         self.peer_info.check_pair(peer)
         if peer.engine_id not in self._peers:
-            self._peers[peer.engine_id] = known = _Peer(
-                peer, Slices(self._manifest, peer.manifest)
-            )
+            self._peers[peer.engine_id] = known = _Peer(peer, Slices(self._manifest, peer.manifest))
             try:
                 self._learn(known, peer.manifest.leader)
             except TransferError:
