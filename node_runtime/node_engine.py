@@ -53,6 +53,8 @@ class LoadedEngine:
             block_size=spec.block_size,
             prefix_hash=self.prefix_hash,
             computes_prompts=role is NodeRole.DECODE,
+            tensor_parallel_size=manifest.stage_size,
+            pipeline_parallel_size=manifest.num_stages,
             kv_bytes_per_token=bytes_of_all * spec.num_groups / spec.block_size,
         )
 
