@@ -58,6 +58,13 @@ class HandOffRule(enum.StrEnum):
     AT_BOUNDARY = "at a boundary"  # only the one that a prompt ends in, and whole
 
 
+class KVOrder(enum.StrEnum):
+    """What lies together in a unit."""
+
+    LAYERS = "layers"  # a layer of all heads: what a layer has written travels as one range
+    HEADS = "heads"  # a head of all layers: what a rank has travels as one range
+
+
 class KVArray(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers that one layer keeps in a unit.
 
@@ -113,6 +120,8 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         scales: digest of what makes keys and values of the numbers; empty: they are.
         window: tokens that a token looks back at, itself included; 0: all of them.
         handoff: when a unit may travel.
+        order: of layers and heads; by heads only where each layer keeps one array, whose second
+            axis they are.
     """
 
     kind: KVKind
@@ -123,6 +132,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     scales: _Word = ""
     window: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     handoff: HandOffRule = HandOffRule.AS_IT_FILLS
+    order: KVOrder = KVOrder.LAYERS
 
     def layer_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
         """Bytes of one layer in one rank's part of a unit."""
@@ -154,8 +164,9 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layers_per_unit(self) -> int:
         """Parts of equal bytes that all units have: layers, where groups are alike, else one."""
-        layouts = {(group.num_places, group.layer_bytes()) for group in self.groups}
-        return self.groups[0].num_places if len(layouts) == 1 else 1
+        layouts = {(group.num_places, group.layer_bytes(), group.order) for group in self.groups}
+        is_cut = len(layouts) == 1 and self.groups[0].order is KVOrder.LAYERS
+        return self.groups[0].num_places if is_cut else 1
 
     @property
     def block_size(self) -> int:
@@ -214,6 +225,12 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
                     raise TransferError(f"KV group {index}: shard_axis: no such axis")
             if group.unit_bytes() >= _MAX_UNIT_BYTES:
                 raise TransferError(f"KV group {index}: arrays: of too many bytes")
+            if group.order is KVOrder.HEADS and (
+                len(group.arrays) > 1
+                or len(group.arrays[0].shape) < 2
+                or group.arrays[0].shard_axis not in (None, 1)
+            ):
+                raise TransferError(f"KV group {index}: order: no heads to be ordered by")
             if len(group.layers) > group.num_places:
                 raise TransferError(f"KV group {index}: layers: more than there are places")
 
@@ -268,7 +285,7 @@ class RankCopy(NamedTuple):
 def unit_copies(
     writers: KVManifest, readers: KVManifest, group: int, layers: tuple[int, int] | None = None
 ) -> tuple[RankCopy, ...]:
-    """Which rank of a node writes which bytes of a unit of a group to which rank of another.
+    """Which rank of a node writes which bytes of a unit of a group to which rank of another one.
 
     Each byte that a rank of the other node has is written once. Where several writers have what a
     reader wants, readers are spread over them.
@@ -289,15 +306,56 @@ def unit_copies(
     copies: list[RankCopy] = []
     for reader in range(readers.num_ranks):
         stage, reader_part = divmod(reader, sizes[1])
-        for target, place in enumerate(readers.places(one, stage)):
-            if place not in wanted or place not in sources:
-                continue
-            writer_stage, source = sources[place]
-            first = writer_stage * sizes[0], stage * sizes[1]
-            for array in range(len(one.arrays)):
-                for copy in _array_copies(one, array, (source, target), reader_part, sizes):
-                    _append(copies, copy.of_ranks(*first))
+        moves = [
+            (*sources[place], target)
+            for target, place in enumerate(readers.places(one, stage))
+            if place in wanted and place in sources
+        ]
+        if one.order is KVOrder.HEADS:
+            found = _head_copies(writers, readers, one, moves, reader)
+        else:
+            found = (
+                copy.of_ranks(writer_stage * sizes[0], stage * sizes[1])
+                for writer_stage, source, target in moves
+                for array in range(len(one.arrays))
+                for copy in _array_copies(one, array, (source, target), reader_part, sizes)
+            )
+        for copy in found:
+            _append(copies, copy)
     return tuple(copies)
+
+
+def _head_copies(
+    writers: KVManifest,
+    readers: KVManifest,
+    group: KVGroup,
+    moves: Sequence[tuple[int, int, int]],
+    reader: int,
+) -> Iterator[RankCopy]:
+    """What a reader gets of units that are ordered by heads, in the order of its bytes.
+
+    Args:
+        moves: stage and place of each layer at the writers, and its place at the reader.
+    """
+    array = group.arrays[0]
+    inner = math.prod(array.shape[2:]) * _DTYPE_BYTES[array.dtype]
+    stage, part = divmod(reader, readers.stage_size)
+    per_layer, here = array.shape[0] * inner, readers.num_places(stage)
+    first = 0 if array.shard_axis is None else shard(array.shape[1], part, readers.stage_size)[0]
+    for writer, begin, end in _parts(array, part, writers.stage_size, readers.stage_size):
+        start = 0
+        if array.shard_axis is not None:
+            start = shard(array.shape[1], writer, writers.stage_size)[0]
+        for head in range(begin, end):
+            for writer_stage, source, target in moves:
+                there = writers.num_places(writer_stage)
+                yield RankCopy(
+                    writer_stage * writers.stage_size + writer,
+                    reader,
+                    ((head - start) * there + source) * per_layer,
+                    ((head - first) * here + target) * per_layer,
+                    per_layer,
+                )
 
 
 def rank_copies(

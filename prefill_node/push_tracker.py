@@ -103,7 +103,10 @@ class PushTracker:
         self._sender = sender
         self._mode = mode
         self._layer_groups = layer_groups(engine.kv_memory.layers_per_group, num_layer_groups)
-        self._has_tail = mode is PushMode.LAYERS and engine.kv_memory.spec.num_groups == 1
+        memory = engine.kv_memory
+        num_layers = len(memory.spec.groups[0].layers)
+        can_cut = memory.spec.num_groups == 1 and memory.layers_per_group == num_layers
+        self._has_tail = mode is PushMode.LAYERS and can_cut
         self._block_size = engine.kv_memory.spec.block_size
         self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}

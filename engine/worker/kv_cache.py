@@ -4,6 +4,7 @@ Block-major: all layers of a block are one contiguous range, which is what a pus
 wants. In a uniform model there is one group, and a block holds all layers:
 
     [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]
+    [num_blocks, 1, num_kv_heads, layers_per_group, 2, block_size, head_dim]     ordered by heads
 
 Where layers keep unlike things (latents, states, other heads), a block is bytes, and each layer has
 a view of its own in each of them. Blocks of all groups are of equal bytes; what a group does not
@@ -26,8 +27,8 @@ from torch import Tensor
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.kv_layers import LayerKV
-from baton.kv_manifest import KVGroup, KVKind, KVManifest, array_offsets
+from baton.kv_layers import LayerKV, PagedKV
+from baton.kv_manifest import KVGroup, KVKind, KVManifest, KVOrder, array_offsets
 from engine.core.kv_cache_groups import KVCacheGroup, group_layers, smallest_block_size
 from models.base import LayerCache
 from models.config import ModelConfig
@@ -47,6 +48,7 @@ class KVCacheSpec:
         num_ranks: how many there are.
         stage: of this rank.
         num_stages: that share the model's layers.
+        by_heads: keys and values lie head by head, and not layer by layer, where they can.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -58,6 +60,7 @@ class KVCacheSpec:
     num_ranks: int = 1
     stage: int = 0
     num_stages: int = 1
+    by_heads: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -106,6 +109,8 @@ class KVCacheSpec:
         if len({group.arrays for group in groups}) == 1:  # a short one has the places of the others
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
+            if self.by_heads and all(isinstance(group.kv, PagedKV) for group in self.groups):
+                groups = [msgspec.structs.replace(g, order=KVOrder.HEADS) for g in groups]
         return KVManifest(
             groups=tuple(groups),
             num_ranks=self.num_ranks * self.num_stages,
@@ -124,8 +129,20 @@ class KVCacheSpec:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Of a block in the tensor: ``(layers, *shape)``, or ``(1, bytes)`` of unlike layers."""
-        return self._plain or (1, self.block_bytes)
+        """Of a block in the tensor: ``(layers, *shape)``, or ``(1, bytes)`` of unlike layers;
+
+        ordered by heads: ``(1, heads, layers, 2, block_size, head_dim)``.
+        """
+        if self._plain is None:
+            return (1, self.block_bytes)
+        if self._is_by_heads:
+            layers, two, heads, *shape = self._plain
+            return (1, heads, layers, two, *shape)
+        return self._plain
+
+    @property
+    def _is_by_heads(self) -> bool:
+        return self.manifest.groups[0].order is KVOrder.HEADS
 
     @property
     def tensor_dtype(self) -> torch.dtype:
@@ -151,14 +168,17 @@ class KVCacheSpec:
         Args:
             tensor: from `allocate_kv_cache`.
         """
-        plain = self._plain is not None
+        plain, by_heads = self._plain is not None, self._is_by_heads
         caches: dict[int, LayerCache] = {}
         manifest = self.manifest
         for group, described in zip(self.groups, manifest.groups, strict=True):
             caches |= dict.fromkeys(group.layers, tensor[:0])
             own = [p for p in manifest.places(described, self.stage) if p < len(group.layers)]
             for place, layer in enumerate(group.layers[index] for index in own):
-                views = (tensor[:, place],) if plain else self._views(tensor, described, place)
+                if by_heads:
+                    views: tuple[Tensor, ...] = (tensor[:, 0, :, place].transpose(1, 2),)
+                else:
+                    views = (tensor[:, place],) if plain else self._views(tensor, described, place)
                 caches[layer] = views if described.kind is KVKind.STATE else views[0]
         return tuple(caches[layer] for layer in range(len(caches)))
 
@@ -230,6 +250,8 @@ def kv_cache_spec(
     compute_dtype: torch.dtype | None = None,
     ranks: tuple[int, int] = (0, 1),
     stages: tuple[int, int] = (0, 1),
+    *,
+    by_heads: bool = False,
 ) -> KVCacheSpec:
     """The cache that a model needs.
 
@@ -241,6 +263,7 @@ def kv_cache_spec(
         ranks: which one of its stage this is, of how many; groups are those of the whole model on
             each.
         stages: which stage, of how many.
+        by_heads: keys and values lie head by head, where they can.
 
     Raises:
         ConfigError: blocks of that size cannot hold the model's states, or no cache of ours can.
@@ -257,7 +280,9 @@ def kv_cache_spec(
 
     block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
     groups = group_layers(kv_layers, block_size, layer_bytes)
-    return KVCacheSpec(groups, block_size, dtype, compute_dtype, digest, *ranks, *stages)
+    return KVCacheSpec(
+        groups, block_size, dtype, compute_dtype, digest, *ranks, *stages, by_heads=by_heads
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -96,6 +96,7 @@ class Worker:
             self.dtype,
             (ranks.group.rank, ranks.group.size),
             (ranks.stage, ranks.num_stages),
+            by_heads=config.kv_layout == "heads",
         )
         if not config.block_size:
             logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)

@@ -56,6 +56,10 @@ def states(heads: int) -> list[LayerKV]:
     return [PagedKV(heads, 8), kept, kept, PagedKV(heads, 8)]
 
 
+def by_heads(heads: int) -> list[LayerKV]:
+    return [PagedKV(heads, 16)] * 4
+
+
 def whole_spec(layers: list[LayerKV], shape: Shape, rank: int) -> KVCacheSpec:
     stage, place = divmod(rank, shape[0])
     return kv_cache_spec(
@@ -64,6 +68,7 @@ def whole_spec(layers: list[LayerKV], shape: Shape, rank: int) -> KVCacheSpec:
         torch.float32,
         ranks=(place, shape[0]),
         stages=(stage, shape[1]),
+        by_heads=isinstance(layers[0], PagedKV) and layers[0].head_dim == 16,
     )
 
 
@@ -252,7 +257,7 @@ def check(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    make=st.sampled_from([paged, windowed, latent, states]),
+    make=st.sampled_from([paged, by_heads, windowed, latent, states]),
     heads=HEADS,
     shapes=st.tuples(SHAPES, SHAPES),
     digests=st.booleans(),
@@ -272,5 +277,5 @@ def test_any_two_shapes_hand_any_kind_over(
 def test_shapes_that_people_run_hand_heads_over(
     connector: str, shapes: tuple[Shape, Shape]
 ) -> None:
-    for make, digests in itertools.product((paged, states), (False, True)):
+    for make, digests in itertools.product((paged, by_heads, states), (False, True)):
         hand_over(connector, make(4), shapes, digests=digests)

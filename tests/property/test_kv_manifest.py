@@ -19,6 +19,7 @@ from baton.kv_manifest import (
     KVGroup,
     KVKind,
     KVManifest,
+    KVOrder,
     RankCopy,
     array_offsets,
     difference,
@@ -161,6 +162,15 @@ def test_stages_on_either_side_have_each_byte_written_once_and_right(
 
 def ranks_of(side: KVManifest) -> range:
     return range(side.num_ranks)
+
+
+def test_ordered_by_heads_a_ranks_part_is_one_range_whatever_the_ranks_of_a_stage() -> None:
+    one = msgspec.structs.replace(group(8), order=KVOrder.HEADS)
+    for num_writers in (1, 2, 4, 8, 16):
+        for num_readers in (1, 2, 4, 8, 16):
+            copies = rank_copies(one, num_writers, num_readers)
+            pairs = [(copy.writer, copy.reader) for copy in copies]
+            assert len(pairs) == len(set(pairs))
 
 
 def stage_part(unit: list[list[NDArray[Any]]], side: KVManifest, rank: int) -> NDArray[np.uint8]:
