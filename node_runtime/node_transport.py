@@ -35,24 +35,19 @@ def open_transport(
         kv_digests: whether blocks are checked.
     """
     memory, engine_id = loaded.engine.kv_memory, loaded.engine_id
-    listen = options.kv_listen or NO_OPTIONS.listen
-    shows_own = options.tls.verifies_clients
-    tls = (options.tls.cert, options.tls.key, options.tls.ca) if shows_own else None
-    start = Open(options.kv_connector, engine_id, _of_any_port(listen), tls)
+    start = Open(options.kv_connector, engine_id)
     # They begin while this one does.
     links = loaded.engine.executor.attach(_RANK_SERVICE, msgspec.msgpack.encode(start))
     transport: KVTransport = KV_CONNECTORS.load(options.kv_connector)(
         engine_id,
         memory,
-        TransportOptions(listen=listen, tls=TlsFiles(options.tls) if shows_own else None),
+        TransportOptions(
+            listen=options.kv_listen or NO_OPTIONS.listen,
+            tls=TlsFiles(options.tls) if options.tls.verifies_clients else None,
+        ),
     )
     ranks = RanksTransport(transport, links) if links else None
     transport = ranks or transport
     if faults is not None:
         transport = FaultyTransport(transport, memory, faults)
     return transport, BlockDigests(memory, ranks) if kv_digests else None
-
-
-def _of_any_port(listen: str) -> str:
-    """The same host: other ranks of this machine cannot have the same port."""
-    return f"{listen.rpartition(':')[0]}:0"

@@ -15,17 +15,10 @@ from kvconnector.peer_info import RankMemory
 
 
 class Open(msgspec.Struct, frozen=True):
-    """With what a rank begins: a transport of this kind, for this node.
-
-    Attributes:
-        listen: as in `TransportOptions`.
-        tls: paths of certificate, key and CAs; empty: it makes itself something to show.
-    """
+    """With what a rank begins: a transport of this kind, for this node."""
 
     connector: str
     engine_id: str
-    listen: str = ""
-    tls: tuple[str, str, str] | None = None
 
 
 class Learn(msgspec.Struct, tag=True, frozen=True):

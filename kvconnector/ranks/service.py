@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from baton.access.tls import TlsFiles
-from baton.access.tls_options import TlsOptions
 from baton.api.errors import TransferError
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import NO_TRANSFER, TransferKey
@@ -47,7 +45,7 @@ from kvconnector.ranks.messages import (
     WriteSlot,
 )
 from kvconnector.slices import Slices
-from kvconnector.transports.base import NO_OPTIONS, KVTransport, PendingWrite, TransportOptions
+from kvconnector.transports.base import KVTransport, PendingWrite
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +58,7 @@ _WARM_S = 2.0  # polls as if expecting for so long after it was told anything
 
 def open_transport(start: Open, memory: KVMemory) -> KVTransport:
     """Make a rank's transport."""
-    tls = None
-    if start.tls is not None:
-        cert, key, ca = start.tls
-        tls = TlsFiles(TlsOptions(cert=cert, key=key, ca=ca))
-    options = TransportOptions(listen=start.listen or NO_OPTIONS.listen, tls=tls)
-    return KV_CONNECTORS.load(start.connector)(start.engine_id, memory, options)
+    return KV_CONNECTORS.load(start.connector)(start.engine_id, memory)
 
 
 def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
