@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -130,21 +130,16 @@ def pairs() -> Iterator[LocalDeployment]:
 def test_a_node_ends_as_one_with_any_of_its_ranks_and_its_requests_go_on_elsewhere(
     pairs: LocalDeployment, role: str, which: int, number: signal.Signals
 ) -> None:
-    prompt = [5 + j * (which + 3) % 4000 for j in range(600)]
-    with Client(pairs.config.listen) as client:
-        expected = client.generate(prompt, LONG).token_ids
-        stream = client.stream(prompt[::-1], LONG)
-        if role == "d":
-            next(stream)
+    prompt = [5 + j * (which + 3) % 4000 for j in range(1200)]
+    with Client(pairs.config.listen) as client, ThreadPoolExecutor(1) as pool:
+        request = pool.submit(client.generate, prompt, LONG)
         name = node_with_a_request(pairs, role)
         processes = ranks_of(pairs, name)
         os.kill(processes[which], number)
-        began = time.monotonic()
         wait_until(lambda: not any(map(is_running, processes)), f"{name} has ended")
-        assert time.monotonic() - began < 10.0  # of a busy machine; benchmarks/chaos.py measures
-        for _ in stream:
-            pass
-        assert client.generate(prompt, LONG).token_ids == expected
+        token_ids = request.result().token_ids
+        assert len(token_ids) == LONG.max_tokens
+        assert client.generate(prompt, LONG).token_ids == token_ids
     pairs.restart(name)
     pairs.wait_ready(READY_TIMEOUT_S)
 
