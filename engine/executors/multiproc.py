@@ -22,6 +22,7 @@ import torch
 from baton.engine_config import EngineConfig
 from engine.executors.rank_process import ENCODER, STOPPED, Start, process_state
 from engine.executors.ranks import OtherRanks, RanksExecutor
+from models.parallel.shared_group import open_shared
 from models.parallel.torch_group import connect
 
 
@@ -29,7 +30,7 @@ class RankProcess:
     """One rank in a process of its own, as this process sees it.
 
     Args:
-        start: what it is to be.
+        start: what it is to be; it inherits the memory that is named there.
     """
 
     def __init__(self, start: Start) -> None:
@@ -41,7 +42,7 @@ class RankProcess:
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "engine.executors.rank_process", *map(str, descriptors)],
-                pass_fds=descriptors,
+                pass_fds=[*descriptors, *([] if start.shared is None else [start.shared])],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         finally:
@@ -74,8 +75,9 @@ class MultiprocExecutor(RanksExecutor):
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
         folder = tempfile.mkdtemp(prefix="baton-ranks-")
         level = logging.getLogger().getEffectiveLevel()
+        shared = open_shared(config.pipeline_parallel_size, config.tensor_parallel_size)
         ranks = [
-            RankProcess(Start(str(model_folder), config, rank, folder, level))
+            RankProcess(Start(str(model_folder), config, rank, folder, level, shared))
             for rank in range(config.num_ranks)
             if rank != config.leader
         ]
@@ -83,5 +85,7 @@ class MultiprocExecutor(RanksExecutor):
         size, stage_size = config.num_ranks, config.tensor_parallel_size
         super().__init__(
             *(model_folder, config, others),
-            lambda: connect(config.leader, size, stage_size, folder, torch.device("cpu")),
+            lambda: connect(config.leader, size, stage_size, folder, torch.device("cpu"), shared),
         )
+        if shared is not None:
+            os.close(shared)  # it is mapped now

@@ -48,6 +48,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     rank: int
     meeting: str
     log_level: int
+    shared: int | None = None  # descriptor of memory that all ranks share
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -117,6 +118,7 @@ def serve(
         ranks = connect(
             *(start.rank, config.num_ranks, config.tensor_parallel_size, start.meeting),
             device=torch.device(config.device if config.device != "auto" else "cpu"),
+            shared=start.shared,
         )
         worker = Worker(model_folder or Path(start.model_folder), config, ranks)
     except Exception as error:
@@ -135,13 +137,14 @@ def serve(
         return
     finally:
         done.set()
-        ranks.everyone.abort()
+        ranks.abort()
 
 
 def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> None:
     if isinstance(message, Step):
         prepared = worker.runner.prepare(message.plan, eager=message.eager)
-        worker.launch(prepared, StepHooks())
+        # As on the rank that leads, whose layers cannot be replayed then.
+        worker.launch(prepared, StepHooks(after_layer=_ignore if message.eager else None))
         return
     assert isinstance(message, Call)
     answer: Answer | Failure
@@ -150,6 +153,10 @@ def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> N
     except Exception as error:
         answer = _failure(error)
     messages.send_bytes(ENCODER.encode(answer))
+
+
+def _ignore(layer: int) -> None:
+    """A layer has been computed."""
 
 
 def _attach(message: Attach, beside: Connection, worker: Worker) -> None:

@@ -78,6 +78,7 @@ class OtherRanks:
         self._lock = threading.Lock()
         self.failure: EngineDeadError | None = None
         self.on_failure: Callable[[Exception], None] | None = None
+        self.on_end: Callable[[], None] | None = None  # lets this process's rank wait no more
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def _watch(self) -> None:
@@ -123,6 +124,8 @@ class OtherRanks:
         with self._lock:
             if not self._ending.is_set():
                 self._ending.set()
+                if self.on_end is not None:
+                    self.on_end()
                 for rank in self.ranks:
                     rank.end()
                 self._clean()
@@ -172,7 +175,9 @@ class RanksExecutor:
         weakref.finalize(self, others.end)
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
-            self._local = local = UniprocExecutor(model_folder, config, meet())
+            ranks = meet()
+            others.on_end = ranks.abort
+            self._local = local = UniprocExecutor(model_folder, config, ranks)
             others.answers(deadline)
         except (CollectiveError, RuntimeError) as error:
             with contextlib.suppress(TimeoutError):  # one may have said why
