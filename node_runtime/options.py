@@ -10,6 +10,7 @@ from baton.addresses import DEFAULT_ADDRESS
 from baton.engine_config import EngineConfig
 from baton.options import check_limits, group, option
 from baton.telemetry.log_options import LogOptions
+from baton.telemetry.trace_options import TraceOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,7 @@ class NodeOptions:
         "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write). @FILE: what "
         "is in the file, also when that changes; @FOLDER: in its file of the node's name.",
     )
+    trace: TraceOptions = group(TraceOptions, without=("trace_ratio",))
     log: LogOptions = group(LogOptions)
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from baton.api.errors import ConfigError
 from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.options import check_limits, group, option
 from baton.telemetry.log_options import LogOptions
+from baton.telemetry.trace_options import TraceOptions
 from router.connection_budget import ConnectionOptions
 from router.gate.admission_options import AdmissionOptions
 from router.intake.text_options import TextOptions
@@ -135,6 +136,7 @@ class RouterConfig:
         "what they have cached on nodes through this router only, until it ends.",
     )
     access_log: bool = option(True, help="A line in the log for each request, when it has ended.")
+    trace: TraceOptions = group(TraceOptions)
     log: LogOptions = group(LogOptions)
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from baton.api.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
+from baton.telemetry.trace_context import TraceContext
 
 
 class NodeRole(Enum):
@@ -220,6 +221,7 @@ class PrefillCommand:
         output_token_ids: sampled in earlier attempts. Their KV is computed as well, and the token
             behind them is sampled in place of token 1.
         cache_salt: of who shares the prompt's KV; empty: everybody.
+        trace: the span that what is done here is part of; None: it is not traced.
     """
 
     request_id: str
@@ -230,6 +232,7 @@ class PrefillCommand:
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
     cache_salt: bytes = field(default=b"", repr=False)
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +244,7 @@ class DecodeCommand:
             and the first token is sampled here, too.
         output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
         cache_salt: of who shares the prompt's KV; empty: everybody.
+        trace: the span that what is done here is part of; None: it is not traced.
     """
 
     request_id: str
@@ -251,6 +255,7 @@ class DecodeCommand:
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
     cache_salt: bytes = field(default=b"", repr=False)
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
