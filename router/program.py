@@ -86,20 +86,7 @@ async def serve(config: RouterConfig) -> None:
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
     metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
     tracing = _make_tracing(config, dispatcher)
-    tokenizer, parsers = config.texts.load(folder)
-    intake = Intake(
-        dispatcher,
-        tokenizer,
-        vocab_size=limits.vocab_size,
-        default_timeout_s=config.request_timeout_s,
-        metrics=metrics,
-        cache_salts=make_salts(
-            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
-        ),
-        parsers=parsers,
-        sampling_defaults=config.texts.sampling_defaults(folder),
-        trusts_templates=config.texts.trust_request_chat_template,
-    )
+    intake = _make_intake(config, folder, limits, dispatcher, metrics)
     intake.start()
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
@@ -133,8 +120,31 @@ async def serve(config: RouterConfig) -> None:
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
         intake.close()
-        await asyncio.to_thread(tracing.close)
-        await asyncio.to_thread(access.audit.close)
+        for last in (tracing.close, access.audit.close):
+            await asyncio.to_thread(last)
+
+
+def _make_intake(
+    config: RouterConfig,
+    folder: Path,
+    limits: ModelLimits,
+    dispatcher: Dispatcher,
+    metrics: RouterMetrics,
+) -> Intake:
+    tokenizer, parsers = config.texts.load(folder)
+    return Intake(
+        dispatcher,
+        tokenizer,
+        vocab_size=limits.vocab_size,
+        default_timeout_s=config.request_timeout_s,
+        metrics=metrics,
+        cache_salts=make_salts(
+            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
+        ),
+        parsers=parsers,
+        sampling_defaults=config.texts.sampling_defaults(folder),
+        trusts_templates=config.texts.trust_request_chat_template,
+    )
 
 
 def _make_access(config: RouterConfig) -> Access:

@@ -143,9 +143,14 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             handler.response_serializer if handler else None,
         )
 
-    def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
+    def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
         from structlog.contextvars import bind_contextvars  # here: clients do not wait for it
 
+        tracing = self._tracing if Role.INFER in roles else NO_TRACING
+        entry.join_trace(tracing, *trace_headers(raw))
+        bind_contextvars(trace_id=entry.trace_id or None)
+
+    def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
         async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
             watch: StallWatch | None = None
             entry, principal, status = AccessEntry(call=method), None, "CANCELLED"
@@ -153,9 +158,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             try:
                 shown = grpc_credentials(raw)
                 entry.address = shown.address
-                tracing = self._tracing if Role.INFER in roles else NO_TRACING
-                entry.join_trace(tracing, *trace_headers(raw))
-                bind_contextvars(trace_id=entry.trace_id or None)
+                self._join_trace(entry, raw, roles)
                 principal = self._access.admit(shown, roles, method, self._anybody)
                 if Role.INFER in roles:
                     self._check_load()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -49,22 +50,37 @@ def start(
             http_listen=free_address(),
             num_prefill=num_prefill,
             num_decode=num_decode,
-            router_args=[*traced, "--no-local-prefill", *router_args],
+            router_args=[
+                *traced,
+                "--no-local-prefill",
+                "--served-model-name",
+                "demo",
+                *router_args,
+            ],
             node_args=[*traced, *NODE_ARGS],
         )
     )
 
 
 def post(running: LocalDeployment, headers: dict[str, str], **fields: Any) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "include_receipt": True, "ignore_eos": True, **fields}
+    body = {
+        "model": "demo",
+        "prompt": PROMPT,
+        "include_receipt": True,
+        "ignore_eos": True,
+        **fields,
+    }
     request = urllib.request.Request(
         f"http://{running.config.http_listen}/v1/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json", **headers},
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        answer: dict[str, Any] = json.load(response)
-        return answer
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as error:
+        raise AssertionError(error.read()) from error
 
 
 def whole(collector: OtlpCollector, trace_id: str, *names: str) -> Trace:
@@ -102,8 +118,8 @@ def test_one_trace_over_three_processes_says_what_the_receipt_says(
         running.wait_ready(READY_TIMEOUT_S)
         headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "vendor=1"}
         answer = post(running, headers, max_tokens=20)
-        trace = whole(collector, TRACE_ID, "prefill", "decode", "text_completion demo_model")
-        request = trace.one("text_completion demo_model")
+        trace = whole(collector, TRACE_ID, "prefill", "decode", "text_completion demo")
+        request = trace.one("text_completion demo")
         assert request.parent_id == PARENT_ID
         trace.check_unbroken(PARENT_ID)
         assert {span.trace_state for span in trace.spans} == {"vendor=1"}
@@ -122,7 +138,7 @@ def test_one_trace_over_three_processes_says_what_the_receipt_says(
         num_spans = len(collector.spans)
         post(running, {"traceparent": f"00-{TRACE_ID[::-1]}-{PARENT_ID}-00"}, max_tokens=2)
         with Client(running.config.listen) as client:  # of nobody's trace: one of its own
-            client.generate([PROMPT], SamplingParams(max_tokens=2))
+            client.generate(PROMPT, SamplingParams(max_tokens=2))
         wait_until(lambda: len(collector.traces()) == 2, "another trace", timeout_s=20)
         assert TRACE_ID[::-1] not in collector.traces()
         assert len(collector.spans) > num_spans
@@ -166,6 +182,6 @@ def check_retried(collector: OtlpCollector, *names: str) -> None:
     assert first.error
     assert second.links == [(first.span_id, "retry of")]
     assert first.end_s <= second.begin_s
-    request = trace.one("text_completion demo_model")
+    request = trace.one("text_completion demo")
     assert request.attributes["baton.attempts"] == 2
     assert not request.error
