@@ -75,5 +75,6 @@ def make_program(
         emit,
         on_death,
         on_close=tracing.close,
+        vllm_model=options.vllm_model,
         hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
     )

@@ -85,6 +85,8 @@ async def serve(config: RouterConfig) -> None:
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
     metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
+    if config.metrics_compat == "vllm":
+        metrics.show_names_of(config.served_model_name or config.model)
     tracing = _make_tracing(config, dispatcher)
     intake = _make_intake(config, folder, limits, dispatcher, metrics)
     intake.start()
