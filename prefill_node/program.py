@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
+from baton.telemetry.tracing import Tracing
 from kvconnector.block_digests import digests_are_wanted
 from kvconnector.ends import Sender
 from kvconnector.transports.fault_file import faults_of
@@ -40,13 +41,22 @@ def make_program(
         node_name=options.name,
         kv_connector=options.kv_connector,
         kv_digests=kv_digests,
+        revision=options.revision,
+    )
+
+    tracing = Tracing(
+        options.trace,
+        service="baton-prefill",
+        resource={"service.instance.id": loaded.engine_id, "baton.node": options.name},
     )
 
     def make_node(wake: Callable[[], None]) -> tuple[PrefillNode, Sender]:
         transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
         sender = Sender(transport, on_event=wake, on_death=on_death, digests=digests)
         sender.loop.start()
-        node = PrefillNode(loaded.engine, sender, emit, options.push, options.layer_groups)
+        node = PrefillNode(
+            loaded.engine, sender, emit, options.push, options.layer_groups, spans=tracing.sink
+        )
         return node, sender
 
     return NodeThreads(
@@ -56,5 +66,7 @@ def make_program(
         make_node,
         emit,
         on_death,
+        on_close=tracing.close,
+        vllm_model=options.vllm_model,
         hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
     )
