@@ -73,7 +73,7 @@ class MultiprocExecutor(RanksExecutor):
     """See `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
-        folder = tempfile.mkdtemp(prefix="baton-ranks-")
+        folder = tempfile.mkdtemp(prefix=f"baton-ranks-{os.getpid()}-")
         level = logging.getLogger().getEffectiveLevel()
         shared = open_shared(config.pipeline_parallel_size, config.tensor_parallel_size)
         ranks = [
