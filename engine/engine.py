@@ -90,6 +90,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             preemption=config.preemption,
+            guesses_in_steps=config.num_lookahead_drafts > 0,
         )
         self._speculation = make_speculation(config, self.model_config.vocab_size)
         self._has_prefix_cache = config.prefix_cache
@@ -228,7 +229,10 @@ class Engine:
         started = time.monotonic()
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
-        scheduled = self._scheduler.schedule()
+        num_drafts = 0
+        if self._speculation is not None:
+            num_drafts = self._speculation.num_to_guess(self._scheduler.num_running)
+        scheduled = self._scheduler.schedule(num_drafts)
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
 
@@ -292,12 +296,14 @@ class Engine:
         computed_s = output.ended_at - max(output.started_at, self._busy_until)
         self._scheduler.counters.forward_s += computed_s
         if self._speculation is not None:
-            self._speculation.note_step(scheduled, output.ended_at - self._busy_until)
+            seconds = output.ended_at - self._busy_until
+            self._speculation.note_step(scheduled, seconds, output.drafting_s)
         self._busy_until = output.ended_at
         self.num_steps += 1
         result = self._scheduler.update(scheduled, output)
         if self._speculation is not None:
-            drafts = self._speculation.after_step(result, self.requests)
+            guessed = output.draft_token_ids
+            drafts = self._speculation.after_step(result, self.requests, guessed)
             self._scheduler.keep_drafts(result.outputs, drafts)
         return result
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+_ENOUGH = 5  # samples; of fewer the least counts: a size that is new is prepared for, once
 _SAMPLES = 7  # latest ones of a size, whose median counts: a machine has other things to do
 _FORGET_AFTER = 1000  # steps; then a size is tried again, should it look as if it could pay
 _MEMORY = 0.93  # of a request's acceptance, per draft that was looked at
@@ -44,19 +45,42 @@ class StepCosts:
     def seconds(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of steps of so many tokens, rising numbers; the first is about what is being computed.
 
-        Between measured sizes: a line. Beyond the largest: the line that leads there, or, where
-        one size alone is known, the same up to twice as many tokens, and beyond that too much.
+        Between measured sizes: a line. Beyond the largest: the line from the smallest to there, or,
+        where one size alone is known, the same: what is not known is tried, and is known then.
         """
         sizes = sorted(self._samples)
         if not sizes:
             return np.ones(len(num_tokens))
-        costs = [statistics.median(self._samples[size]) for size in sizes]
+        costs = [_typical(self._samples[size]) for size in sizes]
         found = np.interp(num_tokens, sizes, costs)
         beyond = num_tokens > sizes[-1]
         if len(sizes) > 1:
-            slope = max(costs[-1] - costs[-2], 0.0) / (sizes[-1] - sizes[-2])
+            slope = max(costs[-1] - costs[0], 0.0) / (sizes[-1] - sizes[0])
             return np.where(beyond, costs[-1] + slope * (num_tokens - sizes[-1]), found)
-        return np.where(num_tokens > 2 * sizes[-1], np.inf, found)
+        return found
+
+
+def _typical(samples: Sequence[float]) -> float:
+    return statistics.median(samples) if len(samples) >= _ENOUGH else min(samples)
+
+
+class DraftingCosts:
+    """Seconds in which so many drafts of so many requests are guessed, as far as was measured."""
+
+    def __init__(self) -> None:
+        self._costs: dict[int, StepCosts] = {}  # by number of drafts
+
+    def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """A step guessed so many drafts behind each of its requests, and took so long for it."""
+        self._costs.setdefault(num_drafts, StepCosts()).note(num_rows, seconds)
+
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        """Of so many drafts; where these were not measured, as if each took the same."""
+        if not num_drafts or not self._costs:
+            return 0.0
+        measured = min(self._costs, key=lambda num: abs(num - num_drafts))
+        [found] = self._costs[measured].seconds(np.array([num_rows]))
+        return float(found) * num_drafts / measured
 
 
 def _size_class(num_tokens: int) -> int:
@@ -103,3 +127,22 @@ def choose_lengths(
         best = 0
     lengths: list[int] = np.bincount(requests[order[:best]], minlength=len(num_drafts)).tolist()
     return lengths
+
+
+def choose_num_drafts(
+    costs: StepCosts, drafting: DraftingCosts, num_rows: int, most: int, rate: float
+) -> int:
+    """How many drafts to guess behind each request, where guessing takes time, too.
+
+    Args:
+        num_rows: requests that go on.
+        most: drafts that may be asked for.
+        rate: see `Acceptance.rate`, of all requests.
+    """
+    numbers = np.arange(most + 1)
+    tokens = np.cumsum(rate**numbers)
+    seconds = costs.seconds(num_rows * (1 + numbers))
+    seconds = seconds + [drafting.seconds(num_rows, num) for num in range(most + 1)]
+    speed = tokens / seconds
+    best = int(np.argmax(speed))
+    return best if speed[best] >= _MARGIN * speed[0] else 0

@@ -7,6 +7,7 @@ known when they would pay again. Refuses to know: who schedules drafts, who comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from baton.api.outputs import RequestOutput
 from baton.engine_config import EngineConfig
@@ -14,8 +15,16 @@ from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.speculation import PROPOSERS
 from engine.speculation.base import Proposer
-from engine.speculation.draft_lengths import Acceptance, StepCosts, choose_lengths
+from engine.speculation.draft_lengths import (
+    Acceptance,
+    DraftingCosts,
+    StepCosts,
+    choose_lengths,
+    choose_num_drafts,
+)
 
+TRY_AFTER = 256  # steps in which nothing was guessed, for it did not pay
+_NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # requests that may have ended without a word before anybody looks
 
 
@@ -27,29 +36,66 @@ class Speculation:
         num_drafts: most guesses for a request.
         vocab_size: of the model.
         adaptive: keep back drafts that do not pay.
+        in_steps: whoever computes a step guesses what comes behind it, which takes time, too.
     """
 
     def __init__(
-        self, proposer: Proposer, num_drafts: int, vocab_size: int, *, adaptive: bool = False
+        self,
+        proposer: Proposer,
+        num_drafts: int,
+        vocab_size: int,
+        *,
+        adaptive: bool = False,
+        in_steps: bool = False,
     ) -> None:
         self._proposer = proposer
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
-        self._adaptive = adaptive
+        self._adaptive, self._in_steps = adaptive, in_steps
+        self._num_silent_steps = 0  # in which nothing was guessed, since something was
         self._known: dict[str, Request] = {}  # those that the proposer may keep something of
         self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts behind the known tokens
         self._acceptance: dict[str, Acceptance] = {}
         self._acceptance_of_all = Acceptance()
         self._costs = StepCosts()
+        self._drafting_costs = DraftingCosts()
         self._num_rows = 0  # requests that go on behind the step before
 
+    def num_to_guess(self, num_rows: int) -> int:
+        """How many drafts whoever computes the next step is to guess behind what it samples.
+
+        Where none pay, some are guessed now and then all the same: what they are worth may change.
+
+        Args:
+            num_rows: requests that it may compute.
+        """
+        if not self._in_steps or not self._adaptive:
+            return self._num_drafts if self._in_steps else 0
+        best = choose_num_drafts(
+            self._costs,
+            self._drafting_costs,
+            max(num_rows, 1),
+            self._num_drafts,
+            self._acceptance_of_all.rate(),
+        )
+        self._num_silent_steps = 0 if best else self._num_silent_steps + 1
+        if self._num_silent_steps > TRY_AFTER:
+            self._num_silent_steps, best = 0, self._num_drafts
+        return best
+
     def after_step(
-        self, result: StepResult, requests: Mapping[str, Request]
+        self,
+        result: StepResult,
+        requests: Mapping[str, Request],
+        guessed: Mapping[str, tuple[int, ...]] = _NOTHING,
     ) -> dict[str, tuple[int, ...]]:
         """Guess what comes behind the tokens of a step, by request id.
 
         Args:
             requests: that have not ended.
+            guessed: by whoever computed the step.
         """
+        if self._in_steps:
+            self._proposer.take(guessed)
         self._forget_ended(requests)
         for output in result.outputs:
             self._look_at(output)
@@ -65,10 +111,19 @@ class Speculation:
         self._proposed |= (drafts := self._propose(going_on))
         return self._what_pays(drafts, self._num_rows)
 
-    def note_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
-        """A step ended so long after the one before it; call it before `after_step`."""
+    def note_step(
+        self, scheduled: SchedulerOutput, seconds: float, drafting_s: float = 0.0
+    ) -> None:
+        """A step ended so long after the one before it; call it before `after_step`.
+
+        Args:
+            drafting_s: of these, in which it guessed what comes behind it.
+        """
         if self._num_rows and all(_only_decodes(item) for item in scheduled.scheduled):
-            self._costs.note(scheduled.num_scheduled_tokens, seconds)
+            self._costs.note(scheduled.num_scheduled_tokens, seconds - drafting_s)
+            if scheduled.num_drafts:
+                num_rows = len(scheduled.scheduled)
+                self._drafting_costs.note(num_rows, scheduled.num_drafts, drafting_s)
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
         """Guess for a node that goes on with a request, which ends here."""
@@ -149,5 +204,9 @@ def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | Non
         return None
     proposer = PROPOSERS.load(config.speculative_method)(config)
     return Speculation(
-        proposer, config.max_num_drafts, vocab_size, adaptive=config.adaptive_speculation
+        proposer,
+        config.max_num_drafts,
+        vocab_size,
+        adaptive=config.adaptive_speculation,
+        in_steps=config.num_lookahead_drafts > 0,
     )

@@ -16,6 +16,7 @@ import torch
 from baton.engine_config import EngineConfig
 from engine.worker.cuda_graphs import reason_against_graphs
 from engine.worker.device_choice import BackendNames
+from engine.worker.drafting.base import Drafting
 from engine.worker.kv_cache import KVCacheSpec
 from engine.worker.model_runner import ModelRunner, make_model_runner
 from models.base import CausalLM
@@ -99,12 +100,14 @@ def make_captured_runner(
     ranks: Ranks = ALONE,
     *,
     tells_tokens: bool = False,
+    drafting: Drafting | None = None,
 ) -> ModelRunner:
     """A runner whose decode steps are captured where they can be; a log line tells of it."""
     reason_against = reason_against_graphs(config, kv_cache.device, backend_names)
     runner = make_model_runner(
         model, kv_cache, spec, config, backend_names, max_model_len,
         with_graphs=reason_against is None, ranks=ranks, tells_tokens=tells_tokens,
+        drafting=drafting,
     )  # fmt: skip
     if reason_against is None:
         _capture(runner)

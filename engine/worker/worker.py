@@ -23,6 +23,7 @@ from engine.worker.device_choice import (
     choose_packer,
     make_current,
 )
+from engine.worker.drafting.make_drafting import layers_of, load_drafter, make_drafting
 from engine.worker.graph_capture import make_captured_runner
 from engine.worker.host_memory import read_host_memory
 from engine.worker.kv_cache import (
@@ -89,11 +90,12 @@ class Worker:
         self.model_config = model.config
         if ranks.num_stages > 1 and config.kv_cache_dtype == "fp8":
             raise ConfigError("kv_cache_dtype: fp8 is not supported with pipeline_parallel_size")
+        drafter = load_drafter(config, model_folder, model, self.dtype, device)
         spec = kv_cache_spec(
-            model.kv_layers,
+            (*model.kv_layers, *layers_of(drafter)),
             config.block_size,
             choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
-            model.kv_scales,
+            (*model.kv_scales, *[(1.0, 1.0)] * len(layers_of(drafter))),
             self.dtype,
             (ranks.group.rank, ranks.group.size),
             None
@@ -121,6 +123,9 @@ class Worker:
         self.runner = make_captured_runner(
             *(model, self.kv_memory.tensor, spec, config, backends, self.max_model_len, ranks),
             tells_tokens=self.runs_ahead,
+            drafting=make_drafting(
+                *(drafter, self.kv_memory, backends, self.max_model_len, len(model.kv_layers))
+            ),
         )
 
     def num_blocks(self) -> int:
