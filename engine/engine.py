@@ -26,7 +26,7 @@ from engine.core.scheduler import Scheduler
 from engine.executors import EXECUTORS
 from engine.executors.base import PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.speculation.speculation import make_speculation
+from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
 
 _NOBODYS: Mapping[str, str] = MappingProxyType({})
 AfterLayer = Callable[[int], None]
@@ -60,6 +60,7 @@ class Engine:
             ModelLoadError: the folder is missing, incomplete or unsupported.
             ConfigError: an option does not fit the model or the machine.
         """
+        config = find_drafter(config)
         self.executor = executor = EXECUTORS.load(config.executor_name)(model_folder, config)
         config = executor.config
         self.model_config, self.dtype = executor.model_config, executor.dtype
@@ -74,6 +75,8 @@ class Engine:
             "block_size": str(config.block_size),
             "kv_layout": self.kv_memory.manifest.layout,
         }
+        if config.num_lookahead_drafts:  # its KV lies beside the model's
+            self.compatibility["drafter"] = drafter_identity(config, model_folder)
         namespace = cache_namespace(self.compatibility)
         kv_cache_manager = KVCacheManager(
             self.num_blocks,

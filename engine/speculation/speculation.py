@@ -7,9 +7,12 @@ known when they would pay again. Refuses to know: who schedules drafts, who comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from baton.api.outputs import RequestOutput
+from baton.checkpoint.model_folder import config_digest, find_model_folder, weights_digest
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
@@ -196,6 +199,27 @@ class Speculation:
 
 def _only_decodes(item: ScheduledRequest) -> bool:
     return item.num_scheduled_tokens == 1 + len(item.draft_token_ids)
+
+
+def drafter_identity(config: EngineConfig, model_folder: Path) -> str:
+    """Tell drafters apart: their guesses, and where they have layers, the KV that they keep.
+
+    Raises ModelLoadError when a file cannot be read.
+    """
+    folder = Path(config.speculative_model) if config.speculative_model else model_folder
+    pickled = [f"{path.name}:{path.stat().st_size}" for path in sorted(folder.glob("*.[pb][ti]*"))]
+    digests = (config_digest(folder), weights_digest(folder), *pickled)
+    return " ".join((config.speculative_method, *digests))
+
+
+def find_drafter(config: EngineConfig) -> EngineConfig:
+    """Put the folder of what guesses in place of what a user gave, such as a hub id.
+
+    Raises ModelLoadError where there is none.
+    """
+    if not config.speculative_model:
+        return config
+    return replace(config, speculative_model=str(find_model_folder(config.speculative_model)))
 
 
 def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | None:
