@@ -124,7 +124,7 @@ class Worker:
             *(model, self.kv_memory.tensor, spec, config, backends, self.max_model_len, ranks),
             tells_tokens=self.runs_ahead,
             drafting=make_drafting(
-                *(drafter, self.kv_memory, backends, self.max_model_len, len(model.kv_layers))
+                *(drafter, model, self.kv_memory, backends, self.max_model_len)
             ),
         )
 

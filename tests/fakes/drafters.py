@@ -75,4 +75,50 @@ def _medusa(
     return tensors, {"medusa_num_heads": NUM_MEDUSA_HEADS, "medusa_num_layers": 1}
 
 
-_MAKERS: dict[str, Any] = {"draft_model": _draft_model, "medusa": _medusa}
+def _layer(config: dict[str, Any], random: Any, *, inputs: int = 1) -> dict[str, Tensor]:
+    """A layer of Llama's, whose attention takes so many vectors one behind the other."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    size = config["head_dim"] * config["num_attention_heads"]
+    kv_size = config["head_dim"] * config["num_key_value_heads"]
+    return {
+        "self_attn.q_proj.weight": random(size, inputs * width),
+        "self_attn.k_proj.weight": random(kv_size, inputs * width),
+        "self_attn.v_proj.weight": random(kv_size, inputs * width),
+        "self_attn.o_proj.weight": random(width, size),
+        "mlp.gate_proj.weight": random(inner, width),
+        "mlp.up_proj.weight": random(inner, width),
+        "mlp.down_proj.weight": random(width, inner),
+        "post_attention_layernorm.weight": torch.ones(width),
+    }
+
+
+def _eagle(
+    config: dict[str, Any], stored: Mapping[str, Tensor], random: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As the authors write it: no norm before the attention, none at the end."""
+    width = config["hidden_size"]
+    tensors = {f"layers.0.{name}": one for name, one in _layer(config, random).items()}
+    # Nearly the state before: the next token's is not far from it.
+    tensors["fc.weight"] = torch.cat([random(width, width), torch.eye(width)], 1)
+    return tensors, {**config, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+
+
+def _mtp(
+    config: dict[str, Any], stored: Mapping[str, Tensor], random: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As Qwen writes it, with the model's last layer."""
+    width, last = config["hidden_size"], config["num_hidden_layers"] - 1
+    tensors = {
+        f"mtp.layers.0.{name.partition(f'layers.{last}.')[2]}": one
+        for name, one in stored.items()
+        if f"layers.{last}." in name
+    }
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = torch.ones(width)
+    tensors["mtp.fc.weight"] = torch.cat([random(width, width), torch.eye(width)], 1)
+    return tensors, config
+
+
+_MAKERS: dict[str, Any] = {
+    "draft_model": _draft_model, "medusa": _medusa, "eagle": _eagle, "mtp": _mtp,
+}  # fmt: skip

@@ -57,6 +57,8 @@ class LayersDrafting:
         passes: over its layers.
         num_layers: of the model, whose numbers come before those of the drafter's.
         max_model_len: positions that there are.
+        read_states: of the latest step, where the drafter goes on from states between the model's
+            layers; None: from those behind its last norm.
         salt: see `choose_drafts`.
     """
 
@@ -66,10 +68,12 @@ class LayersDrafting:
         passes: Passes,
         num_layers: int,
         max_model_len: int,
+        read_states: Callable[[], Tensor] | None = None,
         salt: int = 0,
     ) -> None:
         self._drafter, self._passes = drafter, passes
         self._num_layers, self._max_model_len, self._salt = num_layers, max_model_len, salt
+        self._read_states = read_states
         self._shift = int(drafter.reads_states)
         self._rows: dict[int, _Row] = {}
 
@@ -81,6 +85,8 @@ class LayersDrafting:
         after_layer: Callable[[int], None] | None = None,
     ) -> Drafts:
         """See `Drafting`."""
+        if self._read_states is not None:
+            states = self._read_states()
         for row in step.new_rows:
             self._rows.pop(row, None)
         wanted = self._note(step, states, sampled)

@@ -69,21 +69,17 @@ def layers_of(drafter: AnyDrafter | None) -> tuple[LayerKV, ...]:
 
 def make_drafting(
     drafter: AnyDrafter | None,
+    model: CausalLM,
     memory: KVMemory,
     backend_names: BackendNames,
     max_model_len: int,
-    num_layers: int,
 ) -> Drafting | None:
-    """Join a drafter to the KV memory, whose last layers are its own.
-
-    Args:
-        num_layers: of the model.
-    """
+    """Join a drafter to its model and to the KV memory, whose last layers are its own."""
     if drafter is None:
         return None
     if not layers_of(drafter):
         return HeadsDrafting(drafter)  # type: ignore[arg-type]
-    spec = memory.spec
+    spec, num_layers = memory.spec, len(model.kv_layers)
     passes = Passes(
         make_backends(backend_names),
         spec.layer_groups[num_layers:],
@@ -92,4 +88,8 @@ def make_drafting(
         memory.tensor.device,
     )
     longest = min(max_model_len, getattr(drafter, "max_model_len", max_model_len))
-    return LayersDrafting(drafter, passes, num_layers, longest)  # type: ignore[arg-type]
+    read_states = None
+    if getattr(drafter, "state_layers", ()):
+        assert isinstance(model, DecoderForCausalLM)
+        read_states = model.model.kept_states
+    return LayersDrafting(drafter, passes, num_layers, longest, read_states)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,9 @@ _HARMLESS = {
     "aten::permute", "aten::expand", "aten::transpose", "aten::t", "aten::_reshape_alias",
     "aten::split",
 }  # fmt: skip
+
+
+Result = TypeVar("Result")
 
 
 class TapeError(Exception):
@@ -107,12 +110,12 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(
-    recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Tensor]
-) -> tuple[Tape, Tensor]:
+    recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Result]
+) -> tuple[Tape, Result]:
     """Compute once, and return what computes it again.
 
     Returns:
-        The tape and the result, which every run of the tape overwrites.
+        The tape and the result, tensors which every run of the tape overwrites.
 
     Raises:
         TapeError: torch computed a part of it.
