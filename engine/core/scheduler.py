@@ -403,18 +403,22 @@ class Scheduler:
         return budget
 
     def _look_ahead(self, scheduled: Sequence[ScheduledRequest], num_drafts: int) -> None:
-        """Give requests blocks for what is guessed behind this step's tokens, where some are free.
+        """Give requests blocks for what is guessed behind this step's tokens, if many are free:
 
-        A guess needs none for the last token that it may give: nothing comes behind that.
+        so many that every request of the step has one for its next token all the same. A guess
+        needs none for the last token that it may give, as nothing comes behind that.
         """
+        manager = self.kv_cache_manager
+        spare = len(scheduled) * manager.num_groups
         for item in scheduled:
             request = item.request
+            if manager.block_pool.num_free <= spare + manager.num_blocks_for(num_drafts):
+                return
             num_left = request.sampling_params.max_tokens - request.num_output_tokens
             ahead = min(num_drafts, num_left - 1)
             if ahead > 0 and item.samples:
                 start = request.num_computed_tokens + request.num_tokens_in_flight
-                num_tokens = start + item.num_scheduled_tokens + ahead
-                self.kv_cache_manager.allocate(request, num_tokens)
+                manager.allocate(request, start + item.num_scheduled_tokens + ahead)
 
     def _num_drafts(self, item: ScheduledRequest, drafts: tuple[int, ...], budget: int) -> int:
         """How many of the drafts a request may compute; it has blocks for them then."""
