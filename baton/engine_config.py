@@ -13,6 +13,7 @@ PREEMPTION = ("recompute", "hand-back")
 SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
 # Those with weights, which guess where the model computes.
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
+DRAFT_ACCEPTANCE = ("equality", "rejection")
 MAX_SPECULATIVE_TOKENS = 32
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -189,6 +190,13 @@ class EngineConfig:
         "",
         help="Folder of what guesses, for draft_model, medusa and eagle; for mtp empty: the "
         "model's own checkpoint has the layer. The same on all nodes.",
+    )
+    draft_acceptance: str = option(
+        "equality",
+        choices=DRAFT_ACCEPTANCE,
+        help="Which guesses are kept: equality (those that are what would be sampled in their "
+        "place, so that no token changes) or rejection (by chance, so that outputs have the same "
+        "distribution and other tokens).",
     )
     num_speculative_tokens: int = option(
         5, least=1, most=MAX_SPECULATIVE_TOKENS, help="Most guesses for a request in a step."

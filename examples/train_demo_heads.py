@@ -1,8 +1,8 @@
 """Train drafters for the demo model on a CPU: Medusa heads, one EAGLE layer, one MTP layer.
 
 They guess the demo model's next tokens (docs/speculation.md). Each learns from the demo model's own
-distributions over the text that the model was trained on, and on its own guesses, two tokens
-beyond the first. The results are folders in the layouts that people have, stored in bfloat16::
+distributions over the text that the model was trained on; EAGLE and MTP also behind a guess of
+their own. The results are folders in the layouts that people have, stored in bfloat16::
 
     python examples/train_demo_heads.py --minutes 12
 
@@ -39,7 +39,8 @@ DEMO_MODEL = Path(__file__).with_name("demo_model")
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 4, 2, 64, 640
 ROPE_THETA, EPS = 10000.0, 1e-6
 NUM_MEDUSA_HEADS = 4
-NUM_STEPS = 3  # tokens that EAGLE and MTP guess in training, each behind their own last one
+NUM_STEPS = 2  # tokens that EAGLE and MTP guess in training, each behind their own last one
+NUM_SHOWN = 768  # tokens that distributions are compared over: a batch's most probable ones
 STEP_WEIGHT = 0.8  # of a guess, per guess before it
 
 # ----------------------------------------------------------------------------------- drafters
@@ -181,8 +182,8 @@ class Teacher:
         """Hidden states after the last norm: `[rows, length, HIDDEN]`."""
         return self.model.model(input_ids=token_ids, use_cache=False).last_hidden_state
 
-    def logits(self, states: Tensor) -> Tensor:
-        return F.linear(states, self.embedding)
+    def logits(self, states: Tensor, shown: Tensor | None = None) -> Tensor:
+        return F.linear(states, self.embedding if shown is None else self.embedding[shown])
 
 
 def divergence(logits: Tensor, log_targets: Tensor) -> Tensor:
@@ -201,7 +202,9 @@ def losses_of(
     """Each drafter's loss on a batch `[rows, length]`; the losses of guesses further on less."""
     states = teacher.states(token_ids)
     with torch.no_grad():
-        targets = teacher.logits(states).float().log_softmax(-1)
+        every = teacher.logits(states).float()
+        shown = every.softmax(-1).mean((0, 1)).topk(NUM_SHOWN).indices
+        targets = every[..., shown].log_softmax(-1)
     embedded = F.embedding(token_ids, teacher.embedding)
     losses = {}
     for name, drafter in (("eagle", eagle), ("mtp", mtp)):
@@ -209,7 +212,7 @@ def losses_of(
         for step in range(1, NUM_STEPS + 1):
             # known[i] is the state of token i + step - 1, true or guessed; token i + step follows.
             known = drafter(embedded[:, step:], known[:, : token_ids.shape[1] - step])
-            part = divergence(teacher.logits(known), targets[:, step:])
+            part = divergence(teacher.logits(known, shown), targets[:, step:])
             if name == "eagle":
                 part = part + 0.2 * F.smooth_l1_loss(known, states[:, step:])
             loss = loss + STEP_WEIGHT ** (step - 1) * part
@@ -217,7 +220,8 @@ def losses_of(
     guessed = medusa(states)
     losses["medusa"] = sum(
         (
-            STEP_WEIGHT**index * divergence(teacher.logits(one[:, : -1 - index]), targets[:, 1 + index :])
+            STEP_WEIGHT**index
+            * divergence(teacher.logits(one[:, : -1 - index], shown), targets[:, 1 + index :])
             for index, one in enumerate(guessed)
         ),
         torch.zeros(()),
@@ -307,29 +311,43 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--muon-lr", type=float, default=6e-3, help="of matrices")
+    parser.add_argument("--adamw-lr", type=float, default=3e-3, help="of all else")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    started = time.monotonic()
     torch.manual_seed(args.seed)
     corpus, teacher = load_text(args.seed), Teacher()
     batches = Batches(corpus, args.batch_tokens, args.seed)
     eagle, mtp, medusa = drafters = Eagle(), Mtp(), Medusa()
     parameters = [p for drafter in drafters for p in drafter.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            [p for p in parameters if p.ndim == 2],
+            lr=args.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            [p for p in parameters if p.ndim == 1],
+            lr=args.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0,
+        ),
+    ]  # fmt: skip
+    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     num_batches = 0
+    started = time.monotonic()
     while (progress := (time.monotonic() - started) / (60 * args.minutes)) < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * learning_rate_factor(progress)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, peak in zip(groups, peaks, strict=True):
+            group["lr"] = peak * learning_rate_factor(progress)
         with torch.autocast("cpu", torch.bfloat16):
             losses = losses_of(teacher, *drafters, batches.next(args.length))
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         sum(losses.values(), torch.zeros(())).backward()
         for drafter in drafters:
             nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         num_batches += 1
-        if num_batches % 20 == 1:
+        if num_batches % 10 == 1:
             shown = ", ".join(f"{name} {loss.item():.3f}" for name, loss in losses.items())
             print(f"{progress:.0%} {num_batches} batches: {shown}", flush=True)
     save_all(args.output, *drafters)

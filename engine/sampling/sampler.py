@@ -120,7 +120,7 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """With the noise that it has without filters, so that the winner is the same if it is kept."""
     temperatures = _temperatures(parameters)
-    least = _least_kept(logits, parameters)[:, None]
+    least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:
         gone = logits < torch.from_numpy(least).to(logits)
         return draw(logits.masked_fill(gone, -torch.inf), temperatures, keys)
@@ -134,7 +134,7 @@ def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words
     return best_scores(len(host), rows, token_ids, values, temperatures, keys)
 
 
-def _least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
+def least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
     """The least logit that each request keeps: `[num_requests]`.
 
     Top-p looks at the distribution that top-k left and keeps the token that crosses the threshold;

@@ -101,13 +101,14 @@ def make_captured_runner(
     *,
     tells_tokens: bool = False,
     drafting: Drafting | None = None,
+    rejects: bool = False,
 ) -> ModelRunner:
     """A runner whose decode steps are captured where they can be; a log line tells of it."""
     reason_against = reason_against_graphs(config, kv_cache.device, backend_names)
     runner = make_model_runner(
         model, kv_cache, spec, config, backend_names, max_model_len,
         with_graphs=reason_against is None, ranks=ranks, tells_tokens=tells_tokens,
-        drafting=drafting,
+        drafting=drafting, rejects=rejects,
     )  # fmt: skip
     if reason_against is None:
         _capture(runner)

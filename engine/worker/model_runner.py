@@ -19,6 +19,7 @@ from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
 from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
+from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_input import SamplingInput
 from engine.worker.cuda_graphs import Capture, GraphContext, StepGraphs, captured_sizes
@@ -93,6 +94,7 @@ class ModelRunner:
         tells_tokens: whether it tells the others what it sampled: a step may be launched before
             that is known to whoever plans it.
         drafting: guesses what comes behind each step, when its tokens are known; None: nobody here.
+        rejects: drafts are kept by rejection sampling, and not where they are what is sampled.
     """
 
     def __init__(
@@ -105,9 +107,10 @@ class ModelRunner:
         ranks: Ranks = ALONE,
         tells_tokens: bool = False,
         drafting: Drafting | None = None,
+        rejects: bool = False,
     ) -> None:
         self._context = context
-        self._drafting = drafting
+        self._drafting, self._rejects = drafting, rejects
         self._drafting_steps: deque[DraftingStep] = deque()  # prepared, and not launched
         self._model = context.model
         self._input_batch = input_batch
@@ -173,7 +176,7 @@ class ModelRunner:
             assert self._graphs is not None
             assert hooks.after_layer is None, "the step was prepared for a replay"
             hidden, token_ids = self._graphs.replay(prepared)
-            if not prepared.sampling.needs_host:
+            if not self._needs_host(prepared.sampling):
                 launched = self._launched(prepared.sampling, token_ids, {}, started_at)
                 return self._drafted(launched, hidden, hooks)
             # Rather once more than room for all rows' logits in every step.
@@ -219,7 +222,7 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
         if not self._ranks.leads:
             return self._launched(sampling, None, prompt_logprobs, started_at)
-        if self._samples_on_device and not sampling.needs_host:
+        if self._samples_on_device and not self._needs_host(sampling):
             tensors = upload_parameters(sampling.parameters, sampling.keys, self._device)
             token_ids = sample_on_device(logits, tensors)
             launched = self._launched(sampling, token_ids, prompt_logprobs, started_at)
@@ -233,6 +236,9 @@ class ModelRunner:
                     self._ranks.everyone.send(token_ids, rank)
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
         return self._drafted(launched, hidden_states, hooks)
+
+    def _needs_host(self, sampling: SamplingInput) -> bool:
+        return sampling.needs_host or (self._rejects and bool(sampling.draft_token_ids))
 
     def _drafted(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
         """Guess what comes behind a launched step, which waits for it; nothing if nobody guesses.
@@ -291,7 +297,13 @@ class ModelRunner:
     ) -> tuple[LaunchedStep, Tensor]:
         """A step that has been waited for, and its tokens on the device."""
         logits = logits.float()  # the sampling kernel reads any dtype, the host this one
-        token_ids = sample(logits, sampling, hooks.allowed_bits)
+        if self._rejects and sampling.draft_token_ids:
+            proposed = None
+            if self._drafting is not None:
+                proposed = self._drafting.chooser.take(self._drafting_steps[0])
+            token_ids = sample_with_rejection(logits, sampling, hooks.allowed_bits, proposed)
+        else:
+            token_ids = sample(logits, sampling, hooks.allowed_bits)
         output = ModelRunnerOutput(
             sampling.accept(token_ids),
             compute_logprobs(logits, sampling, token_ids),
@@ -314,6 +326,7 @@ def make_model_runner(
     ranks: Ranks = ALONE,
     tells_tokens: bool = False,
     drafting: Drafting | None = None,
+    rejects: bool = False,
 ) -> ModelRunner:
     """A runner with its own attention backends and buffers, on the device of the cache.
 
@@ -359,6 +372,7 @@ def make_model_runner(
         ranks=ranks,
         tells_tokens=tells_tokens,
         drafting=drafting,
+        rejects=rejects,
     )
 
 

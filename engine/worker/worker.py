@@ -124,8 +124,10 @@ class Worker:
             *(model, self.kv_memory.tensor, spec, config, backends, self.max_model_len, ranks),
             tells_tokens=self.runs_ahead,
             drafting=make_drafting(
-                *(drafter, model, self.kv_memory, backends, self.max_model_len)
+                *(drafter, model, self.kv_memory, backends, self.max_model_len),
+                rejects=config.draft_acceptance == "rejection",
             ),
+            rejects=config.draft_acceptance == "rejection",
         )
 
     def num_blocks(self) -> int:

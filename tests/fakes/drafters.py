@@ -49,7 +49,8 @@ def drafter_folder(method: str, model_folder: Path) -> Path:
 
     tensors, config = _MAKERS[method](config, stored, random)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors")
+    tensors = {name: one.contiguous() for name, one in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

@@ -169,7 +169,8 @@ def eagle_3_by_hand(teacher: Teacher, drafter: Path) -> Guess:
     own = below(weights, "midlayer.")
 
     def compute(embedded: Tensor, states: Tensor) -> Tensor:
-        joined = [norm(embedded, own["input_layernorm.weight"]), norm(states, own["hidden_norm.weight"])]
+        embedded = norm(embedded, own["input_layernorm.weight"])
+        joined = [embedded, norm(states, own["hidden_norm.weight"])]
         x = states + attend(torch.cat(joined, -1), own, teacher.config)
         return x + feed_forward(norm(x, own["post_attention_layernorm.weight"]), own)
 
@@ -245,7 +246,9 @@ def eagle_3_folder(folder: Path, to: Path) -> Path:
     return to
 
 
-def guesses_of(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[tuple[list[int], tuple[int, ...]]]:
+def guesses_of(
+    llm: LLM, prompts: list[list[int]], num_tokens: int
+) -> list[tuple[list[int], tuple[int, ...]]]:
     """What was guessed in the steps of some requests, and behind which text."""
     engine, found = llm.engine, []
     after_step = engine._speculation.after_step  # type: ignore[union-attr]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from engine.sampling.gumbel import Floats
 from engine.sampling.philox import counter_words
+from engine.sampling.rejection import DRAFT, probabilities, salted
 from engine.sampling.sampler import choose
 from engine.worker.drafting.drafting_step import DraftingStep, Ints
 
@@ -18,7 +20,13 @@ Sampled = Mapping[str, tuple[int, ...]]
 
 
 class Drafting(Protocol):
-    """Guesses behind steps, each when it has been computed and its tokens are known."""
+    """Guesses behind steps, each when it has been computed and its tokens are known.
+
+    Attributes:
+        chooser: draws the drafts.
+    """
+
+    chooser: DraftChooser
 
     def after_step(
         self,
@@ -38,24 +46,74 @@ class Drafting(Protocol):
         """
 
 
-def choose_drafts(
-    logits: Tensor, parameters: npt.NDArray[np.void], positions: Ints, salt: int = 0
-) -> list[int]:
-    """Draw a draft per row with the noise that its position's token will be drawn with.
+class DraftChooser:
+    """Draws drafts, and where they may be rejected by chance, remembers what they were drawn from.
 
-    So it is that token wherever the two distributions are near enough. Penalties and grammars are
-    not looked at: where they change the draw, the draft is wrong.
+    Penalties and grammars are not looked at: where they change the draw, the draft is wrong.
 
     Args:
-        logits: `[n, vocab_size]`.
-        parameters: `[n]` of `PARAMETERS`.
-        positions: `[n]`, where in their requests the drafts stand.
-        salt: for noise of its own, where draws must not depend on the model's.
+        rejects: whether drafts are kept by rejection sampling (`engine/sampling/rejection.py`):
+            then they are drawn with noise of their own. Else with the noise that their positions'
+            tokens will be drawn with: a draft is that token wherever the two distributions are
+            near enough.
     """
-    places = positions - parameters["num_prompt_tokens"]
-    keys = counter_words(parameters["seed"] ^ np.uint64(salt), places)
-    token_ids: list[int] = choose(logits.float(), parameters, keys).tolist()
-    return token_ids
+
+    def __init__(self, *, rejects: bool = False) -> None:
+        self._rejects = rejects
+        # By row of the input batch: drafts from a position on, and their distributions.
+        self._drawn: dict[int, dict[int, tuple[int, Floats]]] = {}
+
+    def choose(
+        self,
+        logits: Tensor,
+        parameters: npt.NDArray[np.void],
+        rows: Sequence[int],
+        positions: Ints,
+    ) -> list[int]:
+        """Draw a draft per row of the logits.
+
+        Args:
+            logits: `[n, vocab_size]`.
+            parameters: `[n]` of `PARAMETERS`.
+            rows: `[n]`, of the input batch.
+            positions: `[n]`, where in their requests the drafts stand.
+        """
+        places = positions - parameters["num_prompt_tokens"]
+        keys = counter_words(parameters["seed"], places)
+        if self._rejects:
+            keys = salted(keys, DRAFT)
+        token_ids: list[int] = choose(logits.float(), parameters, keys).tolist()
+        if self._rejects:
+            drawn_from = probabilities(logits.float(), parameters)
+            for index, row in enumerate(rows):
+                own = self._drawn.setdefault(row, {})
+                own[int(positions[index])] = token_ids[index], drawn_from[index]
+        return token_ids
+
+    def take(self, step: DraftingStep) -> dict[int, Floats]:
+        """Take what the drafts that a step computes were drawn from, by row that it samples.
+
+        Nothing is remembered of drafts that another node guessed.
+        """
+        found: dict[int, Floats] = {}
+        offset = sampled = 0
+        for index, row in enumerate(step.rows):
+            end = step.starts[index] + step.num_tokens[index]
+            own = {} if row in step.new_rows else self._drawn.pop(row, {})
+            num_drafts = max(end - step.num_known[index], 0)
+            first = offset + step.num_tokens[index] - num_drafts
+            for place in range(num_drafts):
+                known = own.get(step.num_known[index] + place)
+                if known is not None and known[0] == step.token_ids[first + place]:
+                    found[sampled + place] = known[1]
+            sampled += num_drafts + 1 if end >= step.num_known[index] else 0
+            offset += step.num_tokens[index]
+        return found
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Drop what is remembered of rows that other requests have now."""
+        for row in rows:
+            self._drawn.pop(row, None)
 
 
 def accepted_end(step: DraftingStep, index: int, sampled: Sampled) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.drafting.base import Drafts, Sampled, accepted_end, choose_drafts
+from engine.worker.drafting.base import DraftChooser, Drafts, Sampled, accepted_end
 from engine.worker.drafting.drafting_step import DraftingStep
 from models.drafters.base import HeadsDrafter
 
@@ -18,11 +18,11 @@ class HeadsDrafting:
 
     Args:
         drafter: has the heads.
-        salt: see `choose_drafts`.
+        chooser: draws the drafts.
     """
 
-    def __init__(self, drafter: HeadsDrafter, salt: int = 0) -> None:
-        self._drafter, self._salt = drafter, salt
+    def __init__(self, drafter: HeadsDrafter, chooser: DraftChooser) -> None:
+        self._drafter, self.chooser = drafter, chooser
 
     def after_step(
         self,
@@ -31,6 +31,7 @@ class HeadsDrafting:
         sampled: Sampled,
         after_layer: Callable[[int], None] | None = None,
     ) -> Drafts:
+        self.chooser.forget(step.new_rows)
         num_drafts = min(step.num_drafts, self._drafter.num_heads)
         if not num_drafts:
             return {}
@@ -43,11 +44,11 @@ class HeadsDrafting:
         rows = first_rows[wanted] + ends - 1 - starts
         of_rows = states[torch.from_numpy(rows).to(states.device)]
         logits = self._drafter.guess(of_rows, num_drafts)  # [n, num_drafts, vocab_size]
-        token_ids = choose_drafts(
+        token_ids = self.chooser.choose(
             logits.flatten(0, 1),
             step.parameters[wanted].repeat(num_drafts),
+            [step.rows[index] for index in wanted for _ in range(num_drafts)],
             (ends[:, None] + 1 + np.arange(num_drafts)).reshape(-1),
-            self._salt,
         )
         return {
             step.request_ids[index]: tuple(token_ids[i * num_drafts : (i + 1) * num_drafts])

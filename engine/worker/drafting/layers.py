@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.drafting.base import Drafts, Sampled, accepted_end, choose_drafts
+from engine.worker.drafting.base import DraftChooser, Drafts, Sampled, accepted_end
 from engine.worker.drafting.drafting_step import DraftingStep
 from engine.worker.drafting.passes import Passes
 from models.drafters.base import LayersDrafter
@@ -57,9 +57,9 @@ class LayersDrafting:
         passes: over its layers.
         num_layers: of the model, whose numbers come before those of the drafter's.
         max_model_len: positions that there are.
+        chooser: draws the drafts.
         read_states: of the latest step, where the drafter goes on from states between the model's
             layers; None: from those behind its last norm.
-        salt: see `choose_drafts`.
     """
 
     def __init__(
@@ -68,11 +68,12 @@ class LayersDrafting:
         passes: Passes,
         num_layers: int,
         max_model_len: int,
+        chooser: DraftChooser,
         read_states: Callable[[], Tensor] | None = None,
-        salt: int = 0,
     ) -> None:
         self._drafter, self._passes = drafter, passes
-        self._num_layers, self._max_model_len, self._salt = num_layers, max_model_len, salt
+        self._num_layers, self._max_model_len = num_layers, max_model_len
+        self.chooser = chooser
         self._read_states = read_states
         self._shift = int(drafter.reads_states)
         self._rows: dict[int, _Row] = {}
@@ -87,6 +88,7 @@ class LayersDrafting:
         """See `Drafting`."""
         if self._read_states is not None:
             states = self._read_states()
+        self.chooser.forget(step.new_rows)
         for row in step.new_rows:
             self._rows.pop(row, None)
         wanted = self._note(step, states, sampled)
@@ -217,8 +219,10 @@ class LayersDrafting:
             logits = self._drafter.compute_logits(hidden)
             # A draft stands behind the newest token, which stands at the end of what was read.
             positions = np.array([rows[p].position + self._shift + num_done for p in going])
-            of_rows = step.parameters[[wanted[p] for p in going]]
-            token_ids = choose_drafts(logits, of_rows, positions, self._salt)
+            indices = [wanted[p] for p in going]
+            token_ids = self.chooser.choose(
+                *(logits, step.parameters[indices], [step.rows[i] for i in indices], positions)
+            )
             for place, token_id in zip(going, token_ids, strict=True):
                 drafts[place].append(token_id)
             if num_done + 1 == step.num_drafts:

@@ -11,7 +11,7 @@ from baton.engine_config import DRAFTERS as METHODS
 from baton.engine_config import EngineConfig
 from baton.kv_layers import LayerKV
 from engine.worker.device_choice import BackendNames, choose_packer
-from engine.worker.drafting.base import Drafting
+from engine.worker.drafting.base import DraftChooser, Drafting
 from engine.worker.drafting.heads import HeadsDrafting
 from engine.worker.drafting.layers import LayersDrafting
 from engine.worker.drafting.passes import Passes
@@ -73,12 +73,19 @@ def make_drafting(
     memory: KVMemory,
     backend_names: BackendNames,
     max_model_len: int,
+    *,
+    rejects: bool = False,
 ) -> Drafting | None:
-    """Join a drafter to its model and to the KV memory, whose last layers are its own."""
+    """Join a drafter to its model and to the KV memory, whose last layers are its own.
+
+    Args:
+        rejects: see `DraftChooser`.
+    """
     if drafter is None:
         return None
+    chooser = DraftChooser(rejects=rejects)
     if not layers_of(drafter):
-        return HeadsDrafting(drafter)  # type: ignore[arg-type]
+        return HeadsDrafting(drafter, chooser)  # type: ignore[arg-type]
     spec, num_layers = memory.spec, len(model.kv_layers)
     passes = Passes(
         make_backends(backend_names),
@@ -92,4 +99,11 @@ def make_drafting(
     if getattr(drafter, "state_layers", ()):
         assert isinstance(model, DecoderForCausalLM)
         read_states = model.model.kept_states
-    return LayersDrafting(drafter, passes, num_layers, longest, read_states)  # type: ignore[arg-type]
+    return LayersDrafting(
+        drafter,  # type: ignore[arg-type]
+        passes,
+        num_layers,
+        longest,
+        chooser,
+        read_states,
+    )
