@@ -121,7 +121,7 @@ class Layer(nn.Module):
 
 
 class Eagle(nn.Module):
-    """Li et al., "EAGLE", arXiv 2401.15077: a layer that foretells the model's last hidden state."""
+    """Li et al., "EAGLE", arXiv 2401.15077: a layer that foretells the model's last state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     corpus, teacher = load_text(args.seed), Teacher()
     batches = Batches(corpus, args.batch_tokens, args.seed)
-    eagle, mtp, medusa = drafters = Eagle(), Mtp(), Medusa()
+    drafters = Eagle(), Mtp(), Medusa()
     parameters = [p for drafter in drafters for p in drafter.parameters()]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(

@@ -1,10 +1,10 @@
 """Rejection sampling of drafts: other tokens than without drafts, of the same distribution.
 
-Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. A draft x that was drawn from q is
-kept with probability min(1, p(x) / q(x)), where p is the model's distribution in its place; else the
-token is drawn from what of p is above q. A draft whose q nobody has counts as the only one that it
-could have been. Where no draft stands the token is drawn from p (the one behind the last draft is
-the *bonus*). A token that is drawn anew is never the draft.
+Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. A draft x that was drawn from q
+is kept with probability min(1, p(x) / q(x)), where p is the model's distribution in its place; else
+the token is drawn from what of p is above q (it is *recovered*), and never is the draft. A draft
+whose q nobody has counts as the only one that it could have been. Where no draft stands the token
+is drawn from p (the one behind the last draft is the *bonus*).
 
 Chance is a function of seed and position here, too, by words of its own for each purpose: whether a
 draft is kept depends on no noise that it was drawn with.

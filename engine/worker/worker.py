@@ -16,6 +16,7 @@ from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.worker.cores import use_cores
 from engine.worker.device_choice import (
+    BackendNames,
     choose_backends,
     choose_device,
     choose_dtype,
@@ -23,7 +24,12 @@ from engine.worker.device_choice import (
     choose_packer,
     make_current,
 )
-from engine.worker.drafting.make_drafting import layers_of, load_drafter, make_drafting
+from engine.worker.drafting.make_drafting import (
+    AnyDrafter,
+    layers_of,
+    load_drafter,
+    make_drafting,
+)
 from engine.worker.graph_capture import make_captured_runner
 from engine.worker.host_memory import read_host_memory
 from engine.worker.kv_cache import (
@@ -35,9 +41,10 @@ from engine.worker.kv_cache import (
 )
 from engine.worker.memory_check import check_memory
 from engine.worker.memory_profile import measure_kv_cache_bytes
-from engine.worker.model_runner import AnyPreparedStep, LaunchedStep
+from engine.worker.model_runner import AnyPreparedStep, LaunchedStep, ModelRunner
 from engine.worker.warm_up import warm_up
 from models import load_model
+from models.base import CausalLM
 from models.config import ModelConfig
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import stage_layers
@@ -120,14 +127,20 @@ class Worker:
         if device.type == "cuda":
             warm_up(model, spec, config, device, backends, self.max_model_len)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
-        self.runner = make_captured_runner(
-            *(model, self.kv_memory.tensor, spec, config, backends, self.max_model_len, ranks),
+        self.runner = self._make_runner(model, drafter, backends, ranks)
+
+    def _make_runner(
+        self, model: CausalLM, drafter: AnyDrafter | None, backends: BackendNames, ranks: Ranks
+    ) -> ModelRunner:
+        config, memory = self.config, self.kv_memory
+        rejects = config.draft_acceptance == "rejection"
+        return make_captured_runner(
+            *(model, memory.tensor, memory.spec, config, backends, self.max_model_len, ranks),
             tells_tokens=self.runs_ahead,
             drafting=make_drafting(
-                *(drafter, model, self.kv_memory, backends, self.max_model_len),
-                rejects=config.draft_acceptance == "rejection",
+                *(drafter, model, memory, backends, self.max_model_len), rejects=rejects
             ),
-            rejects=config.draft_acceptance == "rejection",
+            rejects=rejects,
         )
 
     def num_blocks(self) -> int:

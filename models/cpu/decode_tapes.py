@@ -79,7 +79,9 @@ class DecodeTapes:
             groups = tuple(_static_group(group) for group in context.groups)
         try:
             _plan(groups)
-            tape, results = self._ops.record(lambda: layers(places, replace(context, groups=groups)))
+            tape, results = self._ops.record(
+                lambda: layers(places, replace(context, groups=groups))
+            )
         except TapeError:
             _plan(context.groups)
             return None

@@ -53,14 +53,12 @@ def load_draft_model(source: DrafterSource) -> DraftModel:
     """Load the drafter of ``--speculative-method draft_model``."""
     if not source.where.is_dir():
         raise ModelLoadError(f"{source.where}: no such folder (speculative_model)")
-    model = load_model(
-        source.where, dtype=source.dtype, device=source.device, packer=source.packer
-    )
+    model = load_model(source.where, dtype=source.dtype, device=source.device, packer=source.packer)
     own, vocab_size = model.config.vocab_size, source.model.config.vocab_size
     if abs(own - vocab_size) > MOST_PADDING:
         raise ConfigError(
-            f"speculative_model: its vocabulary has {own} tokens, the model's {vocab_size}; a draft "
-            "model has the model's own"
+            f"speculative_model: its vocabulary has {own} tokens, the model's {vocab_size}; a "
+            "draft model has the model's own"
         )
     if any(isinstance(kv, StateKV) for kv in model.kv_layers):
         raise ConfigError("speculative_model: a draft model's states cannot be taken back")

@@ -47,9 +47,7 @@ def load_eagle(source: DrafterSource) -> StateDrafter:
         options = _options(stored, names, config)
         with on_meta_device():
             drafter = StateDrafter(config, options, layout)
-        fill_model(
-            drafter, source.where, stored, source.dtype, source.device, source.packer
-        )
+        fill_model(drafter, source.where, stored, source.dtype, source.device, source.packer)
         picked = _picked(source, stored, layout.head_size) if layout.picks else None
     drafter.share(source.model, picked)
     source.model.model.state_layers = layout.state_layers
@@ -124,7 +122,10 @@ def _layout(
     has_embedding = "embed_tokens.weight" in stored
     if has_embedding:
         check_width(
-            source.where, "vocab_size", stored["embed_tokens.weight"].read().shape[0], target.vocab_size
+            source.where,
+            "vocab_size",
+            stored["embed_tokens.weight"].read().shape[0],
+            target.vocab_size,
         )
     return StateLayout(
         names=names,

@@ -1,4 +1,4 @@
-"""What drafters are loaded with, and how their folders are read. Refuses to know: what they guess."""
+"""What drafters are loaded with, how their folders are read. Refuses to know: what they guess."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ def load_medusa(source: DrafterSource) -> MedusaHeads:
         for name, stored in source.open(files).items():
             if (found := _BLOCK.fullmatch(name)) is not None:
                 head, block = (int(found[i] or found[i + 2] or 0) for i in (1, 2))
-                blocks[head, block, found[5]] = stored.read().to(source.device, source.dtype, copy=True)
+                blocks[head, block, found[5]] = stored.read().to(
+                    source.device, source.dtype, copy=True
+                )
             elif (found := _HEAD.fullmatch(name)) is not None:
                 head = int(found[1] or found[3] or 0)
                 heads[head] = stored.read().to(source.device, source.dtype, copy=True)

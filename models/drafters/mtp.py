@@ -2,8 +2,8 @@
 
 It is in the model's checkpoint, or in a folder of its own, in one of two layouts: DeepSeek's
 (``model.layers.N``, behind the last layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and
-Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). Of several such
-layers the first is taken, again and again.
+Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). Of several
+such layers the first is taken, again and again.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def load_mtp(source: DrafterSource) -> StateDrafter:
                 drafter.checkpoint_name,
                 by_turns=target.moe.stored_by_turns,
             )
-        fill_model(
-            drafter, source.where, stored, source.dtype, source.device, source.packer
-        )
+        fill_model(drafter, source.where, stored, source.dtype, source.device, source.packer)
     drafter.share(source.model, None)
     return drafter
 

@@ -65,7 +65,9 @@ class StateLayout:
 class WideLayer(DecoderLayer):
     """EAGLE-3's layer (arXiv 2503.01840): it attends over the embedding and the state together."""
 
-    def __init__(self, config: ModelConfig, options: DecoderOptions, residual_is_normed: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, options: DecoderOptions, residual_is_normed: bool
+    ) -> None:
         super().__init__(config, options, 0)
         self.hidden_norm = options.make_norm(config)
         self._residual_is_normed = residual_is_normed

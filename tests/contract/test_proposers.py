@@ -13,6 +13,7 @@ from tests.unit.engine.test_several_samples import DEMO, REQUESTS, SMALL
 
 pytestmark = pytest.mark.medium
 
+
 def test_the_option_names_all_of_them() -> None:
     assert ("none", *PROPOSERS.names()) == SPECULATIVE_METHODS
 

@@ -100,7 +100,11 @@ def test_in_a_split_system(
     record_property: Callable[[str, object], None],
 ) -> None:
     draw = random.Random(num_drafts)
-    num_left, num_tokens, metrics = num_requests(8 * len(CASES)) // len(CASES), 0, list[EngineMetrics]()
+    num_left, num_tokens, metrics = (
+        num_requests(8 * len(CASES)) // len(CASES),
+        0,
+        list[EngineMetrics](),
+    )
     while num_left > 0:
         num_now = min(num_left, 25)
         num_left -= num_now

@@ -1,4 +1,4 @@
-"""Makes what guesses in a worker: loads it, and joins it to the KV memory. Called once, at start."""
+"""Makes what guesses in a worker: loads it, and joins it to the KV memory. Called at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes: one computation of a drafter over tokens of some requests, and what attention needs of it.
+"""Passes: a drafter computes tokens of some requests, and attention needs to know which.
 
 A pass in which every request computes few tokens is made a decode step: each token a request of its
 own with the same blocks, as every layer writes the KV of all of them before any looks at it. So it
