@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from engine.core.step_plan import UNKNOWN_TOKEN
+from engine.sampling.device_sampling import LEAST_TEMPERATURE
 from engine.sampling.gumbel import Floats, TokenIds, Words, draw, noise_hashes
 from engine.sampling.logits import adjust_logits
-from engine.sampling.sampler import LEAST_TEMPERATURE, least_kept, sample
+from engine.sampling.sampler import least_kept, sample
 from engine.sampling.sampling_input import SamplingInput
 
 AllowedBits = Mapping[str, Sequence[npt.NDArray[np.uint8]]]

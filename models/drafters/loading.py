@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(content, Mapping):
         raise ModelLoadError(f"{path}: is no table of tensors")
     return {
-        name: StoredTensor(path, name, lambda tensor=tensor: tensor)
+        name: StoredTensor(path, name, functools.partial(torch.detach, tensor))
         for name, tensor in content.items()
         if isinstance(tensor, Tensor)
     }

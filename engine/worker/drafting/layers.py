@@ -166,7 +166,8 @@ class LayersDrafting:
             for index, row in zip(wanted, rows, strict=True)
         ]
         readable = [place for place, num in enumerate(lens) if num > 0]
-        wanted, rows, lens = ([column[p] for p in readable] for column in (wanted, rows, lens))
+        wanted = [wanted[place] for place in readable]
+        rows, lens = [rows[place] for place in readable], [lens[place] for place in readable]
         if not wanted:
             return {}
         hidden = self._read(step, wanted, rows, lens)
