@@ -274,7 +274,7 @@ class DecodeNode:
             receipt = None
             if output.finish_reason is not None:
                 del self._jobs[output.request_id]
-                receipt = _receipt(job)
+                receipt = _receipt(job, self.engine.why_drafts())
                 logger.debug(
                     "ended (%s) after %d tokens",
                     output.finish_reason.value,
@@ -323,7 +323,7 @@ class DecodeNode:
                 self._fail(job.reservation, "DEADLINE_EXCEEDED", "deadline passed")
 
 
-def _receipt(job: _Job) -> DecodeReceipt:
+def _receipt(job: _Job, why_drafts: str) -> DecodeReceipt:
     reservation, request = job.reservation, job.request
     assert reservation.receipt is not None
     return DecodeReceipt(
@@ -337,4 +337,5 @@ def _receipt(job: _Job) -> DecodeReceipt:
         num_cached_tokens=request.num_cached_tokens,
         num_drafts=request.num_drafts,
         num_accepted_drafts=request.num_accepted_drafts,
+        why_drafts=why_drafts,
     )

@@ -175,6 +175,11 @@ class Engine:
         """Guess what comes behind a request that another node goes on with."""
         return () if self._speculation is None else self._speculation.first_drafts(request)
 
+    def why_drafts(self) -> str:
+        """Why the latest step had so many drafts, for people; empty where nobody chooses."""
+        choice = None if self._speculation is None else self._speculation.choice
+        return "" if choice is None else str(choice)
+
     def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
         """The grammar of a request to come, if it has one; waits for it.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,8 +109,8 @@ class Acceptance:
 
 def choose_lengths(
     costs: StepCosts, num_rows: int, num_drafts: Sequence[int], rates: Sequence[float]
-) -> list[int]:
-    """How many drafts of each request the next step should compute.
+) -> tuple[list[int], Choice]:
+    """How many drafts of each request the next step should compute, and why.
 
     Args:
         num_rows: requests that it computes, those without drafts included.
@@ -121,18 +122,50 @@ def choose_lengths(
     chances = np.asarray(rates)[requests] ** places
     order = np.argsort(-chances, kind="stable")  # of one request, earlier drafts come first
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
-    speed = tokens / costs.seconds(num_rows + np.arange(len(tokens)))
+    seconds = costs.seconds(num_rows + np.arange(len(tokens)))
+    speed = tokens / seconds
     best = int(np.argmax(speed))
     if speed[best] < _MARGIN * speed[0]:
         best = 0
     lengths: list[int] = np.bincount(requests[order[:best]], minlength=len(num_drafts)).tolist()
-    return lengths
+    step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
+    return lengths, Choice(best, len(order), num_rows, sum(rates) / len(rates), step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many drafts were found to pay, and by what.
+
+    Attributes:
+        num_drafts: in the step, of all its requests.
+        num_possible: that there were.
+        num_rows: requests in the step.
+        rate: see `Acceptance.rate`, the mean of those that had drafts.
+        step_s: of a step with none of the drafts, with those chosen, and with all.
+        drafting_s: of guessing them, where that takes time.
+    """
+
+    num_drafts: int
+    num_possible: int
+    num_rows: int
+    rate: float
+    step_s: tuple[float, float, float]
+    drafting_s: float = 0.0
+
+    def __str__(self) -> str:
+        none, chosen, most = (f"{1e3 * seconds:.3g}" for seconds in self.step_s)
+        guessing = f", guessing {1e3 * self.drafting_s:.3g} ms" if self.drafting_s else ""
+        return (
+            f"{self.num_drafts} of {self.num_possible} guesses paid in a step of {self.num_rows} "
+            f"requests: {self.rate:.0%} are right; steps with none, these and all of them take "
+            f"{none}, {chosen} and {most} ms{guessing}"
+        )
 
 
 def choose_num_drafts(
     costs: StepCosts, drafting: DraftingCosts, num_rows: int, most: int, rate: float
-) -> int:
-    """How many drafts to guess behind each request, where guessing takes time, too.
+) -> tuple[int, Choice]:
+    """How many drafts to guess behind each request, where guessing takes time, too; and why.
 
     Args:
         num_rows: requests that go on.
@@ -142,7 +175,11 @@ def choose_num_drafts(
     numbers = np.arange(most + 1)
     tokens = np.cumsum(rate**numbers)
     seconds = costs.seconds(num_rows * (1 + numbers))
-    seconds = seconds + [drafting.seconds(num_rows, num) for num in range(most + 1)]
-    speed = tokens / seconds
+    guessing = [drafting.seconds(num_rows, num) for num in range(most + 1)]
+    speed = tokens / (seconds + guessing)
     best = int(np.argmax(speed))
-    return best if speed[best] >= _MARGIN * speed[0] else 0
+    if speed[best] < _MARGIN * speed[0]:
+        best = 0
+    step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
+    possible = (num_rows * best, num_rows * most)
+    return best, Choice(*possible, num_rows, rate, step_s, guessing[best or most])

@@ -20,6 +20,7 @@ from engine.speculation import PROPOSERS
 from engine.speculation.base import Proposer
 from engine.speculation.draft_lengths import (
     Acceptance,
+    Choice,
     DraftingCosts,
     StepCosts,
     choose_lengths,
@@ -33,6 +34,9 @@ _SPARE = 16  # requests that may have ended without a word before anybody looks
 
 class Speculation:
     """What is guessed for an engine's requests.
+
+    Attributes:
+        choice: how many drafts the latest step was to have, and why; None: all.
 
     Args:
         proposer: guesses.
@@ -61,6 +65,7 @@ class Speculation:
         self._acceptance_of_all = Acceptance()
         self._costs = StepCosts()
         self._drafting_costs = DraftingCosts()
+        self.choice: Choice | None = None
         self._num_rows = 0  # requests that go on behind the step before
 
     def num_to_guess(self, num_rows: int) -> int:
@@ -73,7 +78,7 @@ class Speculation:
         """
         if not self._in_steps or not self._adaptive:
             return self._num_drafts if self._in_steps else 0
-        best = choose_num_drafts(
+        best, self.choice = choose_num_drafts(
             self._costs,
             self._drafting_costs,
             max(num_rows, 1),
@@ -163,7 +168,10 @@ class Speculation:
         prior = self._acceptance_of_all.rate()
         unknown = Acceptance()
         rates = [self._acceptance.get(name, unknown).rate(prior) for name in drafts]
-        lengths = choose_lengths(self._costs, num_rows, [*map(len, drafts.values())], rates)
+        numbers = [*map(len, drafts.values())]
+        lengths, choice = choose_lengths(self._costs, num_rows, numbers, rates)
+        if not self._in_steps:  # there the choice has been made, and this one is about what is left
+            self.choice = choice
         return {
             name: own[:length]
             for (name, own), length in zip(drafts.items(), lengths, strict=True)

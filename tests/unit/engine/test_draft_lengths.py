@@ -82,7 +82,10 @@ STEEP = costs_of({32: 32.0, 64: 64.0})
 def test_so_many_are_chosen_as_give_most_tokens_per_second(
     costs: StepCosts, num_rows: int, num_drafts: list[int], rates: list[float], chosen: list[int]
 ) -> None:
-    assert choose_lengths(costs, num_rows, num_drafts, rates) == chosen
+    lengths, choice = choose_lengths(costs, num_rows, num_drafts, rates)
+    assert lengths == chosen
+    assert choice.num_drafts == sum(chosen)
+    assert f"{sum(chosen)} of {sum(num_drafts)} guesses" in str(choice)
 
 
 def play(speculation: Speculation, request: Request, sampled: int, seconds: float) -> int:
