@@ -349,7 +349,9 @@ def main() -> None:
             print(f"{progress:.0%} {num_batches} batches: {shown}", flush=True)
     save_all(args.output, *drafters)
     minutes = (time.monotonic() - started) / 60
-    print(f"{args.batches} batches of {args.batch_tokens} tokens, {minutes:.1f} minutes", flush=True)
+    print(
+        f"{args.batches} batches of {args.batch_tokens} tokens, {minutes:.1f} minutes", flush=True
+    )
     rights = right_guesses(teacher, *drafters, corpus.validation[:5000], 500)
     for name, shares in rights.items():
         print(f"{name}: right {shares}")

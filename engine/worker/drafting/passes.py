@@ -63,18 +63,25 @@ class Passes:
             lens: `[n]`, how many of each.
         """
         rows, first, counts = (np.array(column) for column in (requests, starts, lens))
-        total = int(counts.sum())
-        after_first = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
-        positions = first.repeat(counts) + after_first  # [num_tokens]
-        token_rows = rows.repeat(counts)
-        if total <= _MOST_ROWS and counts.max() < MANY_TOKENS:
-            rows, first, counts = token_rows, positions, np.ones_like(positions)
+        token_rows, positions, total = rows, first, len(rows)
+        most = max(lens)
+        if most > 1:
+            total = sum(lens)
+            after_first = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
+            positions = first.repeat(counts) + after_first  # [num_tokens]
+            token_rows = rows.repeat(counts)
+            if total <= _MOST_ROWS and most < MANY_TOKENS:
+                rows, first, counts = token_rows, positions, np.ones_like(positions)
+                most = 1
         ends = first + counts
         blocks, offsets = np.divmod(positions, self._block_size)
-        width = -(-int(ends.max()) // self._block_size)
-        lens_and_ends = (tuple(counts.tolist()), tuple(ends.tolist()))
-        starts_on_device = self._tensor(np.append(0, counts.cumsum()).astype(np.int32))
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
+        counts.cumsum(out=query_start_loc[1:])
+        starts_on_device = self._tensor(query_start_loc)
         ends_on_device = self._tensor(ends.astype(np.int32))
+        query_lens, seq_lens = tuple(counts.tolist()), tuple(ends.tolist())
+        max_seq_len = max(seq_lens)
+        width = -(-max_seq_len // self._block_size)
         groups = []
         for group, backend in zip(self._used, self._backends, strict=True):
             table = block_tables[group]
@@ -86,10 +93,10 @@ class Passes:
                 seq_lens=ends_on_device,
                 block_table=self._tensor(np.ascontiguousarray(table[rows, :width])),
                 slot_mapping=self._tensor(slots),
-                max_query_len=int(counts.max()),
-                max_seq_len=int(ends.max()),
-                query_lens=lens_and_ends[0],
-                seq_lens_host=lens_and_ends[1],
+                max_query_len=most,
+                max_seq_len=max_seq_len,
+                query_lens=query_lens,
+                seq_lens_host=seq_lens,
             )
             assert backend is not None, "a drafter keeps no states"
             backend.plan(metadata)
@@ -102,4 +109,5 @@ class Passes:
         )
 
     def _tensor(self, array: Ints | npt.NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
