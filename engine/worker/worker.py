@@ -134,6 +134,8 @@ class Worker:
     ) -> ModelRunner:
         config, memory = self.config, self.kv_memory
         rejects = config.draft_acceptance == "rejection"
+        if getattr(drafter, "state_layers", ()):
+            config = replace(config, cuda_graphs=False)  # which keep no states between layers
         return make_captured_runner(
             *(model, memory.tensor, memory.spec, config, backends, self.max_model_len, ranks),
             tells_tokens=self.runs_ahead,
