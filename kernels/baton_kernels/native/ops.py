@@ -37,7 +37,7 @@ from baton_kernels.native.library import (
     UnpackCall,
     load_library,
 )
-from baton_kernels.native.tape import Recorder, Tape, check, record
+from baton_kernels.native.tape import Recorder, Result, Tape, check, record
 from baton_kernels.packed import GroupedIntegers, Groups, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
 from baton_kernels.routing import Routing, Scoring
@@ -627,7 +627,7 @@ class NativeOps:
         self._run(self._library.baton_recurrence, call, *pointers, *_loc(metadata))
         return out
 
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
+    def record(self, compute: Callable[[], Result]) -> tuple[Tape, Result]:
         """See ``tape.record``: the native calls of this thread in ``compute``."""
         return record(self._recorder, self._library, compute)
 
