@@ -81,7 +81,7 @@ class FakeDriver:
 
     @property
     def last_launch(self) -> tuple[int, list[int], list[int]]:
-        """Function and grid of the last launch, and its watched parameters, 8 bytes of each."""
+        """The last launch's function, grid, and the watched parameters, 8 bytes of each."""
         watched = self._library.fake_last_parameters()
         return (
             int(self._library.fake_last_function()),
