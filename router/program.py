@@ -25,6 +25,7 @@ from baton.serving.access_log import AccessLog
 from baton.serving.call_gate import CallGate
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 from baton.serving.rpc import RpcServer
+from baton.telemetry.tracing import Tracing
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -51,6 +52,7 @@ from router.intake.cache_salts import make_salts
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.policies import POLICIES
+from router.request_spans import RequestSpans
 from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
@@ -83,25 +85,15 @@ async def serve(config: RouterConfig) -> None:
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
     metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
-    tokenizer, parsers = config.texts.load(folder)
-    intake = Intake(
-        dispatcher,
-        tokenizer,
-        vocab_size=limits.vocab_size,
-        default_timeout_s=config.request_timeout_s,
-        metrics=metrics,
-        cache_salts=make_salts(
-            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
-        ),
-        parsers=parsers,
-        sampling_defaults=config.texts.sampling_defaults(folder),
-        trusts_templates=config.texts.trust_request_chat_template,
-    )
+    if config.metrics_compat == "vllm":
+        metrics.show_names_of(config.served_model_name or config.model)
+    tracing = _make_tracing(config, dispatcher)
+    intake = _make_intake(config, folder, limits, dispatcher, metrics)
     intake.start()
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
     access = _make_access(config)
-    servers = _make_servers(config, dispatcher, intake, access, budget, overload, files)
+    servers = _make_servers(config, dispatcher, intake, access, budget, overload, files, tracing)
     stopping = stop_event(loop := asyncio.get_running_loop())
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
@@ -112,7 +104,7 @@ async def serve(config: RouterConfig) -> None:
         async with (
             _watching(pool),
             _serving_http(
-                config, intake, pool, metrics, access, budget.http, overload, files
+                config, intake, pool, metrics, access, budget.http, overload, files, tracing
             ) as http,
             _in_background(
                 watch_resources(overload, _share_at_work(http), config.memory_limit_mib * 2**20)
@@ -130,7 +122,31 @@ async def serve(config: RouterConfig) -> None:
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
         intake.close()
-        await asyncio.to_thread(access.audit.close)
+        for last in (tracing.close, access.audit.close):
+            await asyncio.to_thread(last)
+
+
+def _make_intake(
+    config: RouterConfig,
+    folder: Path,
+    limits: ModelLimits,
+    dispatcher: Dispatcher,
+    metrics: RouterMetrics,
+) -> Intake:
+    tokenizer, parsers = config.texts.load(folder)
+    return Intake(
+        dispatcher,
+        tokenizer,
+        vocab_size=limits.vocab_size,
+        default_timeout_s=config.request_timeout_s,
+        metrics=metrics,
+        cache_salts=make_salts(
+            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
+        ),
+        parsers=parsers,
+        sampling_defaults=config.texts.sampling_defaults(folder),
+        trusts_templates=config.texts.trust_request_chat_template,
+    )
 
 
 def _make_access(config: RouterConfig) -> Access:
@@ -145,6 +161,16 @@ def _make_access(config: RouterConfig) -> Access:
     )
     access.warn_of_gaps((Role.INFER, Role.JOIN))
     return access
+
+
+def _make_tracing(config: RouterConfig, dispatcher: Dispatcher) -> Tracing:
+    """Raises ConfigError."""
+    router_id = {"service.instance.id": dispatcher.pool.router_id}
+    tracing = Tracing(config.trace, service="baton-router", resource=router_id)
+    if tracing.sink is not None:
+        spans = RequestSpans(config.served_model_name or config.model, tracing.sink)
+        dispatcher.log.on_traced = spans.take
+    return tracing
 
 
 def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
@@ -170,6 +196,7 @@ async def _serving_http(
     limits: ConnectionLimits,
     overload: Overload,
     files: TlsFiles | None,
+    tracing: Tracing,
 ) -> AsyncIterator[HttpApi | None]:
     """Gives the HTTP API; None where there is none."""
     if not config.http_listen:
@@ -195,6 +222,7 @@ async def _serving_http(
         overload=overload,
         tls=tls,
         access_log=AccessLog(model_name, is_on=config.access_log),
+        tracing=tracing,
     )
     metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
@@ -236,6 +264,7 @@ def _make_servers(
     budget: ConnectionBudget,
     overload: Overload,
     files: TlsFiles | None,
+    tracing: Tracing,
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -275,6 +304,7 @@ def _make_servers(
                 ANYBODY if is_public("listen", listen) else ANYBODY_HERE,
                 check_load=overload.check,
                 access_log=access_log,
+                tracing=tracing,
             ),
             limits=limits,
             tls=files,
