@@ -101,7 +101,8 @@ async def serve(config: RouterConfig) -> None:
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
     access = _make_access(config)
-    servers = _make_servers(config, dispatcher, intake, access, budget, overload, files)
+    admin = _make_admin(config, dispatcher, intake, overload)
+    servers = _make_servers(config, dispatcher, intake, access, budget, overload, files, admin)
     stopping = stop_event(loop := asyncio.get_running_loop())
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
@@ -112,7 +113,7 @@ async def serve(config: RouterConfig) -> None:
         async with (
             _watching(pool),
             _serving_http(
-                config, intake, pool, metrics, access, budget.http, overload, files
+                config, dispatcher, intake, metrics, access, budget.http, overload, files, admin
             ) as http,
             _in_background(
                 watch_resources(overload, _share_at_work(http), config.memory_limit_mib * 2**20)
@@ -163,13 +164,14 @@ def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
 @contextlib.asynccontextmanager
 async def _serving_http(
     config: RouterConfig,
+    dispatcher: Dispatcher,
     intake: Intake,
-    pool: NodePool,
     metrics: RouterMetrics,
     access: Access,
     limits: ConnectionLimits,
     overload: Overload,
     files: TlsFiles | None,
+    admin: AdminService,
 ) -> AsyncIterator[HttpApi | None]:
     """Gives the HTTP API; None where there is none."""
     if not config.http_listen:
@@ -177,14 +179,16 @@ async def _serving_http(
         return
     # Imported here: who serves no HTTP does not wait for it.
     from router.api.http_server import HttpServer
+    from router.api.ui.page import StatusPage
 
     tls = None
     if files is not None:
         tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
     model_name = config.served_model_name or config.model
+    page = StatusPage(dispatcher, model=model_name, policy=lambda: admin.policy, overload=overload)
     server = HttpServer(
         intake,
-        pool,
+        dispatcher.pool,
         metrics,
         model_name=model_name,
         strict_fields=config.strict_fields,
@@ -195,12 +199,14 @@ async def _serving_http(
         overload=overload,
         tls=tls,
         access_log=AccessLog(model_name, is_on=config.access_log),
+        status_page=page,
     )
     metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
     logger.info("HTTP API on %s://%s", "https" if files else "http", address)
     try:
-        yield server
+        async with _in_background(page.history.run()):
+            yield server
     finally:
         await server.stop()
 
@@ -236,6 +242,7 @@ def _make_servers(
     budget: ConnectionBudget,
     overload: Overload,
     files: TlsFiles | None,
+    admin_service: AdminService,
 ) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -257,7 +264,6 @@ def _make_servers(
     def add_private(server: object) -> None:
         links = NodeLinkService(dispatcher.pool, access)
         node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
-        admin_service = _make_admin(config, dispatcher, intake, overload)
         admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_all(server: object) -> None:
