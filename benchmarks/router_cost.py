@@ -160,11 +160,16 @@ def running(commands: Sequence[tuple[int, Sequence[str]]]) -> Iterator[list[psut
 
 @contextlib.contextmanager
 def router_site(
-    model: Path, interval_s: float, num_processes: int = 1, tls: TlsOptions = NO_TLS
+    model: Path,
+    interval_s: float,
+    num_processes: int = 1,
+    tls: TlsOptions = NO_TLS,
+    router_args: Sequence[str] = (),
 ) -> Iterator[Site]:
     """Routers on one public port, each with a prefill and a decode node of its own.
 
     Args:
+        router_args: more options of the routers.
         tls: of everybody, who then must show it.
     """
     certificate = ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca] if tls else []
@@ -172,7 +177,7 @@ def router_site(
     commands: list[tuple[int, Sequence[str]]] = []
     for link in links:
         options = ["--listen", listen, "--node-listen", link, "--http-listen", ""]
-        options += ["--log-level", "warning", *certificate]
+        options += ["--log-level", "warning", *certificate, *router_args]
         options += ["--tls-require-client-certs"] if tls else []
         command = ["-m", "baton", "router", "--model", str(model), *options]
         commands.append((0, [*command, *(["--reuse-port"] if num_processes > 1 else [])]))
@@ -267,12 +272,13 @@ async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) ->
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     numbers = iter(range(num_requests))
+    tenth = num_requests // 10
     memory_mib = [round(site.rss_mib(), 1)]
 
     async def work() -> None:
         for number in numbers:
             await client.stream(number, max_tokens)
-            if number % (num_requests // 10) == num_requests // 10 - 1:
+            if number % tenth == tenth - 1:
                 memory_mib.append(round(site.rss_mib(), 1))
 
     cpu_s, began = site.cpu_s(), time.perf_counter()

@@ -33,8 +33,10 @@ from baton.link.words import (
 )
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
+from baton.telemetry.spans import SpanSink, zero_of
 from decode_node.options import DecodeOptions
 from decode_node.reservations import Reservation, Reservations, ReservationState
+from decode_node.spans import DecodeMoments, decode_spans
 from engine.core.outputs import StepResult
 from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
@@ -70,6 +72,7 @@ class DecodeNode:
         emit: takes events for the router; safe to call from this node's thread.
         options: of this node; the usual ones if not given.
         clock: seconds that never go back.
+        spans: takes those of traced requests; None: nothing is traced.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class DecodeNode:
         emit: Callable[[NodeEvent], None],
         options: DecodeOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
+        spans: SpanSink | None = None,
     ) -> None:
         self.engine = engine
         self.receiver = receiver
         self.reservations = Reservations(engine, receiver, options, clock)
         self._clock = clock
+        self._spans = spans
         self._emit = emit
         self._options = options
         self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
@@ -195,6 +200,7 @@ class DecodeNode:
             )
         except InvalidRequestError as error:
             self._refuse(command, str(error))
+            self._tell_trace(command, DecodeMoments(parked_at=received_at), str(error))
             return
         request = Request.create(
             command.request_id,
@@ -261,7 +267,7 @@ class DecodeNode:
             elif event.reason:
                 self._fail(reservation, "UNAVAILABLE", f"KV did not arrive: {event.reason}")
             else:  # it ended on the prefill node; the router knows
-                self._jobs.pop(event.request_id, None)
+                self._drop_job(event.request_id)
 
     def _answer(self, result: StepResult) -> None:
         """Tell the router of each new token, and of what a finished request cost."""
@@ -273,8 +279,8 @@ class DecodeNode:
                 job.steps_until_first = self.engine.num_steps - job.reservation.committed_at_step
             receipt = None
             if output.finish_reason is not None:
-                del self._jobs[output.request_id]
                 receipt = _receipt(job)
+                self._drop_job(output.request_id, receipt=receipt)
                 logger.debug(
                     "ended (%s) after %d tokens",
                     output.finish_reason.value,
@@ -288,7 +294,7 @@ class DecodeNode:
         for request_id, problem in self.engine.take_failures():
             job = self._jobs.get(request_id)
             if job is not None:
-                self._end(request_id)
+                self._end(request_id, problem)
                 self._refuse(job.command, problem)
 
     def _end_handed_back(self) -> None:
@@ -299,14 +305,41 @@ class DecodeNode:
 
     def _fail(self, reservation: Reservation, code: str, reason: str) -> None:
         request_id = reservation.request.request_id
-        self._jobs.pop(request_id, None)
+        self._drop_job(request_id, reason)
         logger.debug("%s: %s", code, reason, extra={"request_id": request_id})
         error = RequestError(code, f"decode: {reason}")
         self._deltas.append(failed_delta(request_id, reservation.epoch, error))
 
-    def _end(self, request_id: str) -> None:
-        """Forget a request: no one wants it any more."""
+    def _drop_job(
+        self, request_id: str, error: str = "", receipt: DecodeReceipt | None = None
+    ) -> _Job | None:
+        """Forget a job, if there is one, and tell its trace."""
         job = self._jobs.pop(request_id, None)
+        if job is not None and job.command.trace is not None:
+            is_committed = job.reservation.state is ReservationState.COMMITTED
+            moments = DecodeMoments(
+                parked_at=job.reservation.parked_at,
+                committed_at=job.reservation.committed_at if is_committed else 0.0,
+                first_step_s=job.first_step_s,
+            )
+            self._tell_trace(job.command, moments, error, receipt)
+        return job
+
+    def _tell_trace(
+        self,
+        command: DecodeCommand,
+        moments: DecodeMoments,
+        error: str,
+        receipt: DecodeReceipt | None = None,
+    ) -> None:
+        """Its part here has ended."""
+        if self._spans is not None and command.trace is not None:
+            spans = decode_spans(command, moments, self._clock(), receipt, error)
+            self._spans(spans, zero_of(self._clock))
+
+    def _end(self, request_id: str, error: str = "") -> None:
+        """Forget a request: no one wants it any more, or nobody may wait longer."""
+        job = self._drop_job(request_id, error)
         if job is None:
             return
         self.reservations.cancel(request_id, job.command.epoch)
@@ -319,7 +352,7 @@ class DecodeNode:
         self._expire_at = now + EXPIRY_INTERVAL_S
         for job in list(self._jobs.values()):
             if now - job.reservation.parked_at > job.command.timeout_s:
-                self._end(job.command.request_id)
+                self._end(job.command.request_id, "deadline passed")
                 self._fail(job.reservation, "DEADLINE_EXCEEDED", "deadline passed")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from baton.access.tls import TlsFiles
 from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
+from baton.telemetry.tracing import Tracing
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeNodeOptions
 from kvconnector import KV_CONNECTORS
@@ -50,6 +51,12 @@ def make_program(
         revision=options.revision,
     )
 
+    tracing = Tracing(
+        options.trace,
+        service="baton-decode",
+        resource={"service.instance.id": loaded.engine_id, "baton.node": options.name},
+    )
+
     def make_node(wake: Callable[[], None]) -> tuple[DecodeNode, Receiver]:
         memory = loaded.engine.kv_memory
         transport = make_transport(loaded.engine_id, memory, transport_options)
@@ -58,7 +65,8 @@ def make_program(
         digests = BlockDigests(memory) if kv_digests else None
         receiver = Receiver(transport, on_event=wake, on_death=on_death, digests=digests)
         receiver.loop.start()
-        return DecodeNode(loaded.engine, receiver, emit, options.decode), receiver
+        node = DecodeNode(loaded.engine, receiver, emit, options.decode, spans=tracing.sink)
+        return node, receiver
 
     return NodeThreads(
         options.name,
@@ -67,5 +75,7 @@ def make_program(
         make_node,
         emit,
         on_death,
+        on_close=tracing.close,
+        vllm_model=options.vllm_model,
         hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
     )

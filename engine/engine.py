@@ -295,6 +295,7 @@ class Engine:
             self._speculation.note_step(scheduled, output.ended_at - self._busy_until)
         self._busy_until = output.ended_at
         self.num_steps += 1
+        self._scheduler.counters.note_step(scheduled.num_scheduled_tokens)
         result = self._scheduler.update(scheduled, output)
         if self._speculation is not None:
             drafts = self._speculation.after_step(result, self.requests)
@@ -331,6 +332,10 @@ class Engine:
             forward_seconds_total=counters.forward_s,
             step_seconds_total=counters.step_s,
             uptime_seconds=time.monotonic() - self._made_at,
+            blocks_evicted_total=pool.num_evicted,
+            received_prompt_tokens_total=counters.received_prompt_tokens,
+            step_tokens_total=counters.step_tokens,
+            steps_by_tokens=tuple(counters.steps_by_tokens),
             draft_steps_total=counters.draft_steps,
             drafts_total=counters.drafts,
             accepted_drafts_total=sum(counters.accepted_drafts_by_place),

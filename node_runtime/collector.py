@@ -6,18 +6,25 @@ that is stuck in a step still answers: with all but the ledger. Knows no peer an
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from typing import Protocol
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from baton.link.words import NodeRole
+from baton.serving.compat_names import VllmNames
 from baton.telemetry.ledger import BlockOwner, Ledger
 from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
-from engine.core.metrics import EngineMetrics
+from engine.core.metrics import STEP_TOKENS, EngineMetrics
 
 # Prometheus gives up after 10 s, unless told otherwise; no step of a node that is well is so long.
 LEDGER_TIMEOUT_S = 2.0
@@ -45,6 +52,7 @@ class NodeCollector(Collector):
         node: its name, another.
         source: of the numbers.
         ledger_timeout_s: how long a scrape waits for the end of a step.
+        vllm_model: what vLLM's names call the model; empty: they are not shown.
     """
 
     def __init__(
@@ -53,15 +61,22 @@ class NodeCollector(Collector):
         node: str,
         source: MetricsSource,
         ledger_timeout_s: float = LEDGER_TIMEOUT_S,
+        *,
+        vllm_model: str = "",
     ) -> None:
         self._common = {"role": role.name.lower(), "node": node}
         self._source = source
+        self._vllm_names: VllmNames | None = None
+        if vllm_model:
+            self._vllm_names = VllmNames(self._of_other_engines, vllm_model)
         self._ledger_timeout_s = ledger_timeout_s
 
     def describe(self) -> list[Metric]:
         return []  # so that registering does not ask for everything
 
     def collect(self) -> Iterator[Metric]:
+        if self._vllm_names is not None:
+            yield from self._vllm_names.collect()
         yield from self._of_engine(self._source.engine_metrics())
         yield from self._of_handoffs(self._source.handoff_metrics())
         yield from self._of_connector(self._source.connector_metrics())
@@ -96,6 +111,17 @@ class NodeCollector(Collector):
         samples = _by("reason", reasons)
         yield self._family(CounterMetricFamily, "requests_finished", "Finished requests.", samples)
         yield counter("steps", "Steps that computed something.", engine.steps_total)
+        yield self._step_tokens(engine)
+        yield counter(
+            "received_prompt_tokens",
+            "Prompt tokens whose KV a prefill node wrote.",
+            engine.received_prompt_tokens_total,
+        )
+        yield counter(
+            "blocks_evicted",
+            "Blocks that were given out while they cached something.",
+            engine.blocks_evicted_total,
+        )
         yield counter(
             "prompt_tokens_computed",
             "Prompt tokens, again and again if preempted.",
@@ -183,6 +209,36 @@ class NodeCollector(Collector):
         yield gauge("blocks_overdrawn", "More owners than references.", len(ledger.overdrawn))
 
     # ------------------------------------------------------------------ inside
+
+    def _step_tokens(self, engine: EngineMetrics) -> Metric:
+        family = HistogramMetricFamily(
+            "baton_step_tokens", "Tokens that a step computes.", labels=[*self._common]
+        )
+        bounds = [*map(str, STEP_TOKENS), "+Inf"]
+        so_far = itertools.accumulate(engine.steps_by_tokens)
+        buckets = list(zip(bounds, so_far, strict=True))
+        family.add_metric([*self._common.values()], buckets, engine.step_tokens_total)
+        return family
+
+    def _of_other_engines(self) -> Iterator[tuple[str, Metric]]:
+        """Our families by vLLM's names for them."""
+        engine = self._source.engine_metrics()
+        used = 1 - engine.blocks_free / max(engine.blocks, 1)
+        gauge, counter = self._gauge, self._counter
+        for name, value in (
+            ("num_requests_running", engine.requests_running),
+            ("num_requests_waiting", engine.requests_waiting + engine.requests_parked),
+            ("kv_cache_usage_perc", used),
+            ("gpu_cache_usage_perc", used),  # as it was called before
+        ):
+            yield name, gauge("x", "As vLLM's.", value)
+        for name, value in (
+            ("num_preemptions", engine.preemptions_total),
+            ("prefix_cache_queries", engine.prefix_lookup_tokens_total),
+            ("prefix_cache_hits", engine.cached_prompt_tokens_total),
+        ):
+            yield name, counter("x", "As vLLM's.", value)
+        yield "iteration_tokens_total", self._step_tokens(engine)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._family(GaugeMetricFamily, name, text, [(_NONE, value)])

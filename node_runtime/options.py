@@ -10,7 +10,9 @@ from baton.addresses import DEFAULT_ADDRESS
 from baton.engine_config import EngineConfig
 from baton.limits import REVISION_HELP, parse_revision
 from baton.options import check_limits, group, option
+from baton.telemetry.compat_options import COMPAT_HELP, COMPAT_NAMES
 from baton.telemetry.log_options import LogOptions
+from baton.telemetry.trace_options import TraceOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,10 @@ class NodeOptions:
     )
     metrics_listen: str = option(
         "", help="host:port of a Prometheus page; port 0: any free; empty: none."
+    )
+    metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
+    served_model_name: str = option(
+        "", help="What metrics call the model, as at the router; as --model if not given."
     )
     join_timeout_s: float = option(
         30.0, help="How long to try to reach the router at start, seconds."
@@ -96,7 +102,13 @@ class NodeOptions:
         "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write). @FILE: what "
         "is in the file, also when that changes; @FOLDER: in its file of the node's name.",
     )
+    trace: TraceOptions = group(TraceOptions, without=("trace_ratio",))
     log: LogOptions = group(LogOptions)
 
     def __post_init__(self) -> None:
         check_limits(self)
+
+    @property
+    def vllm_model(self) -> str:
+        """What vLLM's names of metrics call the model; empty: they are not shown."""
+        return (self.served_model_name or self.model) if self.metrics_compat == "vllm" else ""

@@ -80,6 +80,8 @@ class NodeThreads:
             thread.
         emit: takes events for the router; safe to call from the engine's thread.
         on_death: called when the engine cannot continue.
+        on_close: called when both threads have ended.
+        vllm_model: see `NodeCollector`.
         hang_at: an injected fault: stand still behind so many rounds with work; 0: never.
     """
 
@@ -92,6 +94,8 @@ class NodeThreads:
         emit: Callable[[NodeEvent], None],
         on_death: Callable[[Exception], None],
         *,
+        on_close: Callable[[], None] = lambda: None,
+        vllm_model: str = "",
         hang_at: int = 0,
     ) -> None:
         def on_engine_death(error: Exception) -> None:
@@ -101,6 +105,8 @@ class NodeThreads:
         self._name = name
         self._role = role
         self._loaded = loaded
+        self._on_close = on_close
+        self._vllm_model = vllm_model
         self._hang_at, self._num_busy = hang_at, 0
         self._kv_events = KVEventFeed(loaded.engine, emit)
         self._calls: deque[Callable[[], None]] = deque()
@@ -145,7 +151,7 @@ class NodeThreads:
         dump_crash(self._loaded.engine, error)
 
     def collector(self) -> NodeCollector:
-        return NodeCollector(self._role, self._name, self)
+        return NodeCollector(self._role, self._name, self, vllm_model=self._vllm_model)
 
     def engine_metrics(self) -> EngineMetrics:
         return self._loaded.engine.metrics()
@@ -185,3 +191,4 @@ class NodeThreads:
         self._loop.stop()
         self._end.close()
         self._loaded.engine.close()
+        self._on_close()

@@ -36,6 +36,7 @@ from baton.link.words import (
 )
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import HandoffMetrics
+from baton.telemetry.spans import SpanSink
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.engine import Engine
@@ -46,6 +47,7 @@ from node_runtime.ledger import take_ledger
 from node_runtime.request_view import view_request
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
+from prefill_node.spans import PrefillTraces
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class PrefillNode:
         push_mode: when blocks are sent.
         num_layer_groups: in how many parts a prompt's last chunk is sent, at most.
         clock: seconds that never go back.
+        spans: takes those of traced requests; None: nothing is traced.
     """
 
     def __init__(
@@ -83,11 +86,13 @@ class PrefillNode:
         push_mode: PushMode = PushMode.LAYERS,
         num_layer_groups: int = NUM_LAYER_GROUPS,
         clock: Callable[[], float] = time.monotonic,
+        spans: SpanSink | None = None,
     ) -> None:
         self.engine = engine
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender, push_mode, num_layer_groups, clock)
         self._clock = clock
+        self._traces = PrefillTraces(spans, clock)
         self._emit = emit
         self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
         self._jobs: dict[str, _Job] = {}
@@ -168,6 +173,7 @@ class PrefillNode:
                         self._end(command.request_id)
                     else:  # token 1 is out already
                         self.push_tracker.drop(command.request_id, "", command.epoch)
+                        self._traces.end(command.request_id, command.epoch, has_pushed=True)
                 case PeerUpdate(removed=True):
                     self.sender.disconnect(command.engine_id)
                 case PeerUpdate():
@@ -184,6 +190,7 @@ class PrefillNode:
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
+        self._traces.begin(command, received_at)
         try:
             check_prompt(
                 [*command.prompt_token_ids, *command.output_token_ids],
@@ -233,10 +240,15 @@ class PrefillNode:
             job = self._jobs[item.request.request_id]
             job.num_chunks += 1
             job.started_at = job.started_at or self._clock()
+            if self._traces and (trace := self._traces.get(*_key(job.command))):
+                trace.started_at = job.started_at
+                trace.begin_chunk(self._clock())
 
     def _answer(self, result: StepResult) -> dict[str, RequestOutput]:
         """Tell the router of each token 1; returns those that a decode node goes on from."""
         handed_over = {}
+        if self._traces:
+            self._note_chunks(result.scheduled)
         for output in result.outputs:
             job = self._jobs.pop(output.request_id)
             # The engine stops after one token: unless that is the end indeed, D goes on.
@@ -254,6 +266,9 @@ class PrefillNode:
                 num_cached_tokens=job.request.num_cached_tokens,
             )
             self._deltas.append(RequestDelta(output, job.command.epoch, prefill=receipt))
+            self._traces.note_computed(job.command, receipt, job.started_at, now)
+            if output.request_id not in handed_over:
+                self._traces.end(*_key(job.command))
             logger.debug(
                 "computed its prompt in %.3g s, %d tokens of it were cached",
                 receipt.prefill_s,
@@ -261,6 +276,12 @@ class PrefillNode:
                 extra={"request_id": output.request_id},
             )
         return handed_over
+
+    def _note_chunks(self, computed: SchedulerOutput) -> None:
+        for item in computed.scheduled:
+            job = self._jobs.get(item.request.request_id)
+            if job is not None and (trace := self._traces.get(*_key(job.command))):
+                trace.end_chunk(self._clock())
 
     def _end_failed(self) -> None:
         """Refuse requests whose grammars turned out to be wrong."""
@@ -285,7 +306,7 @@ class PrefillNode:
                 self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             case _:
                 if not self.push_tracker.settle(event):
-                    pass
+                    self._traces.end(event.request_id, event.epoch, has_pushed=True)
                 elif not event.reason:  # the decode node wants it no more; the router knows
                     job = self._jobs.get(event.request_id)
                     if job is not None and job.command.epoch == event.epoch:
@@ -299,12 +320,15 @@ class PrefillNode:
         logger.debug("%s: %s", code, message, extra={"request_id": request_id})
         error = RequestError(code, message)
         self._deltas.append(failed_delta(request_id, epoch, error))
+        self._traces.end(request_id, epoch, message, has_pushed=True)
         self._jobs.pop(request_id, None)
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
         """Forget a request: no one wants it any more."""
-        self._jobs.pop(request_id, None)
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            self._traces.end(*_key(job.command))
         self.engine.abort(request_id)
         self.push_tracker.drop(request_id, "")
 
@@ -314,7 +338,18 @@ class PrefillNode:
             return
         self._expire_at = now + EXPIRY_INTERVAL_S
         self.push_tracker.expire()
+        if self._traces:
+            self._traces.end_others(self._is_at_work)
         for request_id, job in list(self._jobs.items()):
             if now - job.received_at > job.command.timeout_s:
                 self.push_tracker.drop(request_id, "deadline")
                 self._fail(request_id, job.command.epoch, "DEADLINE_EXCEEDED", "deadline passed")
+
+    def _is_at_work(self, request_id: str, epoch: int) -> bool:
+        job = self._jobs.get(request_id)
+        is_computing = job is not None and job.command.epoch == epoch
+        return is_computing or self.push_tracker.has(request_id, epoch)
+
+
+def _key(command: PrefillCommand) -> tuple[str, int]:
+    return command.request_id, command.epoch

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from baton.access.tls import TlsFiles
 from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
+from baton.telemetry.tracing import Tracing
 from kvconnector import KV_CONNECTORS
 from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.ends import Sender
@@ -50,6 +51,12 @@ def make_program(
         revision=options.revision,
     )
 
+    tracing = Tracing(
+        options.trace,
+        service="baton-prefill",
+        resource={"service.instance.id": loaded.engine_id, "baton.node": options.name},
+    )
+
     def make_node(wake: Callable[[], None]) -> tuple[PrefillNode, Sender]:
         memory = loaded.engine.kv_memory
         transport = make_transport(loaded.engine_id, memory, transport_options)
@@ -58,7 +65,9 @@ def make_program(
         digests = BlockDigests(memory) if kv_digests else None
         sender = Sender(transport, on_event=wake, on_death=on_death, digests=digests)
         sender.loop.start()
-        node = PrefillNode(loaded.engine, sender, emit, options.push, options.layer_groups)
+        node = PrefillNode(
+            loaded.engine, sender, emit, options.push, options.layer_groups, spans=tracing.sink
+        )
         return node, sender
 
     return NodeThreads(
@@ -68,5 +77,7 @@ def make_program(
         make_node,
         emit,
         on_death,
+        on_close=tracing.close,
+        vllm_model=options.vllm_model,
         hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
     )

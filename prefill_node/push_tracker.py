@@ -204,6 +204,11 @@ class PushTracker:
         self._draining[request_id, handoff.epoch] = handoff
         self._sender.abort(request_id, handoff.epoch, reason)
 
+    def has(self, request_id: str, epoch: int) -> bool:
+        """Whether a handoff is open."""
+        handoff = self._handoffs.get(request_id)
+        return handoff is not None and handoff.epoch == epoch
+
     def expire(self) -> None:
         """End the handoffs whose time is up: their grant or their writes never came."""
         now = self._clock()

@@ -10,7 +10,9 @@ from baton.addresses import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from baton.api.errors import ConfigError
 from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.options import check_limits, group, option
+from baton.telemetry.compat_options import COMPAT_HELP, COMPAT_NAMES
 from baton.telemetry.log_options import LogOptions
+from baton.telemetry.trace_options import TraceOptions
 from router.connection_budget import ConnectionOptions
 from router.gate.admission_options import AdmissionOptions
 from router.intake.text_options import TextOptions
@@ -135,6 +137,8 @@ class RouterConfig:
         "what they have cached on nodes through this router only, until it ends.",
     )
     access_log: bool = option(True, help="A line in the log for each request, when it has ended.")
+    metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
+    trace: TraceOptions = group(TraceOptions)
     log: LogOptions = group(LogOptions)
 
     def __post_init__(self) -> None:

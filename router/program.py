@@ -9,6 +9,7 @@ import logging
 import math
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from baton.link.words import BEAT_INTERVAL_S
 from baton.processes.process import num_descriptors_allowed, stop_event
 from baton.serving.access_log import AccessLog
 from baton.serving.call_gate import CallGate
-from baton.serving.connection_limits import ConnectionLimits, RpcLimits
+from baton.serving.connection_limits import RpcLimits
 from baton.serving.rpc import RpcServer
+from baton.telemetry.tracing import Tracing
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -51,6 +53,7 @@ from router.intake.cache_salts import make_salts
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.policies import POLICIES
+from router.request_spans import RequestSpans
 from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,27 @@ def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodeP
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What a router is made of, for what serves it."""
+
+    config: RouterConfig
+    dispatcher: Dispatcher
+    intake: Intake
+    metrics: RouterMetrics
+    access: Access
+    budget: ConnectionBudget
+    overload: Overload
+    files: TlsFiles | None
+    tracing: Tracing
+    admin: AdminService
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.config.served_model_name or self.config.model
+
+
 async def serve(config: RouterConfig) -> None:
     """Serve until told to stop; raises ConfigError when something is wrong at the start."""
     check_exposure(config)
@@ -83,26 +107,33 @@ async def serve(config: RouterConfig) -> None:
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))
     metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
-    tokenizer, parsers = config.texts.load(folder)
-    intake = Intake(
-        dispatcher,
-        tokenizer,
-        vocab_size=limits.vocab_size,
-        default_timeout_s=config.request_timeout_s,
-        metrics=metrics,
-        cache_salts=make_salts(
-            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
-        ),
-        parsers=parsers,
-        sampling_defaults=config.texts.sampling_defaults(folder),
-        trusts_templates=config.texts.trust_request_chat_template,
-    )
+    if config.metrics_compat == "vllm":
+        metrics.show_names_of(config.served_model_name or config.model)
+    tracing = _make_tracing(config, dispatcher)
+    intake = _make_intake(config, folder, limits, dispatcher, metrics)
     intake.start()
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
-    budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
-    access = _make_access(config)
-    admin = _make_admin(config, dispatcher, intake, overload)
-    servers = _make_servers(config, dispatcher, intake, access, budget, overload, files, admin)
+    parts = _Parts(
+        config=config,
+        dispatcher=dispatcher,
+        intake=intake,
+        metrics=metrics,
+        access=_make_access(config),
+        budget=share_descriptors(
+            num_descriptors, config.connections, own_address_for_nodes=is_split
+        ),
+        overload=overload,
+        files=files,
+        tracing=tracing,
+        admin=_make_admin(config, dispatcher, intake, overload),
+    )
+    await _run(parts)
+
+
+async def _run(parts: _Parts) -> None:
+    """Serve until told to stop."""
+    config, access, dispatcher = parts.config, parts.access, parts.dispatcher
+    servers = _make_servers(parts)
     stopping = stop_event(loop := asyncio.get_running_loop())
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
@@ -111,12 +142,12 @@ async def serve(config: RouterConfig) -> None:
             await server.set_serving(True)
             logger.info("router of %s listens on %s", config.model, address)
         async with (
-            _watching(pool),
-            _serving_http(
-                config, dispatcher, intake, metrics, access, budget.http, overload, files, admin
-            ) as http,
+            _watching(dispatcher.pool),
+            _serving_http(parts) as http,
             _in_background(
-                watch_resources(overload, _share_at_work(http), config.memory_limit_mib * 2**20)
+                watch_resources(
+                    parts.overload, _share_at_work(http), config.memory_limit_mib * 2**20
+                )
             ),
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
@@ -130,8 +161,32 @@ async def serve(config: RouterConfig) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
-        intake.close()
-        await asyncio.to_thread(access.audit.close)
+        parts.intake.close()
+        for last in (parts.tracing.close, access.audit.close):
+            await asyncio.to_thread(last)
+
+
+def _make_intake(
+    config: RouterConfig,
+    folder: Path,
+    limits: ModelLimits,
+    dispatcher: Dispatcher,
+    metrics: RouterMetrics,
+) -> Intake:
+    tokenizer, parsers = config.texts.load(folder)
+    return Intake(
+        dispatcher,
+        tokenizer,
+        vocab_size=limits.vocab_size,
+        default_timeout_s=config.request_timeout_s,
+        metrics=metrics,
+        cache_salts=make_salts(
+            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
+        ),
+        parsers=parsers,
+        sampling_defaults=config.texts.sampling_defaults(folder),
+        trusts_templates=config.texts.trust_request_chat_template,
+    )
 
 
 def _make_access(config: RouterConfig) -> Access:
@@ -148,6 +203,16 @@ def _make_access(config: RouterConfig) -> Access:
     return access
 
 
+def _make_tracing(config: RouterConfig, dispatcher: Dispatcher) -> Tracing:
+    """Raises ConfigError."""
+    router_id = {"service.instance.id": dispatcher.pool.router_id}
+    tracing = Tracing(config.trace, service="baton-router", resource=router_id)
+    if tracing.sink is not None:
+        spans = RequestSpans(config.served_model_name or config.model, tracing.sink)
+        dispatcher.log.on_traced = spans.take
+    return tracing
+
+
 def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
     return lambda: 0.0 if http is None else http.share_at_work
 
@@ -162,18 +227,9 @@ def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
 
 
 @contextlib.asynccontextmanager
-async def _serving_http(
-    config: RouterConfig,
-    dispatcher: Dispatcher,
-    intake: Intake,
-    metrics: RouterMetrics,
-    access: Access,
-    limits: ConnectionLimits,
-    overload: Overload,
-    files: TlsFiles | None,
-    admin: AdminService,
-) -> AsyncIterator[HttpApi | None]:
+async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
     """Gives the HTTP API; None where there is none."""
+    config, dispatcher, files = parts.config, parts.dispatcher, parts.files
     if not config.http_listen:
         yield None
         return
@@ -184,24 +240,29 @@ async def _serving_http(
     tls = None
     if files is not None:
         tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
-    model_name = config.served_model_name or config.model
-    page = StatusPage(dispatcher, model=model_name, policy=lambda: admin.policy, overload=overload)
+    page = StatusPage(
+        dispatcher,
+        model=parts.model_name,
+        policy=lambda: parts.admin.policy,
+        overload=parts.overload,
+    )
     server = HttpServer(
-        intake,
+        parts.intake,
         dispatcher.pool,
-        metrics,
-        model_name=model_name,
+        parts.metrics,
+        model_name=parts.model_name,
         strict_fields=config.strict_fields,
-        access=access,
+        access=parts.access,
         cors_origin=config.http_cors_origin,
         grace_s=LAST_WORDS_S,
-        limits=limits,
-        overload=overload,
+        limits=parts.budget.http,
+        overload=parts.overload,
         tls=tls,
-        access_log=AccessLog(model_name, is_on=config.access_log),
+        access_log=AccessLog(parts.model_name, is_on=config.access_log),
         status_page=page,
+        tracing=parts.tracing,
     )
-    metrics.show_connections(server.connections)
+    parts.metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
     logger.info("HTTP API on %s://%s", "https" if files else "http", address)
     try:
@@ -234,26 +295,17 @@ async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]
         task.cancel()
 
 
-def _make_servers(
-    config: RouterConfig,
-    dispatcher: Dispatcher,
-    intake: Intake,
-    access: Access,
-    budget: ConnectionBudget,
-    overload: Overload,
-    files: TlsFiles | None,
-    admin_service: AdminService,
-) -> dict[str, RpcServer]:
+def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
+    config, budget = parts.config, parts.budget
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     link = node_pb2.DESCRIPTOR.services_by_name["NodeLink"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
-    model_name = config.served_model_name or config.model
     service = InferenceService(
-        intake,
-        model=model_name,
+        parts.intake,
+        model=parts.model_name,
         journal=journal,
         max_timeout_s=config.max_request_timeout_s,
     )
@@ -262,9 +314,9 @@ def _make_servers(
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_private(server: object) -> None:
-        links = NodeLinkService(dispatcher.pool, access)
+        links = NodeLinkService(parts.dispatcher.pool, parts.access)
         node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
-        admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
+        admin_pb2_grpc.add_AdminServicer_to_server(parts.admin, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_all(server: object) -> None:
         add_public(server)
@@ -277,18 +329,19 @@ def _make_servers(
             services,
             add,
             CallGate(
-                access,
+                parts.access,
                 ANYBODY if is_public("listen", listen) else ANYBODY_HERE,
-                check_load=overload.check,
+                check_load=parts.overload.check,
                 access_log=access_log,
+                tracing=parts.tracing,
             ),
             limits=limits,
-            tls=files,
+            tls=parts.files,
             require_client_certs=requires_client_certs(config, listen),
             **options,
         )
 
-    access_log = AccessLog(model_name, is_on=config.access_log)
+    access_log = AccessLog(parts.model_name, is_on=config.access_log)
     private = config.node_listen or config.listen
     if not config.node_listen:
         return {private: make(private, [inference, link, admin], add_all, budget.public)}

@@ -11,12 +11,12 @@ from urllib.parse import unquote
 from baton.access.certificates import certificate_principal
 from baton.access.identity import Credentials
 from baton.api.errors import UnauthenticatedError
+from baton.telemetry.trace_context import TRACEPARENT, TRACESTATE
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 _AUTHORIZATION, _API_KEY = "authorization", "x-api-key"
-TRACEPARENT = "traceparent"  # of W3C
 
 
 def grpc_credentials(context: Any) -> Credentials:
@@ -26,10 +26,11 @@ def grpc_credentials(context: Any) -> Credentials:
     return _credentials(shown, context, address_of(context.peer()))
 
 
-def traceparent(context: Any) -> str:
-    """Read the trace that a call's caller says it belongs to; empty: none."""
+def trace_headers(context: Any) -> tuple[str, str]:
+    """Read W3C's two headers of the trace that a gRPC call's caller says it belongs to."""
     metadata = context.invocation_metadata() or ()
-    return next((str(value) for name, value in metadata if name == TRACEPARENT), "")
+    found = {name: str(value) for name, value in metadata if name in (TRACEPARENT, TRACESTATE)}
+    return found.get(TRACEPARENT, ""), found.get(TRACESTATE, "")
 
 
 def http_credentials(request: web.BaseRequest) -> Credentials:

@@ -11,6 +11,7 @@ import dataclasses
 from baton.api.outputs import RequestOutput, TextDelta
 from baton.link import wire_admin_calls
 from baton.link import words as link
+from baton.telemetry.trace_context import TraceContext, parse_traceparent
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 from baton.wire.types import (
     decode_receipt_from_proto,
@@ -313,6 +314,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 timeout_s=command.timeout_s,
                 output_token_ids=command.output_token_ids,
                 cache_salt=command.cache_salt,
+                **_trace_to_proto(command.trace),
             )
         )
     if isinstance(command, link.DecodeCommand):
@@ -326,6 +328,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
                 timeout_s=command.timeout_s,
                 output_token_ids=command.output_token_ids,
                 cache_salt=command.cache_salt,
+                **_trace_to_proto(command.trace),
             )
         )
     if isinstance(command, link.RouterBeat):
@@ -342,6 +345,20 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
     return node_pb2.RouterMessage(
         cancel=node_pb2.CancelCommand(request_id=command.request_id, epoch=command.epoch)
     )
+
+
+def _trace_to_proto(trace: TraceContext | None) -> dict[str, str]:
+    if trace is None:
+        return {}
+    return {"traceparent": trace.traceparent, "tracestate": trace.state}
+
+
+def _trace_from_proto(
+    command: node_pb2.PrefillCommand | node_pb2.DecodeCommand,
+) -> TraceContext | None:
+    if not command.traceparent:
+        return None
+    return parse_traceparent(command.traceparent, command.tracestate)
 
 
 def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | None:
@@ -366,6 +383,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             timeout_s=prefill.timeout_s,
             output_token_ids=tuple(prefill.output_token_ids),
             cache_salt=prefill.cache_salt,
+            trace=_trace_from_proto(prefill),
         )
     if kind == "decode":
         decode = message.decode
@@ -378,6 +396,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
             timeout_s=decode.timeout_s,
             output_token_ids=tuple(decode.output_token_ids),
             cache_salt=decode.cache_salt,
+            trace=_trace_from_proto(decode),
         )
     if kind == "beat":
         return link.RouterBeat()

@@ -16,6 +16,7 @@ from baton.api.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
+from baton.telemetry.trace_context import TraceContext
 
 # The version of the messages of a link. It grows when one of them changes so that who knows the one
 # before would misread it; who speaks one speaks the one before, too. (More fields are no change.)
@@ -243,6 +244,7 @@ class PrefillCommand:
         output_token_ids: sampled in earlier attempts. Their KV is computed as well, and the token
             behind them is sampled in place of token 1.
         cache_salt: of who shares the prompt's KV; empty: everybody.
+        trace: the span that what is done here is part of; None: it is not traced.
     """
 
     request_id: str
@@ -253,6 +255,7 @@ class PrefillCommand:
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
     cache_salt: bytes = field(default=b"", repr=False)
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +267,7 @@ class DecodeCommand:
             and the first token is sampled here, too.
         output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
         cache_salt: of who shares the prompt's KV; empty: everybody.
+        trace: the span that what is done here is part of; None: it is not traced.
     """
 
     request_id: str
@@ -274,6 +278,7 @@ class DecodeCommand:
     timeout_s: float
     output_token_ids: tuple[int, ...] = ()
     cache_salt: bytes = field(default=b"", repr=False)
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)

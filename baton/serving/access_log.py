@@ -7,16 +7,16 @@ the name of its key. Who is unknown is in the audit log only.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from dataclasses import dataclass, field
 
 from baton.access.identity import Principal
+from baton.telemetry.trace_context import TraceContext, parse_traceparent
+from baton.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
 _MAX_CALL_CHARS = 100
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +27,8 @@ class AccessEntry:
         call: what was called, such as ``POST /v1/completions``.
         address: of the machine that calls.
         request_id: empty: it has none (yet).
-        trace_id: of the trace that its caller says it is part of; empty: of none.
+        trace_id: of the trace that it is part of; empty: of none.
+        trace: what its spans are part of; None: it is not traced.
         num_prompt_tokens: of its prompts; each once, however many outputs it has.
         num_output_tokens: that were on their way to the client, of all outputs.
         ttft_s: until the first of them; None: there was none.
@@ -38,11 +39,18 @@ class AccessEntry:
     address: str = ""
     request_id: str = ""
     trace_id: str = ""
+    trace: TraceContext | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float | None = None
     error: str = ""
     began_at: float = field(default_factory=time.perf_counter)
+
+    def join_trace(self, tracing: Tracing, traceparent: str, tracestate: str) -> None:
+        """Note the trace that it is part of, by its caller's headers or as one of its own."""
+        self.trace = tracing.begin(traceparent, tracestate)
+        known = self.trace or parse_traceparent(traceparent)
+        self.trace_id = "" if known is None else known.trace_id.hex()
 
     def note_tokens(self, number: int) -> None:
         """Count tokens sent to the client; the first ones end the TTFT."""
@@ -91,9 +99,3 @@ class AccessLog:
                 "duration_s": round(time.perf_counter() - entry.began_at, 6),
             },
         )
-
-
-def trace_id_of(traceparent: str) -> str:
-    """Return the trace id in W3C's header ``traceparent``; empty if there is none."""
-    found = _TRACEPARENT.fullmatch(traceparent)
-    return found[1] if found else ""

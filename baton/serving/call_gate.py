@@ -22,13 +22,14 @@ from google.protobuf.message import Message
 from baton.access.access import Access
 from baton.access.audit_log import AuditKind
 from baton.access.call_roles import ANY, INFER, JOIN, OPEN, ROLES_OF_CALL, Roles
-from baton.access.credentials import grpc_credentials, traceparent
+from baton.access.credentials import grpc_credentials, trace_headers
 from baton.access.identity import ANYBODY_HERE, Principal, Role
 from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError, status_name
-from baton.serving.access_log import AccessEntry, AccessLog, trace_id_of
+from baton.serving.access_log import AccessEntry, AccessLog
 from baton.serving.error_details import details_trailer, receipt_trailer
 from baton.serving.held_calls import HeldCalls
 from baton.serving.stall_watch import StallWatch
+from baton.telemetry.tracing import NO_TRACING, Tracing
 from baton.wire.reading import MAX_LINK_PARTS, MAX_PARTS, Unread, forgiving, patient
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
         check_load: raises when no prompts are taken on; asked before a message is read.
         access_log: is told of calls that clients make.
+        tracing: says which of these are traced; none if not given.
     """
 
     def __init__(
@@ -94,12 +96,14 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         stall_timeout_s: float = 30.0,
         check_load: Callable[[], None] = lambda: None,
         access_log: AccessLog | None = None,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._access = access or Access()
         self._anybody = anybody
         self._stall_timeout_s = stall_timeout_s
         self._check_load = check_load
         self._access_log = access_log or AccessLog()
+        self._tracing = tracing
         # One: several would take most turns of the interpreter from the loop.
         self._thread = ThreadPoolExecutor(1, "long-messages")
         self._held = HeldCalls()
@@ -112,6 +116,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             stall_timeout_s=stall_timeout_s,
             check_load=self._check_load,
             access_log=self._access_log,
+            tracing=self._tracing,
         )
 
     async def intercept_service(
@@ -138,9 +143,14 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             handler.response_serializer if handler else None,
         )
 
-    def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
+    def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
         from structlog.contextvars import bind_contextvars  # here: clients do not wait for it
 
+        tracing = self._tracing if Role.INFER in roles else NO_TRACING
+        entry.join_trace(tracing, *trace_headers(raw))
+        bind_contextvars(trace_id=entry.trace_id or None)
+
+    def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
         async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
             watch: StallWatch | None = None
             entry, principal, status = AccessEntry(call=method), None, "CANCELLED"
@@ -148,8 +158,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             try:
                 shown = grpc_credentials(raw)
                 entry.address = shown.address
-                entry.trace_id = trace_id_of(traceparent(raw))
-                bind_contextvars(trace_id=entry.trace_id or None)
+                self._join_trace(entry, raw, roles)
                 principal = self._access.admit(shown, roles, method, self._anybody)
                 if Role.INFER in roles:
                     self._check_load()

@@ -66,11 +66,15 @@ class BlockPool:
     Args:
         num_blocks: ids are ``0 .. num_blocks - 1``.
         record_events: keep what is stored and removed for `take_events`.
+
+    Attributes:
+        num_evicted: blocks that were given out while they cached something, since the start.
     """
 
     def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self.num_evicted = 0
         self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
@@ -277,6 +281,7 @@ class BlockPool:
     def _give(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
             self._forget(block)
+            self.num_evicted += 1
         block.ref_count = 1
 
     def _name(self, block_id: int, block_hash: BlockHash) -> bool:

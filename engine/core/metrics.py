@@ -6,10 +6,14 @@ seconds. Refuses to know: who exports them.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
 from baton.api.outputs import FinishReason
 from engine.core.request import Request
+
+# Steps are counted by the tokens that they compute: up to 1, up to 2, ..., and more.
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,10 @@ class EngineMetrics:
         blocks: of the KV cache.
         blocks_free: those that keep a cached prefix, and nobody holds, included.
         blocks_cached: different contents that the prefix cache can find.
+        blocks_evicted_total: that were given out while they cached something.
+        received_prompt_tokens_total: whose KV a remote node wrote.
+        step_tokens_total: that steps computed, of prompts and outputs.
+        steps_by_tokens: steps by the tokens that they computed; see `STEP_TOKENS`.
         draft_steps_total: times that a step computed drafts for a request.
         drafts_total: that were computed.
         accepted_drafts_total: of them, those that outputs went on with.
@@ -65,6 +73,10 @@ class EngineMetrics:
     drafts_total: int = 0
     accepted_drafts_total: int = 0
     accepted_drafts_by_place: tuple[int, ...] = ()
+    blocks_evicted_total: int = 0
+    received_prompt_tokens_total: int = 0
+    step_tokens_total: int = 0
+    steps_by_tokens: tuple[int, ...] = ()
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -89,6 +101,14 @@ class EngineCounters:
     accepted_drafts_by_place: list[int] = field(default_factory=list)
     forward_s: float = 0.0
     step_s: float = 0.0
+    received_prompt_tokens: int = 0
+    step_tokens: int = 0
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+
+    def note_step(self, num_tokens: int) -> None:
+        """A step computed so many tokens."""
+        self.step_tokens += num_tokens
+        self.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def note_lookup(self, request: Request) -> None:
         """A request looked for its prompt in the prefix cache, when it was admitted or granted."""

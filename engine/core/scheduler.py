@@ -124,6 +124,9 @@ class Scheduler:
         request = self.requests[request_id]
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         request.token_ids.append(token_id)
+        self.counters.received_prompt_tokens += (
+            request.num_initial_tokens - request.num_cached_tokens
+        )
         request.num_computed_tokens = request.num_initial_tokens
         self.kv_cache_manager.cache_blocks(request)
         self._room.queue(request)

@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from baton.access.access import Access
 from baton.access.audit_log import AuditKind
 from baton.access.call_roles import ANY, INFER, LOOK, OPEN, Roles
-from baton.access.credentials import TRACEPARENT, http_credentials, page_credentials
+from baton.access.credentials import http_credentials, page_credentials
 from baton.api.errors import (
     HTTP_STATUS_OF,
     BatonError,
@@ -28,11 +28,13 @@ from baton.api.errors import (
     OverloadedError,
     status_name,
 )
-from baton.serving.access_log import AccessEntry, AccessLog, trace_id_of
+from baton.serving.access_log import AccessEntry, AccessLog
 from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.serving.connections import Listener
 from baton.serving.held_calls import HeldCalls
 from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
+from baton.telemetry.trace_context import TRACEPARENT, TRACESTATE
+from baton.telemetry.tracing import NO_TRACING, Tracing
 from baton.version import __version__
 from router.api.anthropic_messages.api import count_tokens, messages
 from router.api.http.chat import chat_completions
@@ -101,6 +103,7 @@ class HttpServer:
         tls: what it serves HTTPS with; None: HTTP.
         access_log: is told of requests that have ended.
         status_page: served to who may look; None: there is none.
+        tracing: says which requests are traced; none if not given.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         access_log: AccessLog | None = None,
         status_page: StatusPage | None = None,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._intake = intake
         self._pool = pool
@@ -130,6 +134,7 @@ class HttpServer:
         self._cors_origin = cors_origin
         self._tls = tls
         self._access_log = access_log or AccessLog()
+        self._tracing = tracing
         self._created = int(time.time())
         self._is_stopping = False
         self._overload = overload or Overload()
@@ -261,7 +266,13 @@ class HttpServer:
             call=f"{request.method} {request.path}",
             address=request.remote or "",
             request_id=request[REQUEST_ID],
-            trace_id=trace_id_of(request.headers.get(TRACEPARENT, "")),
+        )
+        is_clients = self._roles.get(request.match_info.handler, INFER) is INFER
+        headers = request.headers
+        entry.join_trace(
+            self._tracing if is_clients else NO_TRACING,
+            headers.get(TRACEPARENT, ""),
+            headers.get(TRACESTATE, ""),
         )
         status = HTTP_STATUS_OF["CANCELLED"]
         try:
@@ -270,7 +281,7 @@ class HttpServer:
             status = response.status
             return response
         finally:
-            if self._roles.get(request.match_info.handler, INFER) is INFER:
+            if is_clients:
                 self._access_log.write(entry, request.get(PRINCIPAL), str(status))
 
     @web.middleware

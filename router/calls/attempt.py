@@ -15,6 +15,7 @@ from baton.link.words import (
     RequestDelta,
     RequestError,
 )
+from baton.telemetry.trace_context import TraceContext
 from router.calls.call import Call
 from router.calls.delta_order import DeltaOrder
 from router.calls.output_buffer import OutputBuffer
@@ -36,6 +37,7 @@ class Attempt:
         epoch: tells this attempt's deltas from all others'.
         timeout_s: until the call's deadline.
         buffer: takes the tokens; has those of earlier attempts.
+        trace: its span, which what the nodes do is part of; None: it is not traced.
 
     Attributes:
         prefill_receipt: None while (or because) the first token did not come from there.
@@ -55,6 +57,7 @@ class Attempt:
         epoch: int,
         timeout_s: float,
         buffer: OutputBuffer,
+        trace: TraceContext | None = None,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
@@ -71,6 +74,7 @@ class Attempt:
         self._finished_on: NodeRole | None = None
         self._closed = False
         self._num_cached_tokens = num_cached_tokens
+        self._trace = trace
         self._send_legs(call, tuple(buffer.token_ids), timeout_s)
 
     def _send_legs(self, call: Call, output_token_ids: tuple[int, ...], timeout_s: float) -> None:
@@ -105,6 +109,7 @@ class Attempt:
                     timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                     output_token_ids=output_token_ids,
                     cache_salt=call.cache_salt,
+                    trace=self._trace,
                 )
             )
         if self.prefill is None:
@@ -122,6 +127,7 @@ class Attempt:
                 timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
                 output_token_ids=output_token_ids,
                 cache_salt=call.cache_salt,
+                trace=self._trace,
             )
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from baton.access.identity import ANYBODY, Principal
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
+from baton.telemetry.trace_context import TraceContext
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
 from router.fleet.prefix.prompt_hashes import PromptHashes
 
@@ -25,6 +26,8 @@ class Call:
         cache_salt: of who shares the prompt's KV; empty: everybody.
         cache_word: what the client gave to share it with fewer.
         text_options: how tokens become text.
+        trace: what its spans are part of; None: it is not traced.
+        is_chat: its prompt was a conversation.
         hashes: of the prompt; calls that are made of this one have the same ones.
     """
 
@@ -39,6 +42,8 @@ class Call:
     cache_salt: bytes = field(default=b"", repr=False)
     cache_word: str = field(default="", repr=False)
     text_options: DetokenizeOptions = DEFAULT_TEXT
+    trace: TraceContext | None = None
+    is_chat: bool = False
     hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
 
     def __post_init__(self) -> None:

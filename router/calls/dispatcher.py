@@ -133,6 +133,7 @@ class Dispatcher:
         try:
             with self.log.follow(call) as following:
                 async with self._admitted(call) as (admitted, ticket):
+                    following.note_admitted()
                     with self._opened(admitted, ticket, following) as opened:
                         async with contextlib.aclosing(opened.outputs()) as outputs:
                             async for output in outputs:

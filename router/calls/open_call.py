@@ -264,12 +264,12 @@ class OpenCall:
         room = pool.max_len_at(nodes) - self._num_tokens
         ends_with_next = min(num_left, room) <= 1
         self._num_attempts += 1
-        if not self._output_token_ids:
-            self._router_queue_s = time.perf_counter() - call.received_at
         used_decode = None if ends_with_next and prefill is not None else decode
-        self.following.note_attempt(
+        noted = self.following.note_attempt(
             prefill.name if prefill else "", used_decode.name if used_decode else ""
         )
+        if not self._output_token_ids:
+            self._router_queue_s = noted.began_s
         self._attempt = Attempt(
             call,
             prefill,
@@ -278,6 +278,7 @@ class OpenCall:
             epoch=next(self._epochs) % 2**32,
             timeout_s=self._remaining_s(),
             buffer=self._buffer,
+            trace=noted.trace,
         )
         return self._attempt
 

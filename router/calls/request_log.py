@@ -13,6 +13,7 @@ from types import TracebackType
 
 from baton.api.errors import BatonError, status_name
 from baton.api.outputs import FinishReason, Receipt, TextDelta
+from baton.telemetry.trace_context import TraceContext
 from router.calls.call import Call
 
 
@@ -22,12 +23,14 @@ class AttemptRecord:
 
     Attributes:
         prefill_node: empty: the decode node computes the prompt.
+        trace: its span; None: it is not traced.
         failed_s: None: it did not fail (yet).
     """
 
     began_s: float
     prefill_node: str
     decode_node: str
+    trace: TraceContext | None = None
     failed_s: float | None = None
     error_code: str = ""
     error: str = ""
@@ -42,6 +45,9 @@ class RequestRecord:
         received_at: by `time.time`.
         started_at: the same by the log's clock.
         accepted_s: it was checked and tokenized.
+        admitted_s: its turn had come; None: it has not (yet).
+        call: the call itself, of one that is traced.
+        trace: its span; None: it is not traced.
         finish_reason: None: it did not finish well (so far).
         error_code: name of a gRPC status code.
     """
@@ -53,6 +59,9 @@ class RequestRecord:
     num_prompt_tokens: int
     max_tokens: int
     accepted_s: float
+    admitted_s: float | None = None
+    call: Call | None = field(default=None, repr=False)
+    trace: TraceContext | None = None
     attempts: list[AttemptRecord] = field(default_factory=list)
     num_output_tokens: int = 0
     first_token_s: float | None = None
@@ -77,6 +86,7 @@ class RequestLog:
         clock: the one of `Call.received_at`.
 
     Attributes:
+        on_traced: is given each traced request that has ended.
         num_finished: since the start, like all that follow.
         num_retried: finished ones with more than one attempt.
         num_failed: by status code.
@@ -91,6 +101,7 @@ class RequestLog:
         self.num_failed: Counter[str] = Counter()
         self.num_prompt_tokens = 0
         self.clock = clock
+        self.on_traced: Callable[[RequestRecord], None] = lambda record: None
         self.began_at = clock()
         self._max_requests = max_requests
         # By tenant and request id.
@@ -110,6 +121,8 @@ class RequestLog:
             num_prompt_tokens=len(call.prompt_token_ids),
             max_tokens=call.sampling_params.max_tokens,
             accepted_s=accepted_s,
+            call=call if call.trace else None,
+            trace=call.trace.child() if call.trace else None,
         )
         return Following(self, record)
 
@@ -154,6 +167,9 @@ class RequestLog:
         else:
             self.num_finished += 1
             self.num_retried += len(record.attempts) > 1
+        if record.trace is not None:
+            self.on_traced(record)
+            record.call = None  # it has the prompt
 
 
 class Following:
@@ -184,9 +200,18 @@ class Following:
                 record.error_code, record.error = "CANCELLED", "its client went away"
         self._log.end(record)
 
-    def note_attempt(self, prefill_node: str, decode_node: str) -> None:
+    def note_admitted(self) -> None:
+        """Its turn has come."""
+        self._record.admitted_s = self._now_s()
+
+    def note_attempt(self, prefill_node: str, decode_node: str) -> AttemptRecord:
         """An attempt begins."""
-        self._record.attempts.append(AttemptRecord(self._now_s(), prefill_node, decode_node))
+        trace = self._record.trace
+        attempt = AttemptRecord(
+            self._now_s(), prefill_node, decode_node, trace=trace.child() if trace else None
+        )
+        self._record.attempts.append(attempt)
+        return attempt
 
     def note_failure(self, code: str, message: str) -> None:
         """The attempt failed; another may follow."""

@@ -28,6 +28,7 @@ from baton.api.prompt import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
+from baton.telemetry.trace_context import TraceContext
 from baton.text.detokenizer import Detokenizer
 from baton.text.grammar_trials import GrammarTrials
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions, OutputText
@@ -66,6 +67,7 @@ class GenerationRequest:
         principal: who asks.
         cache_word: prompts with another one share no cache; empty: none is given.
         text_options: how tokens become text.
+        trace: what its spans are part of; None: it is not traced.
     """
 
     prompt: Prompt
@@ -78,6 +80,7 @@ class GenerationRequest:
     principal: Principal = ANYBODY
     cache_word: str = ""
     text_options: DetokenizeOptions = DEFAULT_TEXT
+    trace: TraceContext | None = None
 
 
 class Intake:
@@ -201,6 +204,8 @@ class Intake:
             cache_salt=self.cache_salts.of(principal, request.cache_word),
             cache_word=request.cache_word,
             text_options=request.text_options,
+            trace=request.trace,
+            is_chat=isinstance(request.prompt, ChatPrompt),
         )
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:

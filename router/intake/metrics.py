@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from baton.api.errors import BatonError, status_name
 from baton.api.outputs import Receipt, TextDelta
 from baton.link.words import NodeRole
+from baton.serving.compat_names import VllmNames, finished_only
 from baton.serving.connection_limits import ConnectionCounts
 from router.calls.suspects import Suspects
 from router.fleet.node import Node
@@ -28,7 +29,53 @@ _PREFIX = "baton_router"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_QUEUE_S = (0.001, 0.0025, 0.005, *_TTFT_S)
+_NUM_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _NODE_STATES = ("ready", "joined", "draining", "ejected", "not_serving", "lost")
+
+
+# Of each request that finished: name, text, buckets.
+_OF_REQUEST = (
+    (
+        "time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_S,
+    ),
+    (
+        "inter_token_latency_seconds",
+        "Mean time between a request's tokens; one observation per request.",
+        _TOKEN_S,
+    ),
+    ("request_seconds", "From a request's arrival to its last token.", _REQUEST_S),
+    (
+        "queue_seconds",
+        "From a request's arrival until its prefill began, at the router and on the node.",
+        _QUEUE_S,
+    ),
+    ("prefill_seconds", "From a request's first chunk to its first token.", _TTFT_S),
+    ("decode_seconds", "From a request's first token to its last one.", _REQUEST_S),
+    (
+        "exposed_transfer_seconds",
+        "From a request's first token until the decode node had all of its KV.",
+        _QUEUE_S,
+    ),
+    ("first_step_seconds", "From that moment to the decode node's first token.", _QUEUE_S),
+    ("request_prompt_tokens", "Prompt tokens of a request.", _NUM_TOKENS),
+    ("request_output_tokens", "Output tokens of a request.", _NUM_TOKENS),
+)  # fmt: skip
+
+
+_VLLM_NAMES_OF_REQUESTS = {
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "time_per_output_token_seconds": "inter_token_latency_seconds",  # as it was called before
+    "request_time_per_output_token_seconds": "inter_token_latency_seconds",
+    "e2e_request_latency_seconds": "request_seconds",
+    "request_queue_time_seconds": "queue_seconds",
+    "request_prefill_time_seconds": "prefill_seconds",
+    "request_decode_time_seconds": "decode_seconds",
+    "request_prompt_tokens": "request_prompt_tokens",
+    "request_generation_tokens": "request_output_tokens",
+    "request_max_num_generation_tokens": "request_output_tokens",
+}
 
 
 class RequestRecord:
@@ -63,6 +110,7 @@ class RouterMetrics:
         suspects: Suspects | None = None,
     ) -> None:
         registry = self._registry = CollectorRegistry()
+        self._admission = admission
         self._requests = Counter(
             f"{_PREFIX}_requests",
             "Requests that ended: stop, length, abort, cancelled, or the error's status.",
@@ -81,26 +129,13 @@ class RouterMetrics:
         self._attempts = Counter(
             f"{_PREFIX}_attempts", "Attempts of requests that finished.", registry=registry
         )
-        self._ttft = Histogram(
-            f"{_PREFIX}_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            buckets=_TTFT_S,
-            registry=registry,
-        )
-        self._time_per_token = Histogram(
-            f"{_PREFIX}_inter_token_latency_seconds",
-            "Mean time between a request's tokens; one observation per request.",
-            buckets=_TOKEN_S,
-            registry=registry,
-        )
-        self._total = Histogram(
-            f"{_PREFIX}_request_seconds",
-            "From a request's arrival to its last token.",
-            buckets=_REQUEST_S,
-            registry=registry,
-        )
+        self._of_request = {
+            name: Histogram(f"{_PREFIX}_{name}", text, buckets=buckets, registry=registry)
+            for name, text, buckets in _OF_REQUEST
+        }
         if pool is not None:
             registry.register(_NodeCollector(pool))
+            registry.register(_PairCollector(pool))
         if admission is not None:
             registry.register(_AdmissionCollector(admission))
         if overload is not None:
@@ -111,6 +146,25 @@ class RouterMetrics:
     def show_connections(self, counts: ConnectionCounts) -> None:
         """Show from now on what connections over HTTP there are."""
         self._registry.register(_ConnectionCollector(counts))
+
+    def show_names_of(self, model: str) -> None:
+        """Show from now on what there is by the names of another engine's, too."""
+        self._registry.register(VllmNames(self._of_other_engines, model))
+
+    def _of_other_engines(self) -> Iterable[tuple[str, Metric]]:
+        """Our families by vLLM's names for them."""
+        for name, ours in _VLLM_NAMES_OF_REQUESTS.items():
+            for family in self._of_request[ours].collect():
+                yield name, family
+        for name, kind in (("prompt_tokens", "prompt"), ("generation_tokens", "output")):
+            for family in self._tokens[kind].collect():
+                yield name, family
+        for family in self._requests.collect():
+            yield "request_success", finished_only(family)
+        if self._admission is not None:
+            waiting = GaugeMetricFamily("x", "Requests that wait at the router.")
+            waiting.add_metric([], self._admission.state().num_queued)
+            yield "num_requests_waiting", waiting
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -151,10 +205,24 @@ class RouterMetrics:
         self._tokens["cached_prompt"].inc(receipt.num_cached_tokens)
         self._tokens["output"].inc(receipt.num_output_tokens)
         self._attempts.inc(receipt.num_attempts)
-        self._ttft.observe(receipt.ttft_s)
-        self._total.observe(receipt.total_s)
+        observe, prefill, decode = self._observe_one, receipt.prefill, receipt.decode
+        observe("time_to_first_token_seconds", receipt.ttft_s)
+        observe("request_seconds", receipt.total_s)
+        observe("request_prompt_tokens", receipt.num_prompt_tokens)
+        observe("request_output_tokens", receipt.num_output_tokens)
+        observe("queue_seconds", receipt.router_queue_s + (prefill.queue_s if prefill else 0.0))
         if receipt.num_output_tokens > 1:
-            self._time_per_token.observe(receipt.time_per_token_s)
+            observe("inter_token_latency_seconds", receipt.time_per_token_s)
+            observe("decode_seconds", receipt.total_s - receipt.ttft_s)
+        if prefill is not None:
+            observe("prefill_seconds", prefill.prefill_s)
+        if decode is not None:
+            observe("first_step_seconds", decode.first_step_s)
+            if decode.push.num_blocks:
+                observe("exposed_transfer_seconds", decode.push.exposed_transfer_s)
+
+    def _observe_one(self, name: str, value: float) -> None:
+        self._of_request[name].observe(value)
 
 
 class _NodeCollector(Collector):
@@ -196,6 +264,29 @@ def _state(node: Node, ready: Set[str]) -> str:
     if node.engine_id in ready:
         return "ready"
     return "ejected" if node.health.is_unwanted(node.num_open) else "joined"
+
+
+class _PairCollector(Collector):
+    """Which prefill node reaches which decode node, by what, and how fast."""
+
+    def __init__(self, pool: NodePool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterable[Metric]:
+        bandwidth = GaugeMetricFamily(
+            f"{_PREFIX}_pair_bandwidth_bytes_per_second",
+            "Of nodes that reach each other, as measured when they met; 0: unknown.",
+            labels=["prefill_node", "decode_node", "transport"],
+        )
+        for node in self._pool.nodes:
+            if node.registration.role is not NodeRole.PREFILL:
+                continue
+            for engine_id, report in list(node.reports.items()):
+                peer = self._pool.node(engine_id)
+                if peer is not None and report.connected:
+                    labels = [node.name, peer.name, report.transport]
+                    bandwidth.add_metric(labels, report.bandwidth_bytes_per_s)
+        yield bandwidth
 
 
 class _SuspectsCollector(Collector):

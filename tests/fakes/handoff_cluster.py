@@ -7,6 +7,7 @@ the network between them. Plays the router, too: it places requests and cancels 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ from baton.link.words import (
     PrefillCommand,
     RequestDelta,
 )
+from baton.telemetry.spans import Span, SpanSink
+from baton.telemetry.trace_context import TraceContext, random_id
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
 from engine.core.outputs import SchedulerOutput
@@ -143,6 +146,8 @@ class Attempt:
     error_code: str = ""
     num_initial: int = 0
     is_open: bool = True
+    trace: TraceContext | None = None
+    p_id: str = ""  # whose part of it is the prompt; empty: nobody's
 
     @property
     def is_complete(self) -> bool:
@@ -164,6 +169,7 @@ class Cluster:
 
     Attributes:
         p_id: the prefill node's engine id; a restarted one has another.
+        spans: of both nodes; every attempt is traced.
     """
 
     def __init__(
@@ -188,6 +194,7 @@ class Cluster:
         self.dead: set[str] = set()
         self.stopped: set[str] = set()  # processes that stand still, and may go on
         self.clock = VirtualClock()
+        self.spans: list[Span] = []
         self._push_mode = push_mode
         self._kv_digests = kv_digests
         self._folder = folder
@@ -211,6 +218,7 @@ class Cluster:
             self.clock,
             options,
             kv_digests=kv_digests,
+            spans=self._take_spans,
         )
         self.receiver = receiver_of(self.d)
         self.rejoin()
@@ -227,6 +235,7 @@ class Cluster:
             self.clock,
             self._push_mode,
             kv_digests=self._kv_digests,
+            spans=self._take_spans,
         )
         self.sender = sender_of(self.p)
 
@@ -248,8 +257,11 @@ class Cluster:
             alone: the decode node computes the prompt itself; there is no other leg.
         """
         outputs = tuple(output_token_ids)
+        trace = TraceContext(random_id(16)).child()
         self.attempts[request_id, epoch] = Attempt(prompt, params, dict(enumerate(outputs)))
         self.attempts[request_id, epoch].num_initial = len(outputs)
+        self.attempts[request_id, epoch].trace = trace
+        self.attempts[request_id, epoch].p_id = "" if alone else self.p_id
         self.d.submit(
             DecodeCommand(
                 request_id=request_id,
@@ -259,6 +271,7 @@ class Cluster:
                 output_token_ids=outputs,
                 prefill_engine_id="" if alone else self.p_id,
                 timeout_s=1e6,
+                trace=trace,
             )
         )
         if alone:
@@ -272,6 +285,7 @@ class Cluster:
                 output_token_ids=outputs,
                 decode_engine_id="d",
                 timeout_s=1e6,
+                trace=trace,
             )
         )
 
@@ -312,6 +326,25 @@ class Cluster:
         assert self.p_id in self.dead
         self._start_prefill_node(f"p{len(self.dead)}")
         self.rejoin()
+
+    def _take_spans(self, spans: Sequence[Span], zero_ns: int) -> None:
+        self.spans += spans
+
+    def check_spans(self) -> None:
+        """Each attempt was told of once by each node that lives, and nothing hangs in the air."""
+        ids = {span.context.span_id for span in self.spans}
+        assert len(ids) == len(self.spans)
+        attempts = {attempt.trace.span_id for attempt in self.attempts.values() if attempt.trace}
+        for span in self.spans:
+            assert span.parent_id in ids | attempts
+            assert span.end_s >= span.begin_s
+        roots = Counter((span.name, span.parent_id) for span in self.spans)
+        for attempt in self.attempts.values():
+            assert attempt.trace is not None
+            of_p = roots["prefill", attempt.trace.span_id]
+            of_d = roots["decode", attempt.trace.span_id]
+            assert of_p == 1 if attempt.p_id == self.p_id not in self.dead else of_p <= 1
+            assert of_d == 1 if "d" not in self.dead else of_d <= 1
 
     def _take(self, event: NodeEvent) -> None:
         if isinstance(event, PeerReport):
@@ -422,13 +455,14 @@ def make_prefill_node(
     push_mode: PushMode,
     *,
     kv_digests: bool,
+    spans: SpanSink | None = None,
 ) -> PrefillNode:
     """A node without threads; see `Cluster` for the arguments."""
     transport = ScriptedTransport(engine_id, engine.kv_memory, network)
     digests = BlockDigests(engine.kv_memory) if kv_digests else None
     sender = RecordingSender(transport, lambda: None, _never, clock, digests)
     transport.channels = sender.loop.channels
-    return PrefillNode(engine, sender, emit, push_mode, clock=clock)
+    return PrefillNode(engine, sender, emit, push_mode, clock=clock, spans=spans)
 
 
 def make_decode_node(
@@ -440,10 +474,11 @@ def make_decode_node(
     options: DecodeOptions,
     *,
     kv_digests: bool,
+    spans: SpanSink | None = None,
 ) -> DecodeNode:
     """A node without threads; see `Cluster` for the arguments."""
     transport = ScriptedTransport(engine_id, engine.kv_memory, network)
     digests = BlockDigests(engine.kv_memory) if kv_digests else None
     receiver = RecordingReceiver(transport, lambda: None, _never, clock, digests)
     transport.channels = receiver.loop.channels
-    return DecodeNode(engine, receiver, emit, options, clock)
+    return DecodeNode(engine, receiver, emit, options, clock, spans)

@@ -13,6 +13,7 @@ from baton.access.identity import Principal
 from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole, PrefillCommand
+from baton.telemetry.trace_context import TraceContext
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.calls.retry_budget import RetryBudget, RetryOptions
@@ -90,12 +91,13 @@ class Scene:
         params: SamplingParams = PARAMS,
         timeout_s: float = 60.0,
         tenant: str = "",
+        trace: TraceContext | None = None,
     ) -> None:
         """Begin a call; its outputs come in while the test goes on."""
 
         async def collect() -> None:
             async with contextlib.aclosing(self.dispatcher.run(self.make(
-                request_id, params, timeout_s, tenant
+                request_id, params, timeout_s, tenant, trace
             ))) as outputs:  # fmt: skip
                 async for output in outputs:
                     self.outputs.append(output)
@@ -110,6 +112,7 @@ class Scene:
         params: SamplingParams = PARAMS,
         timeout_s: float = 60,
         tenant: str = "",
+        trace: TraceContext | None = None,
     ) -> Call:
         return Call(
             request_id=request_id,
@@ -118,6 +121,7 @@ class Scene:
             received_at=time.perf_counter(),
             timeout_s=timeout_s,
             principal=Principal(name=tenant, tenant=tenant),
+            trace=trace,
         )
 
     @property

@@ -161,6 +161,7 @@ def assert_clean(cluster: Cluster) -> None:
         assert not cluster.d.reservations.has_open
         assert num_references(cluster.d.engine) == 0
         assert cluster.d.requests() == []
+    cluster.check_spans()
 
 
 class HandoffMachine(RuleBasedStateMachine):

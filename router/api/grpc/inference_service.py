@@ -20,6 +20,7 @@ from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.link import wire
 from baton.serving.call_gate import Context
 from baton.serving.error_details import receipt_trailer
+from baton.telemetry.trace_context import TraceContext
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from baton.wire import types as wire_types
 from router.api.grpc.journal import Journal
@@ -36,6 +37,7 @@ class _Arrival:
     received_at: float
     timeout_s: float | None
     principal: Principal
+    trace: TraceContext | None
 
 
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
@@ -161,7 +163,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeout_s = context.time_remaining()
         if timeout_s is not None:
             timeout_s = min(timeout_s, self._max_timeout_s)
-        return _Arrival(time.perf_counter(), timeout_s, context.principal)
+        return _Arrival(time.perf_counter(), timeout_s, context.principal, context.entry.trace)
 
 
 def _name(context: Context, request_id: str) -> None:
@@ -190,6 +192,7 @@ def _request_from_proto(
         session_id=request.session_id,
         priority=request.priority,
         principal=arrival.principal,
+        trace=arrival.trace,
     )
 
 
@@ -212,6 +215,7 @@ def _batch_from_proto(
         session_id=request.session_id,
         priority=request.priority,
         principal=arrival.principal,
+        trace=arrival.trace,
     )
     return generation, more_prompts
 

@@ -280,6 +280,7 @@ def generation_request(
         priority=body.priority or 0,
         principal=request[PRINCIPAL],
         cache_word=body.cache_salt or "",
+        trace=request[ENTRY].trace,
         text_options=DetokenizeOptions(
             skip_special_tokens=body.skip_special_tokens is not False,
             include_stop=bool(body.include_stop_str_in_output),

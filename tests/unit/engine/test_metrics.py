@@ -9,6 +9,7 @@ import pytest
 
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
+from engine.core.metrics import STEP_TOKENS
 from engine.core.request import Request
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
@@ -46,6 +47,7 @@ def test_a_new_engine_has_done_nothing_and_all_blocks_are_free(folder: str) -> N
     others = dataclasses.asdict(metrics)
     for name in (*free, "uptime_seconds"):
         del others[name]
+    assert set(others.pop("steps_by_tokens")) == {0}
     assert set(others.values()) == {0, ()}
 
 
@@ -55,7 +57,10 @@ def test_tokens_steps_and_requests_are_counted_once(folder: str) -> None:
     metrics = llm.metrics()
     assert metrics.prompt_tokens_computed_total == NUM_PROMPT_TOKENS
     assert metrics.output_tokens_total == 7
-    assert metrics.steps_total == llm.engine.num_steps == 4
+    assert metrics.steps_total == llm.engine.num_steps == sum(metrics.steps_by_tokens) == 4
+    # A request's last token is computed by nobody.
+    assert metrics.step_tokens_total == NUM_PROMPT_TOKENS + 7 - 3
+    assert metrics.steps_by_tokens[STEP_TOKENS.index(2)] == 1  # two requests' second tokens
     assert metrics.requests_finished_length_total == 3
     assert (metrics.requests_running, metrics.requests_waiting, metrics.requests_parked) == (0,) * 3
     assert 0 < metrics.forward_seconds_total <= metrics.step_seconds_total
@@ -87,6 +92,14 @@ def test_prefix_hits_are_counted_with_what_was_looked_up(folder: str) -> None:
     assert metrics.prompt_tokens_computed_total == 27 - 16
     assert metrics.blocks_cached == 2
     assert metrics.blocks_free == 24
+
+
+def test_blocks_that_cached_something_are_evicted_when_others_need_them(folder: str) -> None:
+    llm = make_llm(folder, num_blocks=4)
+    llm.generate([PROMPTS[2]], greedy(2))
+    assert (llm.metrics().blocks_cached, llm.metrics().blocks_evicted_total) == (2, 0)
+    llm.generate([[9 + token for token in PROMPTS[2]]], greedy(2))
+    assert (llm.metrics().blocks_cached, llm.metrics().blocks_evicted_total) == (3, 1)
 
 
 def test_without_a_prefix_cache_nothing_is_looked_up(folder: str) -> None:
@@ -139,7 +152,7 @@ def test_totals_never_shrink(folder: str) -> None:
     for prompt in PROMPTS:
         llm.engine.add(request(llm, prompt, 12))
     names = [field.name for field in dataclasses.fields(llm.metrics()) if "_total" in field.name]
-    assert len(names) == 15
+    assert len(names) == 18
     before = llm.metrics()
     while llm.engine.has_work:
         llm.engine.step()

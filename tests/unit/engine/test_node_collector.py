@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import socket
 from concurrent.futures import Future
@@ -20,13 +21,14 @@ from baton.link.words import NodeRole
 from baton.serving.metrics_page import MetricsPage
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
 from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
-from engine.core.metrics import EngineMetrics
+from engine.core.metrics import STEP_TOKENS, EngineMetrics
 from node_runtime.collector import NodeCollector
 
 pytestmark = pytest.mark.medium
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 BY_PLACE = (700, 400)
+STEPS = tuple(1000 + i for i in range(len(STEP_TOKENS) + 1))
 COMMON = {"role": "decode", "node": "d0"}
 
 
@@ -40,7 +42,9 @@ class Source:
     def engine_metrics(self) -> EngineMetrics:
         names = list(EngineMetrics.__dataclass_fields__)
         values: dict[str, Any] = {name: 10 + i for i, name in enumerate(names)}
-        return EngineMetrics(**values | {"accepted_drafts_by_place": BY_PLACE})
+        return EngineMetrics(**values | {
+            "accepted_drafts_by_place": BY_PLACE, "steps_by_tokens": STEPS,
+        })  # fmt: skip
 
     def handoff_metrics(self) -> HandoffMetrics:
         return HandoffMetrics(
@@ -137,9 +141,12 @@ def test_every_number_of_the_engine_is_on_the_page(source: Source) -> None:
     samples = [sample.value for family in families.values() for sample in family.samples]
     engine = source.engine_metrics()
     fields = dict.fromkeys(EngineMetrics.__dataclass_fields__)
-    for name in ("accepted_drafts_total", "accepted_drafts_by_place"):  # of the first the parts
+    # Of these the parts: by place, and up to each bound.
+    for name in ("accepted_drafts_total", "accepted_drafts_by_place", "steps_by_tokens"):
         del fields[name]
     numbers = [*BY_PLACE, *(getattr(engine, name) for name in fields)]
+    steps = [s.value for s in families["baton_step_tokens"].samples if s.name.endswith("_bucket")]
+    assert steps == list(itertools.accumulate(STEPS))
     assert [number for number in numbers if samples.count(number) != 1] == []
     assert values(families, "baton_transfers", "state") == {"PARKED": 2, "GRANTED": 0}
     assert values(families, "baton_pairs", "transport") == {'a "path"': 1}

@@ -12,7 +12,7 @@ from baton.access.api_keys import draw_key, entry_text
 from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
-from baton.serving.access_log import AccessEntry, AccessLog, trace_id_of
+from baton.serving.access_log import AccessEntry, AccessLog
 from tests.fakes.grpc_scene import params, served
 from tests.fakes.http_scene import HttpScene, on_http
 from tests.fakes.router_scene import asynchronous
@@ -105,12 +105,3 @@ def test_it_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     assert told(caplog) == []
     AccessLog("demo", is_on=True).write(AccessEntry(call="y" * 9999), Principal(name="a"), "OK")
     assert told(caplog)[0]["message"] == "y" * 100 + " OK"
-
-
-@pytest.mark.parametrize(
-    ("header", "trace_id"),
-    [(TRACEPARENT, TRACE), ("", ""), (f"00-{TRACE}-01", ""), (TRACEPARENT + "\n", ""),
-     (TRACEPARENT.replace("4b", "xx"), "")],
-)  # fmt: skip
-def test_a_trace_s_id_is_one_or_none(header: str, trace_id: str) -> None:
-    assert trace_id_of(header) == trace_id

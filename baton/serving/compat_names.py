@@ -1,0 +1,60 @@
+"""VllmNames: metrics by the names that dashboards and gateways made for another engine expect.
+
+The same numbers, read at the same time, under vLLM's names: with a colon, as its pages have them,
+and with an underscore, as some of its dashboards ask for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+_PREFIXES = ("vllm:", "vllm_")
+_FINISHED = ("stop", "length", "abort")
+
+
+class VllmNames(Collector):
+    """Shows families by other names.
+
+    Args:
+        families: called at a scrape: name without prefix and ``_total``, and what it shows.
+        model: name of the model that is served, a label of each sample.
+    """
+
+    def __init__(self, families: Callable[[], Iterable[tuple[str, Metric]]], model: str) -> None:
+        self._families = families
+        self._labels = {"model_name": model, "engine": "0"}
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering does not ask for everything
+
+    def collect(self) -> Iterable[Metric]:
+        for name, family in self._families():
+            for prefix in _PREFIXES:
+                yield self._renamed(family, prefix + name)
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        renamed = Metric(name, family.documentation, family.type)
+        for sample in family.samples:
+            suffix = sample.name.removeprefix(family.name)
+            if suffix == "_created":
+                continue
+            labels = {**self._labels, **sample.labels}
+            renamed.samples.append(Sample(name + suffix, labels, sample.value))
+        return renamed
+
+
+def finished_only(requests: Metric) -> Metric:
+    """Of requests by outcome those that finished, by vLLM's label; 0 where there was none."""
+    found = {
+        sample.labels["outcome"]: sample.value
+        for sample in requests.samples
+        if sample.name.endswith("_total")
+    }
+    family = CounterMetricFamily(requests.name, requests.documentation, labels=["finished_reason"])
+    for reason in _FINISHED:
+        family.add_metric([reason], found.get(reason, 0.0))
+    return family

@@ -1,0 +1,30 @@
+"""TraceOptions: where traces go, and how many of them are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.options import check_limits, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """Of a program's traces; raises ConfigError for what cannot be."""
+
+    trace_endpoint: str = option(
+        "",
+        variable="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        help="URL of an OpenTelemetry collector (OTLP over gRPC), such as http://127.0.0.1:4317; "
+        "empty: nothing is traced. Its certificates, headers and timeout are said by the "
+        "OTEL_EXPORTER_OTLP_* variables. Needs: pip install 'baton-serve[otel]'.",
+    )
+    trace_ratio: float = option(
+        1.0,
+        least=0,
+        most=1,
+        help="Share of the requests that are traced, of those whose caller has no trace of its "
+        "own; of the others those whose caller's is sampled.",
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)

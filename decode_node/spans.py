@@ -1,0 +1,90 @@
+"""Spans of a request on a decode node, made when its part here has ended.
+
+decode                                          from its command to its last token
+  decode.parked                                 waits for its KV; the receipt's parked_s
+  decode.first_step                             from the commit on; the receipt's first_step_s
+  decode.steps                                  all further ones
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.api.outputs import DecodeReceipt
+from baton.link.words import DecodeCommand
+from baton.telemetry.spans import Attribute, Span, SpanKind
+from baton.telemetry.trace_context import TraceContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeMoments:
+    """When what happened to a request; of the node's clock, 0: it did not (yet)."""
+
+    parked_at: float
+    committed_at: float = 0.0
+    first_step_s: float = 0.0
+
+
+def decode_spans(
+    command: DecodeCommand,
+    moments: DecodeMoments,
+    ended_at: float,
+    receipt: DecodeReceipt | None,
+    error: str = "",
+) -> list[Span]:
+    """All spans of a traced request.
+
+    Args:
+        receipt: of one that ended well.
+        error: of one that did not.
+    """
+    parent = command.trace
+    assert parent is not None
+    attributes: dict[str, Attribute] = {"baton.request_id": command.request_id}
+    pushed: dict[str, Attribute] = {}
+    if receipt is not None:
+        attributes["baton.forwards"] = receipt.num_forwards
+        attributes["baton.prompt_tokens_computed"] = receipt.num_prompt_tokens_computed
+        attributes["baton.cached_tokens"] = receipt.num_cached_tokens
+        push = receipt.push
+        if push.num_blocks:
+            pushed["baton.kv_bytes"] = push.num_bytes
+            pushed["baton.kv_transport"] = push.transport
+            pushed["baton.exposed_transfer_s"] = push.exposed_transfer_s
+    root, committed_at = parent.child(), moments.committed_at
+    made = [
+        Span(
+            name="decode",
+            context=root,
+            parent_id=parent.span_id,
+            begin_s=moments.parked_at,
+            end_s=ended_at,
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            error=error,
+        ),
+        _child(root, "decode.parked", moments.parked_at, committed_at or ended_at, pushed),
+    ]
+    if committed_at:
+        first_at = committed_at + moments.first_step_s if moments.first_step_s else ended_at
+        made.append(_child(root, "decode.first_step", committed_at, first_at))
+        if first_at < ended_at:
+            made.append(_child(root, "decode.steps", first_at, ended_at))
+    return made
+
+
+def _child(
+    root: TraceContext,
+    name: str,
+    begin_s: float,
+    end_s: float,
+    attributes: dict[str, Attribute] | None = None,
+) -> Span:
+    return Span(
+        name=name,
+        context=root.child(),
+        parent_id=root.span_id,
+        begin_s=begin_s,
+        end_s=end_s,
+        attributes=attributes or {},
+    )

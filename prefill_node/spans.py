@@ -1,0 +1,160 @@
+"""Spans of a request on a prefill node, made when its part here has ended.
+
+prefill                                         from its command to the end of its push
+  prefill.queue                                 waits for its first chunk; the receipt's queue_s
+  prefill.compute                               up to token 1; the receipt's prefill_s
+    prefill.chunk ...
+  prefill.push                                  from its first chunk until D has all of its KV
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from baton.api.outputs import PrefillReceipt
+from baton.link.words import PrefillCommand
+from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, zero_of
+from baton.telemetry.trace_context import TraceContext
+
+Key: TypeAlias = tuple[str, int]  # request id and epoch
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefillTrace:
+    """What is noted of a traced request; times are of the node's clock.
+
+    Attributes:
+        parent: the router's attempt.
+        chunks: begin of each, and its end once it has ended.
+        error: why it failed.
+    """
+
+    parent: TraceContext
+    request_id: str
+    decode_node: str
+    received_at: float
+    started_at: float = 0.0
+    computed_at: float = 0.0
+    chunks: list[list[float]] = field(default_factory=list)
+    receipt: PrefillReceipt | None = None
+    error: str = ""
+
+    def begin_chunk(self, now: float) -> None:
+        """Its next chunk is scheduled."""
+        self.chunks.append([now])
+
+    def end_chunk(self, now: float) -> None:
+        """The oldest of its chunks in flight is computed."""
+        for chunk in self.chunks:
+            if len(chunk) == 1:
+                chunk.append(now)
+                return
+
+    def spans(self, now: float, *, has_pushed: bool) -> list[Span]:
+        """All of them, ending now.
+
+        Args:
+            has_pushed: its KV was on its way to a decode node.
+        """
+        root, parent_id = self.parent.child(), self.parent.span_id
+        attributes: dict[str, Attribute] = {"baton.request_id": self.request_id}
+        if self.receipt is not None:
+            attributes["baton.chunks"] = self.receipt.num_chunks
+            attributes["baton.computed_tokens"] = self.receipt.num_computed_tokens
+            attributes["baton.cached_tokens"] = self.receipt.num_cached_tokens
+        made = [_span("prefill", root, parent_id, self.received_at, now, attributes, self.error)]
+        started_at = self.started_at or now
+        queue = _span("prefill.queue", root.child(), root.span_id, self.received_at, started_at)
+        made.append(queue)
+        if not self.started_at:
+            return made
+        compute, computed_at = root.child(), self.computed_at or now
+        made.append(_span("prefill.compute", compute, root.span_id, self.started_at, computed_at))
+        made += (
+            _span("prefill.chunk", compute.child(), compute.span_id, chunk[0], (*chunk[1:], now)[0])
+            for chunk in self.chunks
+        )
+        if has_pushed:
+            to: dict[str, Attribute] = {"baton.decode_engine_id": self.decode_node}
+            pushing_from = self.started_at
+            made.append(_span("prefill.push", root.child(), root.span_id, pushing_from, now, to))
+        return made
+
+
+def _span(
+    name: str,
+    context: TraceContext,
+    parent_id: bytes,
+    begin_s: float,
+    end_s: float,
+    attributes: dict[str, Attribute] | None = None,
+    error: str = "",
+) -> Span:
+    kind = SpanKind.SERVER if name == "prefill" else SpanKind.INTERNAL
+    return Span(
+        name=name,
+        context=context,
+        parent_id=parent_id,
+        begin_s=begin_s,
+        end_s=end_s,
+        kind=kind,
+        attributes=attributes or {},
+        error=error,
+    )
+
+
+class PrefillTraces:
+    """The traced requests of one node; none where nothing is traced.
+
+    Args:
+        sink: takes the spans of those that have ended; None: nothing is traced.
+        clock: of the node.
+    """
+
+    def __init__(self, sink: SpanSink | None, clock: Callable[[], float]) -> None:
+        self._sink = sink
+        self._clock = clock
+        self._open: dict[Key, PrefillTrace] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def begin(self, command: PrefillCommand, received_at: float) -> None:
+        """A command has come."""
+        if self._sink is not None and command.trace is not None:
+            self._open[command.request_id, command.epoch] = PrefillTrace(
+                parent=command.trace,
+                request_id=command.request_id,
+                decode_node=command.decode_engine_id,
+                received_at=received_at,
+            )
+
+    def get(self, request_id: str, epoch: int) -> PrefillTrace | None:
+        """None where it is not traced."""
+        return self._open.get((request_id, epoch))
+
+    def note_computed(
+        self, command: PrefillCommand, receipt: PrefillReceipt, started_at: float, now: float
+    ) -> None:
+        """It has token 1."""
+        trace = self._open.get((command.request_id, command.epoch))
+        if trace is not None:
+            trace.started_at, trace.computed_at, trace.receipt = started_at, now, receipt
+
+    def end(
+        self, request_id: str, epoch: int, error: str = "", *, has_pushed: bool = False
+    ) -> None:
+        """Its part here has ended; harmless where it is not traced, or has ended before."""
+        trace = self._open.pop((request_id, epoch), None) if self._open else None
+        if trace is None or self._sink is None:
+            return
+        trace.error = error
+        now = self._clock()
+        self._sink(trace.spans(now, has_pushed=has_pushed), zero_of(self._clock))
+
+    def end_others(self, is_open: Callable[[str, int], bool]) -> None:
+        """End what nobody works on any more: its push was dropped."""
+        for request_id, epoch in [key for key in self._open if not is_open(*key)]:
+            self.end(request_id, epoch, has_pushed=True)

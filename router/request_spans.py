@@ -1,0 +1,147 @@
+"""Spans of a request at the router, made when it has ended of what the request log has of it.
+
+    chat MODEL                                      the request, from its arrival to its last token
+      router.accept                                 checked and tokenized
+      router.queue                                  waits for its turn
+      router.place                                  looks, or waits, for nodes
+      router.attempt                                on these nodes: their spans are part of it
+      router.place, router.attempt ...              after a failure; linked to what failed
+
+What an attempt sends to its nodes names its span, so that theirs are part of it. Up to the first
+attempt the spans' lengths sum to the receipt's ``router_queue_s``: the moments are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, zero_of
+from baton.telemetry.trace_context import TraceContext
+from router.calls.request_log import AttemptRecord, RequestRecord
+
+PREEMPTED = "PREEMPTED"  # a decode node gives the request back: it moves, and nothing is wrong
+
+
+class RequestSpans:
+    """Makes and hands on the spans of one router's requests.
+
+    Args:
+        model: what clients call it.
+        sink: takes the spans.
+    """
+
+    def __init__(self, model: str, sink: SpanSink) -> None:
+        self._model = model
+        self._sink = sink
+
+    def take(self, record: RequestRecord) -> None:
+        """A traced request has ended."""
+        assert record.trace is not None
+        assert record.ended_s is not None
+        spans = [_request_span(record, record.trace, self._model)]
+        child = _child_of(record.trace)
+        spans.append(child("router.accept", 0.0, record.accepted_s))
+        admitted_s = record.ended_s if record.admitted_s is None else record.admitted_s
+        spans.append(child("router.queue", record.accepted_s, admitted_s))
+        placed_from_s: float | None = record.admitted_s
+        for index, attempt in enumerate(record.attempts):
+            assert placed_from_s is not None
+            spans.append(child("router.place", placed_from_s, attempt.began_s))
+            before = record.attempts[index - 1] if index else None
+            spans.append(_attempt_span(record, record.trace, attempt, before))
+            placed_from_s = attempt.failed_s
+        if placed_from_s is not None and record.error_code:  # no other place, or not in time
+            spans.append(child("router.place", placed_from_s, record.ended_s))
+        self._sink(spans, zero_of(lambda: time.perf_counter() - record.started_at))
+
+
+def _child_of(parent: TraceContext) -> Callable[[str, float, float], Span]:
+    def child(name: str, begin_s: float, end_s: float) -> Span:
+        return Span(
+            name=name,
+            context=parent.child(),
+            parent_id=parent.span_id,
+            begin_s=begin_s,
+            end_s=end_s,
+        )
+
+    return child
+
+
+def _request_span(record: RequestRecord, trace: TraceContext, model: str) -> Span:
+    call, receipt = record.call, record.receipt
+    assert call is not None
+    assert call.trace is not None
+    assert record.ended_s is not None
+    operation = "chat" if call.is_chat else "text_completion"
+    params = call.sampling_params
+    attributes: dict[str, Attribute] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": float(params.temperature),
+        "gen_ai.request.top_p": float(params.top_p),
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "baton.attempts": len(record.attempts),
+    }
+    if record.tenant:
+        attributes["baton.tenant"] = record.tenant
+    if record.finish_reason is not None:
+        attributes["gen_ai.response.finish_reasons"] = (record.finish_reason.value,)
+    events: tuple[tuple[str, float], ...] = ()
+    if receipt is not None:
+        attributes["gen_ai.usage.output_tokens"] = receipt.num_output_tokens
+        attributes["gen_ai.usage.cache_read.input_tokens"] = receipt.num_cached_tokens
+        attributes["gen_ai.response.time_to_first_chunk"] = receipt.ttft_s
+        events = (("first token", receipt.ttft_s),)
+    elif record.first_token_s is not None:
+        events = (("first token", record.first_token_s),)
+    if record.error_code:
+        attributes["error.type"] = record.error_code
+    return Span(
+        name=f"{operation} {model}",
+        context=trace,
+        parent_id=call.trace.span_id,
+        begin_s=0.0,
+        end_s=record.ended_s,
+        kind=SpanKind.SERVER,
+        attributes=attributes,
+        events=events,
+        error=record.error,
+    )
+
+
+def _attempt_span(
+    record: RequestRecord,
+    trace: TraceContext,
+    attempt: AttemptRecord,
+    before: AttemptRecord | None,
+) -> Span:
+    assert attempt.trace is not None
+    assert record.ended_s is not None
+    links: tuple[tuple[TraceContext, str], ...] = ()
+    if before is not None and before.trace is not None:
+        links = ((before.trace, "moved from" if before.error_code == PREEMPTED else "retry of"),)
+    attributes: dict[str, Attribute] = {}
+    if attempt.prefill_node:
+        attributes["baton.prefill_node"] = attempt.prefill_node
+    if attempt.decode_node:
+        attributes["baton.decode_node"] = attempt.decode_node
+    if attempt.error_code:
+        attributes["error.type"] = attempt.error_code
+    return Span(
+        name="router.attempt",
+        context=attempt.trace,
+        parent_id=trace.span_id,
+        begin_s=attempt.began_s,
+        end_s=record.ended_s if attempt.failed_s is None else attempt.failed_s,
+        kind=SpanKind.CLIENT,
+        attributes=attributes,
+        links=links,
+        error=attempt.error,
+    )
