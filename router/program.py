@@ -49,7 +49,9 @@ from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
 from router.gate.overload import Level, Overload
 from router.gate.resources import watch_resources
+from router.gate.scaling import ScalingSignals
 from router.intake.cache_salts import make_salts
+from router.intake.fleet_metrics import ScalingCollector
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.policies import POLICIES
@@ -86,6 +88,7 @@ class _Parts:
     files: TlsFiles | None
     tracing: Tracing
     admin: AdminService
+    scaling: ScalingSignals
 
     @property
     def model_name(self) -> str:
@@ -109,6 +112,8 @@ async def serve(config: RouterConfig) -> None:
     metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
     if config.metrics_compat == "vllm":
         metrics.show_names_of(config.served_model_name or config.model)
+    scaling = _make_scaling(config, pool, admission)
+    metrics.show(ScalingCollector(scaling))
     tracing = _make_tracing(config, dispatcher)
     intake = _make_intake(config, folder, limits, dispatcher, metrics)
     intake.start()
@@ -126,6 +131,7 @@ async def serve(config: RouterConfig) -> None:
         files=files,
         tracing=tracing,
         admin=_make_admin(config, dispatcher, intake, overload),
+        scaling=scaling,
     )
     await _run(parts)
 
@@ -142,7 +148,7 @@ async def _run(parts: _Parts) -> None:
             await server.set_serving(True)
             logger.info("router of %s listens on %s", config.model, address)
         async with (
-            _watching(dispatcher.pool),
+            _watching(dispatcher.pool, parts.scaling),
             _serving_http(parts) as http,
             _in_background(
                 watch_resources(
@@ -213,6 +219,14 @@ def _make_tracing(config: RouterConfig, dispatcher: Dispatcher) -> Tracing:
     return tracing
 
 
+def _make_scaling(config: RouterConfig, pool: NodePool, admission: Admission) -> ScalingSignals:
+    def queue_s() -> float:
+        state = admission.state()
+        return state.expected_wait_s if state.num_queued else 0.0
+
+    return ScalingSignals(pool, config.scaling, queue_s=queue_s, clock=pool.clock)
+
+
 def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
     return lambda: 0.0 if http is None else http.share_at_work
 
@@ -273,13 +287,14 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
 
 
 @contextlib.asynccontextmanager
-async def _watching(pool: NodePool) -> AsyncIterator[None]:
-    """Notice nodes that are silent: stopped, or behind a network that swallows all."""
+async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[None]:
+    """Notice nodes that are silent: stopped, or behind a dead network; and those that are busy."""
 
     async def count() -> None:
         while True:
             await asyncio.sleep(BEAT_INTERVAL_S)
             pool.count_missed_beats()
+            scaling.tick()
 
     async with _in_background(count()):
         yield
