@@ -172,9 +172,16 @@ class EngineConfig:
         "the device computes by itself (a GPU).",
     )
     cuda_graphs: bool = option(
-        True, help="Replay decode steps on a GPU instead of launching kernel by kernel."
+        True, help="Replay steps on a GPU instead of launching kernel by kernel."
     )
-    cuda_graph_max_batch: int = option(512, least=1, help="Most requests in a replayed step.")
+    cuda_graph_max_batch: int = option(
+        512, least=0, help="Most requests in a decode step that is replayed; 0: none is."
+    )
+    cuda_graph_max_chunk: int = option(
+        512,
+        least=0,
+        help="Most tokens in a step with prompts that is replayed, layer by layer; 0: none is.",
+    )
     speculative_method: str = option(
         "none",
         choices=SPECULATIVE_METHODS,

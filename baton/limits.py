@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from baton.api.errors import ConfigError
+
 # It goes to every node of the other role. Ours have a kilobyte; each network device adds some 100
 # bytes, each registered memory some dozens.
 MAX_PEER_INFO_BYTES = 2**17
 
 # Parts in which the last chunk of a prompt is sent, layer-wise; routers reckon with it.
 NUM_LAYER_GROUPS = 4
+
+MAX_REVISION_CHARS = 128
+REVISION_HELP = (
+    "Which revision of the fleet's nodes this is one of: only nodes of one are paired, and "
+    "requests go to revisions that have nodes of both roles (docs/rollout.md)."
+)
+
+
+def parse_revision(name: str, text: str) -> str:
+    """Check a revision's name; raises ConfigError."""
+    if len(text) > MAX_REVISION_CHARS or not (text.isprintable() or not text):
+        raise ConfigError(
+            f"{name}: must have at most {MAX_REVISION_CHARS} printable characters, got {len(text)}"
+        )
+    return text

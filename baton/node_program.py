@@ -88,6 +88,7 @@ async def run_node_program(
     listen: str,
     join_timeout_s: float,
     drain_timeout_s: float = 0.0,
+    ready_with_peer: bool = False,
     engine_timeout_s: float = 60.0,
     node_token: str = "",
     metrics_listen: str = "",
@@ -104,6 +105,7 @@ async def run_node_program(
         listen: ``host:port`` of the node's own server; port 0 is any free one.
         join_timeout_s: how long to wait for a router that does not answer.
         drain_timeout_s: how long open requests have to end when the node is told to stop.
+        ready_with_peer: health checks say yes only while a peer is reached.
         engine_timeout_s: the process ends itself when a thread has been in one round for so long;
             0: never.
         node_token: shows routers that this node may join.
@@ -148,7 +150,7 @@ async def run_node_program(
         tls=files,
         require_client_certs=tls.verifies_clients,
     )
-    serving = _Serving(server.set_serving)
+    serving = _Serving(server.set_serving, needs_peer=ready_with_peer)
     admin = NodeAdmin(node, node.registration("").num_blocks, access)
     page: MetricsPage | None = None
     try:
@@ -247,19 +249,27 @@ async def _left(leaving: asyncio.Event, drain: Drain) -> None:
 
 
 class _Serving:
-    """What health checks are told: whether a router has the node, and its threads get on."""
+    """What health checks are told: a router has the node, its threads get on, it has a peer."""
 
-    def __init__(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(self, tell: Callable[[bool], Awaitable[None]], *, needs_peer: bool) -> None:
         self._tell = tell
-        self._is_joined = self._is_stalled = False
+        self._needs_peer = needs_peer
+        self._is_joined = self._is_stalled = self._has_peer = False
 
     @property
     def is_ready(self) -> bool:
-        return self._is_joined and not self._is_stalled
+        is_placed = self._is_joined and (self._has_peer or not self._needs_peer)
+        return is_placed and not self._is_stalled
 
     async def set_joined(self, is_joined: bool) -> None:
         self._is_joined = is_joined
         await self._tell(self.is_ready)
+
+    async def set_reaching(self, has_peer: bool) -> None:
+        """Say whether a node of the other role is reached."""
+        if has_peer is not self._has_peer:
+            self._has_peer = has_peer
+            await self._tell(self.is_ready)
 
     async def set_stalled(self, is_stalled: bool) -> None:
         if is_stalled is not self._is_stalled:
@@ -291,6 +301,7 @@ async def _run_until(
         while True:
             watch.tick()
             links.beat(watch.mark(node.beat()))
+            await serving.set_reaching(bool(links.reached))
             await serving.set_stalled(watch.stalled_s >= STALLED_S)
             if engine_timeout_s and watch.stalled_s >= engine_timeout_s:
                 _end_stalled(node, watch)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 CAPABILITY = (9, 0)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
+_MAX_WATCHED = 8
 # What launches nothing: new memory, and another look at the same.
 _NOT_LAUNCHED = (  # beginnings of names
     "empty", "view", "slice", "select", "alias", "detach", "as_strided", "unsqueeze", "unbind",
@@ -51,6 +52,9 @@ class FakeDriver:
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._library.fake_num_launches.restype = ctypes.c_uint64
         self._library.fake_num_pointer_queries.restype = ctypes.c_uint64
+        self._library.fake_last_function.restype = ctypes.c_void_p
+        self._library.fake_last_grid.restype = ctypes.POINTER(ctypes.c_uint)
+        self._library.fake_last_parameters.restype = ctypes.POINTER(ctypes.c_uint64)
         self._activate()
         _keep_memory()
         # Triton 3.6 links what launches a kernel with it, kernel by kernel.
@@ -70,6 +74,20 @@ class FakeDriver:
     @property
     def num_launches(self) -> int:
         return int(self._library.fake_num_launches())
+
+    def watch(self, num_parameters: int) -> None:
+        """Keep so many parameters of each launch from now on."""
+        self._library.fake_watch(num_parameters)
+
+    @property
+    def last_launch(self) -> tuple[int, list[int], list[int]]:
+        """The last launch's function, grid, and the watched parameters, 8 bytes of each."""
+        watched = self._library.fake_last_parameters()
+        return (
+            int(self._library.fake_last_function()),
+            self._library.fake_last_grid()[:3],
+            watched[:_MAX_WATCHED],
+        )
 
     @property
     def num_pointer_queries(self) -> int:

@@ -13,15 +13,24 @@ typedef struct {
 
 static uint64_t num_launches, num_pointer_queries;
 static unsigned int last_grid[3];
+static void *last_function;
+static uint64_t last_parameters[MAX_PARAMETERS];
+static unsigned int num_watched;  // parameters that are kept of each launch
 static uint64_t next_handle = 1;
 
 uint64_t fake_num_launches(void) { return num_launches; }
 uint64_t fake_num_pointer_queries(void) { return num_pointer_queries; }
 const unsigned int *fake_last_grid(void) { return last_grid; }
+const void *fake_last_function(void) { return last_function; }
+const uint64_t *fake_last_parameters(void) { return last_parameters; }
+void fake_watch(unsigned int num_parameters) { num_watched = num_parameters; }
 
 CUresult cuLaunchKernelEx(const LaunchConfig *config, void *function, void **parameters,
                           void **extra) {
   memcpy(last_grid, config->grid, sizeof last_grid);
+  last_function = function;
+  for (unsigned int i = 0; i < num_watched; i++)
+    memcpy(&last_parameters[i], parameters[i], sizeof last_parameters[i]);
   num_launches++;
   return 0;
 }

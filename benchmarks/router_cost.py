@@ -272,12 +272,13 @@ async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) ->
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     numbers = iter(range(num_requests))
+    tenth = num_requests // 10
     memory_mib = [round(site.rss_mib(), 1)]
 
     async def work() -> None:
         for number in numbers:
             await client.stream(number, max_tokens)
-            if number % (num_requests // 10) == num_requests // 10 - 1:
+            if number % tenth == tenth - 1:
                 memory_mib.append(round(site.rss_mib(), 1))
 
     cpu_s, began = site.cpu_s(), time.perf_counter()

@@ -48,6 +48,7 @@ from baton.v1 import node_pb2_grpc
 
 RELAY_METHOD = "/benchmark.Relay/Stream"
 MESSAGE = bytes(60)
+IDLE_S = 0.002  # nothing is asked of a node: it leaves its core to others
 PREFILL_RECEIPT = PrefillReceipt(
     queue_s=0.0, prefill_s=0.0, num_chunks=1, num_computed_tokens=8, num_cached_tokens=0
 )
@@ -88,6 +89,8 @@ class TalkingNode:
             self._reader = asyncio.create_task(self._read(call))
             beat_at = step_at = 0.0
             async for _ in steps(min(interval_s, BEAT_INTERVAL_S)):
+                if not self._active and not self._said:
+                    await asyncio.sleep(IDLE_S)
                 said, self._said = self._said, []
                 if time.perf_counter() >= beat_at:
                     beat_at = time.perf_counter() + BEAT_INTERVAL_S

@@ -3,7 +3,11 @@
 The site of `router_cost.py`: the real `baton router`, alone on one core, between nodes that only
 talk and a client; once plain and once with certificates that everybody must show:
 
-    python benchmarks/tls_cost.py [--seconds 6] [--rounds 4]
+    python benchmarks/tls_cost.py [--slices 12] [--seconds 1.5]
+
+Both routers are up all the while, and slices of each are measured in turns: what the machine does
+beside them changes more slowly. Where all is offered, how many tokens share a message is chance, so
+what a message costs tells more there than the tokens do.
 
 Offered is all that the nodes can, and fixed rates: TLS costs per record, so most per token where
 each token is a message of its own. Prediction, before the first run: AES-GCM takes about a
@@ -18,18 +22,21 @@ import argparse
 import os
 import statistics
 import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from baton.access.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
-from baton.access.tls import NO_TLS, TlsOptions
+from baton.access.tls import TlsOptions
 from environment import record_environment, write_results
-from router_cost import large_model, measure_rate, measure_requests, router_site
+from router_cost import Site, large_model, measure_rate, measure_requests, router_site
 
 RATES = (0, 20_000)  # tokens/s of all streams; 0: all that the nodes can
 GOAL = 0.95
+RATE_FIGURES = ("tokens_per_s", "tokens_per_core_s", "cpu_us_per_message")
+REQUEST_FIGURES = ("requests_per_s", "cpu_us_per_request")
 NODES = ("node/prefill/prefill", "node/decode/decode")  # as the nodes of the site are named
 
 
@@ -42,59 +49,64 @@ def certificate(folder: Path) -> TlsOptions:
     return TlsOptions(cert=f"{own}.crt", key=f"{own}.key", ca=str(folder / "ca.crt"))
 
 
-def ratios(rows: list[dict[str, Any]], measure: str) -> dict[str, float]:
-    """Mutual TLS over plain, of neighbours in time; and how far the rounds are apart."""
+def ratios(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, float]:
+    """Mutual TLS over plain, of neighbours in time: median, and the middle half of them."""
     plain = [row[measure] for row in rows if row["subject"] == "plain"]
     mtls = [row[measure] for row in rows if row["subject"] == "mtls"]
     found = [ours / theirs for ours, theirs in zip(mtls, plain, strict=True)]
-    return {
-        "median": round(statistics.median(found), 3),
-        "lowest": round(min(found), 3),
-        "highest": round(max(found), 3),
-    }
+    lower, median, upper = statistics.quantiles(found, n=4)
+    return {"median": round(median, 3), "lower": round(lower, 3), "upper": round(upper, 3)}
+
+
+async def in_turns(
+    sites: Mapping[str, Site], slices: int, measure: Callable[[Site], Awaitable[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Rows of short slices, one router after the other; the one that is not measured idles."""
+    rows: list[dict[str, Any]] = []
+    for number in range(-1, slices):  # the first warms up
+        for name in list(sites)[:: 1 if number % 2 == 0 else -1]:
+            row = {"subject": name, **await measure(sites[name])}
+            if number >= 0:
+                rows.append(row)
+                print(row, flush=True)
+    return rows
 
 
 async def run(options: argparse.Namespace, model: Path, tls: TlsOptions) -> dict[str, object]:
-    """Each rate in turns: plain first in even rounds, mutual TLS first in odd ones."""
-    rates: list[dict[str, Any]] = []
-    requests: list[dict[str, Any]] = []
-    subjects = [("plain", NO_TLS), ("mtls", tls)]
-    for round_number in range(options.rounds):
-        for name, own in subjects if round_number % 2 == 0 else reversed(subjects):
-            for rate in RATES:
-                with router_site(model, options.streams / rate if rate else 0.0, tls=own) as site:
-                    measured = await measure_rate(
-                        site, is_relay=False, num_streams=options.streams, seconds=options.seconds
-                    )
-                rates.append({"subject": name, "offered": rate or "all", **measured})
-                print(rates[-1], flush=True)
-            with router_site(model, 0.005, tls=own) as site:
-                found = await measure_requests(site, num_requests=1_000, max_tokens=16)
-            requests.append({"subject": name, **found})
-            print(requests[-1], flush=True)
-    return {
-        "goal": {"tokens_per_s, all offered, of plain": GOAL},
-        "mtls_over_plain": {
-            **{
-                f"{measure}, {rate or 'all'} offered": ratios(
-                    [row for row in rates if row["offered"] == (rate or "all")], measure
-                )
-                for rate in RATES
-                for measure in ("tokens_per_s", "tokens_per_core_s")
-            },
-            "requests_per_s": ratios(requests, "requests_per_s"),
-            "cpu_us_per_request": ratios(requests, "cpu_us_per_request"),
-        },
-        "rates": rates,
-        "requests": requests,
-    }
+    async def rate_of(site: Site) -> Mapping[str, Any]:
+        return await measure_rate(
+            site, is_relay=False, num_streams=options.streams, seconds=options.seconds
+        )
+
+    async def requests_of(site: Site) -> Mapping[str, Any]:
+        found = await measure_requests(site, num_requests=options.requests, max_tokens=16)
+        return {name: found[name] for name in ("requests_per_s", "cpu_us_per_request")}
+
+    found: dict[str, object] = {}
+    rows: dict[str, object] = {}
+    workloads: list[tuple[str, float, Any, Sequence[str]]] = [
+        (f"{rate or 'all'} offered", options.streams / rate if rate else 0.0, rate_of, RATE_FIGURES)
+        for rate in RATES
+    ]
+    workloads.append(("short requests", 0.005, requests_of, REQUEST_FIGURES))
+    for name, interval_s, measure, figures in workloads:
+        with (
+            router_site(model, interval_s) as plain,
+            router_site(model, interval_s, tls=tls) as mtls,
+        ):
+            these = await in_turns({"plain": plain, "mtls": mtls}, options.slices, measure)
+        rows[name] = these
+        found[name] = {figure: ratios(these, figure) for figure in figures}
+        print(name, found[name], flush=True)
+    return {"goal": {"throughput over plain": GOAL}, "mtls_over_plain": found, "slices": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--slices", type=int, default=12)
     parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=500)
     options = parser.parse_args()
     environment = record_environment()
     os.sched_setaffinity(0, {1})

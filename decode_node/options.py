@@ -37,5 +37,7 @@ class DecodeOptions:
 class DecodeNodeOptions(NodeOptions):
     """Options of a decode node; raises ConfigError naming the field."""
 
-    engine: EngineConfig = group(lambda: EngineConfig(preemption="hand-back"))
+    engine: EngineConfig = group(
+        lambda: EngineConfig(preemption="hand-back", cuda_graph_max_chunk=0)
+    )
     decode: DecodeOptions = group(DecodeOptions)

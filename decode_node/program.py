@@ -48,6 +48,7 @@ def make_program(
         node_name=options.name,
         kv_connector=options.kv_connector,
         kv_digests=kv_digests,
+        revision=options.revision,
     )
 
     tracing = Tracing(

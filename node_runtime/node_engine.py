@@ -13,7 +13,7 @@ from baton.api.errors import ConfigError
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
 from baton.engine_config import EngineConfig
-from baton.link.words import NodeRegistration, NodeRole
+from baton.link.words import REVISION, NodeRegistration, NodeRole
 from baton.version import __version__
 from engine.engine import Engine
 
@@ -58,7 +58,13 @@ class LoadedEngine:
 
 
 def load_engine(
-    model: str, config: EngineConfig, *, node_name: str, kv_connector: str, kv_digests: bool = False
+    model: str,
+    config: EngineConfig,
+    *,
+    node_name: str,
+    kv_connector: str,
+    kv_digests: bool = False,
+    revision: str = "",
 ) -> LoadedEngine:
     """Load a model for a node; raises ModelLoadError or ConfigError."""
     if config.num_ranks > 1:
@@ -93,6 +99,8 @@ def load_engine(
         "kv_digests": "on" if kv_digests else "off",
         "version": __version__,
     }
+    if revision:
+        compatibility[REVISION] = revision
     return LoadedEngine(
         engine,
         f"{node_name}-{uuid.uuid4().hex[:8]}",

@@ -8,6 +8,7 @@ from baton.access.access_options import AUDIT_LOG_HELP, INSECURE_HELP, STANDARD_
 from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
 from baton.engine_config import EngineConfig
+from baton.limits import REVISION_HELP, parse_revision
 from baton.options import check_limits, group, option
 from baton.telemetry.compat_options import COMPAT_HELP, COMPAT_NAMES
 from baton.telemetry.log_options import LogOptions
@@ -26,6 +27,12 @@ class NodeOptions:
         "for all of them.",
     )
     name: str = option("", help="Name of this node; made up if empty.")
+    revision: str = option("", parse=parse_revision, help=REVISION_HELP)
+    ready_with_peer: bool = option(
+        False,
+        help="Be ready (health checks, /ready) only while a node of the other role is reached: a "
+        "rolling update then waits for both roles.",
+    )
     listen: str = option(
         "127.0.0.1:0", help="host:port of health, reflection and admin; port 0: any free."
     )

@@ -57,6 +57,7 @@ def run_node(role: str, options: Options, load: Callable[[], MakeProgram[Options
             listen=options.listen,
             join_timeout_s=options.join_timeout_s,
             drain_timeout_s=options.drain_timeout_s,
+            ready_with_peer=options.ready_with_peer,
             engine_timeout_s=options.engine_timeout_s,
             node_token=options.node_token,
             metrics_listen=options.metrics_listen,

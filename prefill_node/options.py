@@ -26,7 +26,7 @@ class PrefillOptions(NodeOptions):
     # A prompt that lost its blocks is computed again here: nobody else has any. What is guessed
     # behind it, the decode node computes, and says how much of it.
     engine: EngineConfig = group(
-        lambda: EngineConfig(cuda_graphs=False), without=("preemption", "adaptive_speculation")
+        lambda: EngineConfig(cuda_graph_max_batch=0), without=("preemption", "adaptive_speculation")
     )
     push: PushMode = option(PushMode.LAYERS, help="When KV blocks are sent.")
     layer_groups: int = option(

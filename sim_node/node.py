@@ -18,6 +18,7 @@ from baton.block_hash import BlockHasher, cache_namespace
 from baton.link.drain import Drain
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
+    REVISION,
     AbortAll,
     CancelCommand,
     DecodeCommand,
@@ -175,6 +176,7 @@ class SimNode:
                 "block_size": str(options.block_size),
                 "kv_connector": TRANSPORT,
                 "version": __version__,
+                **({REVISION: options.revision} if options.revision else {}),
             },
             max_model_len=model.max_model_len,
             num_blocks=options.num_blocks,

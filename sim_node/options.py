@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
 from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
+from baton.limits import REVISION_HELP, parse_revision
 from baton.options import check_limits, group, option
 from baton.telemetry.log_options import LogOptions
 from sim_node.timing import PRESETS, TimingModel, preset
@@ -38,6 +39,7 @@ class SimOptions:
     prefix_hash: str = option(
         DEFAULT_HASH_ALGORITHM, choices=tuple(HASH_ALGORITHMS), help="Names of prefixes."
     )
+    revision: str = option("", parse=parse_revision, help=REVISION_HELP)
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -30,18 +30,74 @@ DAY_PATH_LINES = 6_000  # what one person reads in a day
 TOLERANCE = 0.1
 # Between them is what this program writes into a page.
 BEGIN, END = "<!-- written by tools/house.py -->", "<!-- end -->"
-# What is read, in this order, by names of classes and functions: files are found by them.
-READ = (
-    "CompletionDialect", "Exchange", "Intake", "Dispatcher", "OpenCall", "Attempt", "Cost",
-    "Node:router", "NodeLinkService", "PrefillCommand", "RouterLink",
-    "PrefillNode", "PushTracker", "DecodeNode", "Reservations",
-    "BlockPush", "Start:kvconnector", "Posted:kvconnector", "SendMachine", "Transfer",
-    "ReceiveMachine", "Peers", "Sender", "IoLoop",
-    "KVLayout",
-    "Engine", "Scheduler", "WaitingRoom", "SchedulerOutput", "Request:engine", "KVCacheManager",
-    "BlockPool", "StepPlan:engine", "Executor:engine", "Worker:engine", "InputBatch", "BlockTable",
-    "ModelRunner", "DecoderForCausalLM", "Attention:models", "AttentionMetadata", "CpuAttention",
-    "sample:engine",
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A part of the day path.
+
+    Attributes:
+        title: of the chapter.
+        sentence: what its reader knows afterwards.
+        names: classes and functions, in the order in which to read them; files are found by them.
+    """
+
+    title: str
+    sentence: str
+    names: tuple[str, ...]
+
+
+# The day: every file that decides something about a request in which nothing fails.
+DAY = (
+    Chapter(
+        "At the router",
+        "A body becomes a checked call; a pair of nodes is picked for it, both are told at once, "
+        "and what they answer becomes one stream.",
+        ("CompletionDialect", "Intake", "Dispatcher", "OpenCall", "Attempt"),
+    ),
+    Chapter(
+        "On the two nodes",
+        "A loop each: what comes in, one step of the engine, what goes out. The prefill node knows "
+        "which blocks may travel, the decode node whom it has promised some.",
+        ("PrefillNode", "PushTracker", "DecodeNode", "Reservations"),
+    ),
+    Chapter(
+        "Between them",
+        "A few short messages and their order; two state machines say them, without any I/O.",
+        ("Start:kvconnector", "SendMachine", "Transfer", "ReceiveMachine"),
+    ),
+    Chapter(
+        "In the engine",
+        "Who computes how many tokens next, and whose blocks these are; the same on both nodes.",
+        ("Engine", "Request:engine", "Scheduler", "KVCacheManager", "BlockPool"),
+    ),
+    Chapter(
+        "One step",
+        "From here there are no requests any more: token ids and rows in, sampled tokens out.",
+        ("StepPlan:engine", "ModelRunner"),
+    ),
+)
+# Another day: what a forward is, and what carries values from one file of the day to the next.
+BESIDE = (
+    Chapter(
+        "The model",
+        "The inside of a forward, down to the attention of one layer, and the draw of a token.",
+        ("DecoderForCausalLM", "Attention:models", "AttentionMetadata", "CpuAttention",
+         "sample:engine"),
+    ),
+    Chapter(
+        "Carriers",
+        "They hand values on and decide nothing about a request: HTTP, the link between router "
+        "and nodes, the I/O thread between nodes, rows and tables of a step.",
+        ("Exchange", "Node:router", "NodeLinkService", "PrefillCommand", "RouterLink",
+         "BlockPush", "Posted:kvconnector", "Sender", "IoLoop", "KVLayout", "SchedulerOutput",
+         "Executor:engine", "Worker:engine", "InputBatch", "BlockTable"),
+    ),
+    Chapter(
+        "When it is not the plainest case",
+        "Where a request costs least, who waits, and which peers are well.",
+        ("Cost", "WaitingRoom", "Peers"),
+    ),
 )  # fmt: skip
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -116,10 +172,10 @@ def _first_sentence(file: Path) -> str:
     return " ".join(paragraph.split()).replace("``", "`").replace("|", "\\|")
 
 
-def day_path(root: Path) -> Iterator[tuple[str, str, int]]:
+def day_path(root: Path, chapter: Chapter) -> Iterator[tuple[str, str, int]]:
     """Find the files to read: path, sentence, lines; raises for a name that is nowhere."""
     seen = set()
-    for name in READ:
+    for name in chapter.names:
         file = _file_of(root, *name.split(":"))
         if file not in seen:
             seen.add(file)
@@ -156,16 +212,40 @@ def map_table(root: Path) -> str:
     return "\n".join([*head, *rows, "", total])
 
 
-def day_path_table(root: Path) -> str:
-    """Write the files of the day path, in the order in which to read them."""
-    found = list(day_path(root))
-    rows = [f"| `{path}` | {sentence} | 1 | {lines:,} |" for path, sentence, lines in found]
-    total = sum(lines for *_, lines in found)
-    over = total - DAY_PATH_LINES
+def day_path_tables(root: Path) -> str:
+    """Write the files of each chapter, in the order in which to read them."""
+    day, beside = (
+        [(chapter, list(day_path(root, chapter))) for chapter in part] for part in (DAY, BESIDE)
+    )
+    over = _num_lines_of(day) - DAY_PATH_LINES
     limit = f"{over:,} more than that" if over > 0 else "it fits"
-    head = ["| file | what it does | files | lines |", "|---|---|---:|---:|"]
-    size = f"Together {len(found)} files, {total:,} lines"
-    return "\n".join([*head, *rows, "", f"{size}; the aim is {DAY_PATH_LINES:,}: {limit}."])
+    return "\n\n".join(
+        [
+            f"The day is {_size(day)}; the aim is {DAY_PATH_LINES:,}: {limit}.",
+            *_chapters(day, 1),
+            f"What is beside it is {_size(beside)}.",
+            *_chapters(beside, 1 + len(day)),
+        ]
+    )
+
+
+_Chapters = list[tuple[Chapter, list[tuple[str, str, int]]]]
+
+
+def _num_lines_of(chapters: _Chapters) -> int:
+    return sum(lines for _, files in chapters for *_, lines in files)
+
+
+def _size(chapters: _Chapters) -> str:
+    num_files = sum(len(files) for _, files in chapters)
+    return f"{num_files} files, {_num_lines_of(chapters):,} lines"
+
+
+def _chapters(chapters: _Chapters, first: int) -> Iterator[str]:
+    head = "| file | what it does | files | lines |\n|---|---|---:|---:|\n"
+    for number, (chapter, files) in enumerate(chapters, first):
+        rows = (f"| `{path}` | {sentence} | 1 | {lines:,} |" for path, sentence, lines in files)
+        yield f"## {number}. {chapter.title}\n\n{chapter.sentence}\n\n{head}" + "\n".join(rows)
 
 
 def decisions(root: Path) -> str:
@@ -175,7 +255,7 @@ def decisions(root: Path) -> str:
     return "\n".join(f"* [{title}]({file.name})" for title, file in zip(titles, files, strict=True))
 
 
-PAGES = {MAP: map_table, DAY_PATH: day_path_table, DECISIONS: decisions}
+PAGES = {MAP: map_table, DAY_PATH: day_path_tables, DECISIONS: decisions}
 
 
 def write(root: Path) -> None:
@@ -231,7 +311,8 @@ def show(root: Path) -> None:
         table.add_row(p.name, *map(str, numbers))
     console = Console()
     console.print(table)
-    console.print(map_table(root).splitlines()[-1], day_path_table(root).splitlines()[-1])
+    console.print(map_table(root).splitlines()[-1])
+    console.print(day_path_tables(root).splitlines()[0])
 
 
 def main(root: Path, words: list[str]) -> int:

@@ -46,6 +46,8 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "Abort": OWN_OR_OPERATE,
         "GetPolicy": LOOK,
         "SetPolicy": OPERATE,
+        "GetRollout": LOOK,
+        "ChangeRollout": OPERATE,
         "GetVersion": LOOK,
         "ListNodeRequests": LOOK,
         "ListQuarantine": LOOK,

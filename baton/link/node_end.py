@@ -16,6 +16,7 @@ from baton.api.errors import ConfigError, InvalidRequestError
 from baton.link import wire
 from baton.link.message_cuts import cut_message
 from baton.link.words import (
+    FIRST_PROTOCOL,
     AbortAll,
     AdminCall,
     CancelCommand,
@@ -30,6 +31,7 @@ from baton.link.words import (
     RouterCommand,
     failed_delta,
     node_request_id,
+    protocol_problem,
     split_request_id,
 )
 from baton.v1 import node_pb2
@@ -74,6 +76,9 @@ class NodeEnd:
         """
         self.obstacle = message.registered.problem
         if not self.obstacle:
+            theirs = message.registered.protocol or FIRST_PROTOCOL
+            if problem := protocol_problem(self._registration.protocol, own=theirs):
+                raise ConfigError(problem)
             self.router_id = message.registered.router_id
             self.joined, self._num_missed_beats = True, 0
         elif not message.registered.may_retry:

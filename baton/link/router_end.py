@@ -10,6 +10,7 @@ import logging
 from baton.link import wire
 from baton.link.message_cuts import parts_problem
 from baton.link.words import (
+    PROTOCOL,
     DecodeCommand,
     NodeEvent,
     PrefillCommand,
@@ -28,7 +29,9 @@ def registered(
     problem: str, router_id: str = "", *, may_retry: bool = False
 ) -> node_pb2.RouterMessage:
     """The answer to a registration; with a problem a refusal."""
-    answer = node_pb2.Registered(problem=problem, router_id=router_id, may_retry=may_retry)
+    answer = node_pb2.Registered(
+        problem=problem, router_id=router_id, may_retry=may_retry, protocol=PROTOCOL
+    )
     return node_pb2.RouterMessage(registered=answer)
 
 

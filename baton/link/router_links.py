@@ -25,6 +25,7 @@ from baton.link.words import (
     NodeBeat,
     NodeEvent,
     NodeRegistration,
+    PeerReport,
     PeerUpdate,
     RequestDelta,
     RouterCommand,
@@ -52,6 +53,9 @@ class RouterLinks:
         node_token: shows routers that this node may join.
         answer: answers what operators ask; None: nothing.
         tls: shows them who this node is.
+
+    Attributes:
+        reached: engine ids of the peers that this node reaches.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class RouterLinks:
         answer: Answer | None = None,
         tls: TlsOptions = NO_TLS,
     ) -> None:
+        self.reached: set[str] = set()
         self._routers = routers
         self._registration = registration
         self._submit = submit
@@ -85,6 +90,9 @@ class RouterLinks:
 
     def emit(self, event: NodeEvent) -> None:
         """Hand an event to whom it concerns. On the loop's thread."""
+        if isinstance(event, PeerReport):
+            note = self.reached.add if event.connected else self.reached.discard
+            note(event.engine_id)
         if not isinstance(event, tuple):
             for link in self._links.values():
                 link.emit(event)
@@ -120,7 +128,7 @@ class RouterLinks:
                 elif now > give_up_at:
                     self._give_up(ever_joined=ever_joined)
                 if now >= resolve_at:
-                    await self._follow(await _resolve(self._routers))
+                    await self._follow(await resolve_routers(self._routers))
                     resolve_at = now + (RESOLVE_INTERVAL_S if self._links else 0.0)
                 tasks = list(self._tasks.values())
                 if tasks:
@@ -221,6 +229,7 @@ class RouterLinks:
                 routers.discard(address)
                 if not routers:  # as long as one router has it, it lives
                     self._peers.pop(engine_id, None)
+                    self.reached.discard(engine_id)
                     self._submit(command)
             case PeerUpdate(engine_id=engine_id):
                 self._peers.setdefault(engine_id, set()).add(address)
@@ -237,7 +246,7 @@ def _by_router(deltas: Sequence[RequestDelta]) -> dict[str, list[RequestDelta]]:
     return grouped
 
 
-async def _resolve(routers: Sequence[str]) -> dict[str, str]:
+async def resolve_routers(routers: Sequence[str]) -> dict[str, str]:
     """Resolve every router to its addresses, each with its host; skip names that do not resolve.
 
     An address stays as it was written where its name has one only: messages name it so.

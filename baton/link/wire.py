@@ -91,6 +91,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             kv_bytes_per_token=registration.kv_bytes_per_token,
             computes_prompts=registration.computes_prompts,
             process_key=registration.process_key,
+            protocol=registration.protocol,
         )
     )
 
@@ -115,6 +116,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         kv_bytes_per_token=message.kv_bytes_per_token,
         computes_prompts=message.computes_prompts,
         process_key=message.process_key,
+        protocol=message.protocol or link.FIRST_PROTOCOL,
     )
 
 

@@ -18,6 +18,22 @@ from baton.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.trace_context import TraceContext
 
+# The version of the messages of a link. It grows when one of them changes so that who knows the one
+# before would misread it; who speaks one speaks the one before, too. (More fields are no change.)
+PROTOCOL = 1
+FIRST_PROTOCOL = 1  # of those that do not say so yet
+REVISION = "revision"  # among what must be equal for two nodes to be paired
+
+
+def protocol_problem(theirs: int, *, own: int = PROTOCOL) -> str:
+    """Why two ends of a link do not understand each other; empty if they do."""
+    if abs(theirs - own) <= 1:
+        return ""
+    return (
+        f"protocol: the node and the router speak versions {theirs} and {own}, which are more than "
+        "one apart; update the older one first"
+    )
+
 
 class NodeRole(Enum):
     """The roles of a node."""
@@ -38,6 +54,7 @@ class NodeRegistration:
         kv_bytes_per_token: of all layers; 0: unknown.
         computes_prompts: a decode node that takes requests without a prefill node.
         process_key: known to this process and its routers only; empty: it has none.
+        protocol: version of the link's messages that it speaks.
     """
 
     node_name: str
@@ -54,6 +71,12 @@ class NodeRegistration:
     kv_bytes_per_token: float = 0.0
     computes_prompts: bool = False
     process_key: bytes = field(default=b"", repr=False)
+    protocol: int = PROTOCOL
+
+    @property
+    def revision(self) -> str:
+        """Which revision of a fleet's nodes this one is of; empty: it was given none."""
+        return self.compatibility.get(REVISION, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,11 +169,17 @@ def open_channel(
     )
 
 
-def open_sync_channel(address: str, tls: TlsMaterial | None = None) -> grpc.Channel:
-    """Open a blocking channel with our limits; without TLS if there is none."""
+def open_sync_channel(
+    address: str, tls: TlsMaterial | None = None, *, server_name: str = ""
+) -> grpc.Channel:
+    """Open a blocking channel with our limits; without TLS if there is none.
+
+    Args:
+        server_name: that the server's certificate must have; empty: the address's host.
+    """
     if tls is None:
         return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, channel_credentials(tls), options=_tls_options())
+    return grpc.secure_channel(address, channel_credentials(tls), options=_tls_options(server_name))
 
 
 def _tls_options(server_name: str = "") -> list[tuple[str, Any]]:

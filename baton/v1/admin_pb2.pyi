@@ -1,12 +1,24 @@
 from baton.v1 import node_pb2 as _node_pb2
 from baton.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class RolloutAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLLOUT_ACTION_UNSPECIFIED: _ClassVar[RolloutAction]
+    ROLLOUT_ACTION_PAUSE: _ClassVar[RolloutAction]
+    ROLLOUT_ACTION_RESUME: _ClassVar[RolloutAction]
+    ROLLOUT_ACTION_UNDO: _ClassVar[RolloutAction]
+ROLLOUT_ACTION_UNSPECIFIED: RolloutAction
+ROLLOUT_ACTION_PAUSE: RolloutAction
+ROLLOUT_ACTION_RESUME: RolloutAction
+ROLLOUT_ACTION_UNDO: RolloutAction
 
 class NodeAdminRequest(_message.Message):
     __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile")
@@ -49,7 +61,7 @@ class ListNodesResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeDescription, _Mapping]]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests", "lost", "version", "num_blocks", "block_size", "max_model_len", "health", "health_why", "weight", "prefill_tokens_per_s", "step_s")
+    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests", "lost", "version", "num_blocks", "block_size", "max_model_len", "health", "health_why", "weight", "prefill_tokens_per_s", "step_s", "revision")
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +79,7 @@ class NodeDescription(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -84,7 +97,8 @@ class NodeDescription(_message.Message):
     weight: float
     prefill_tokens_per_s: float
     step_s: float
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ..., version: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., health: _Optional[str] = ..., health_why: _Optional[str] = ..., weight: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+    revision: str
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ..., version: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., health: _Optional[str] = ..., health_why: _Optional[str] = ..., weight: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
     __slots__ = ("node_name", "connected", "transport", "problem", "bandwidth_bytes_per_s")
@@ -522,6 +536,44 @@ class PolicyDescription(_message.Message):
     policy: str
     known: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, policy: _Optional[str] = ..., known: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetRolloutRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ChangeRolloutRequest(_message.Message):
+    __slots__ = ("action", "revision")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    action: RolloutAction
+    revision: str
+    def __init__(self, action: _Optional[_Union[RolloutAction, str]] = ..., revision: _Optional[str] = ...) -> None: ...
+
+class RolloutDescription(_message.Message):
+    __slots__ = ("state", "revisions")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REVISIONS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    revisions: _containers.RepeatedCompositeFieldContainer[RevisionDescription]
+    def __init__(self, state: _Optional[str] = ..., revisions: _Optional[_Iterable[_Union[RevisionDescription, _Mapping]]] = ...) -> None: ...
+
+class RevisionDescription(_message.Message):
+    __slots__ = ("revision", "state", "share", "num_prefill", "num_decode", "num_placed", "nodes")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLACED_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    revision: str
+    state: str
+    share: float
+    num_prefill: int
+    num_decode: int
+    num_placed: int
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, revision: _Optional[str] = ..., state: _Optional[str] = ..., share: _Optional[float] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., num_placed: _Optional[int] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetVersionRequest(_message.Message):
     __slots__ = ()

@@ -95,6 +95,16 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.PolicyDescription.FromString,
                 _registered_method=True)
+        self.GetRollout = channel.unary_unary(
+                '/baton.v1.Admin/GetRollout',
+                request_serializer=baton_dot_v1_dot_admin__pb2.GetRolloutRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.RolloutDescription.FromString,
+                _registered_method=True)
+        self.ChangeRollout = channel.unary_unary(
+                '/baton.v1.Admin/ChangeRollout',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ChangeRolloutRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.RolloutDescription.FromString,
+                _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/baton.v1.Admin/GetVersion',
                 request_serializer=baton_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
@@ -214,6 +224,18 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRollout(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeRollout(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVersion(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -326,6 +348,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.SetPolicyRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.PolicyDescription.SerializeToString,
+            ),
+            'GetRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRollout,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.GetRolloutRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.RolloutDescription.SerializeToString,
+            ),
+            'ChangeRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRollout,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ChangeRolloutRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.RolloutDescription.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVersion,
@@ -693,6 +725,60 @@ class Admin(object):
             '/baton.v1.Admin/SetPolicy',
             baton_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.PolicyDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/GetRollout',
+            baton_dot_v1_dot_admin__pb2.GetRolloutRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.RolloutDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ChangeRollout',
+            baton_dot_v1_dot_admin__pb2.ChangeRolloutRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.RolloutDescription.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,14 +53,12 @@ class Executor(Protocol):
     ) -> list[Any]:
         """Call a method of every worker between steps; what each of them returns, by rank.
 
-        Raises TimeoutError when one has not answered in time.
+        Raises TimeoutError when one has answered later than ``timeout_s``, or not at all. A worker
+        of this process cannot be left waiting: there it is raised when the call has ended.
         """
 
     def check_health(self) -> None:
-        """Raise EngineDeadError when a worker is gone."""
+        """Raise EngineDeadError when a worker is gone, a step has failed, or a call was late."""
 
     def close(self) -> None:
         """End the workers; nothing is submitted any more. May be called twice."""
-
-    def on_failure(self, call: Callable[[Exception], None]) -> None:
-        """Have ``call`` called, on any thread and once, when a worker goes that nobody ended."""

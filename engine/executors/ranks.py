@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from baton.api import errors
 from baton.api.errors import EngineDeadError
@@ -67,7 +67,6 @@ class OtherRanks:
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self.failure: EngineDeadError | None = None
-        self.on_failure: Callable[[Exception], None] | None = None
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def _watch(self) -> None:
@@ -77,8 +76,6 @@ class OtherRanks:
                 logger.critical("%s; the others end with it", gone)
                 self.failure = EngineDeadError(gone)
                 self.end()
-                if self.on_failure is not None:
-                    self.on_failure(self.failure)
                 return
 
     def send(self, message: Step | Call) -> None:
@@ -100,13 +97,16 @@ class OtherRanks:
             deadline = time.monotonic() + 3 * _LOOK_EVERY_S
             while self.failure is None and time.monotonic() < deadline:
                 time.sleep(_LOOK_EVERY_S / 10)  # the watch is about to find why
-            self.failure = self.failure or EngineDeadError(f"ranks cannot be reached: {error}")
-            self.end()
-            raise self.failure from error
+            self.fail(f"ranks cannot be reached: {error}")
+            raise cast("EngineDeadError", self.failure) from error
         except BaseException as error:
-            self.failure = self.failure or EngineDeadError(f"a step of rank 0 failed: {error}")
-            self.end()
+            self.fail(f"a step of rank 0 failed: {error}")
             raise
+
+    def fail(self, why: str) -> None:
+        """End all of them, for good, for what was found here; the first reason stays."""
+        self.failure = self.failure or EngineDeadError(why)
+        self.end()
 
     def end(self) -> None:
         """End all of them; may be called twice."""
@@ -132,7 +132,8 @@ class _Pending:
 
 def _answer(rank: OtherRank, deadline: float) -> Any:
     try:
-        if not rank.messages.poll(max(deadline - time.monotonic(), 0)):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not rank.messages.poll(left_s):
             raise TimeoutError(f"rank {rank.rank} has not answered in time")
         answer: Answer | Failure = FROM_RANK.decode(rank.messages.recv_bytes())
     except (EOFError, OSError) as error:
@@ -193,16 +194,17 @@ class RanksExecutor:
         deadline = time.monotonic() + (START_TIMEOUT_S if timeout_s is None else timeout_s)
         self.check_health()
         self._others.send(Call(method, list(args)))
-        own = self._local.collective_rpc(method, args, timeout_s)
-        values = self._others.answers(deadline)
+        try:
+            own = self._local.collective_rpc(method, args, timeout_s)
+            values = self._others.answers(deadline)
+        except TimeoutError as error:  # a late answer would be taken for one to the next call
+            self._others.fail(str(error))
+            raise
         return values[: self._leader] + own + values[self._leader :]
 
     def check_health(self) -> None:
         if self._others.failure is not None:
             raise self._others.failure
-
-    def on_failure(self, call: Callable[[Exception], None]) -> None:
-        self._others.on_failure = call
 
     def close(self) -> None:
         self._others.end()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from baton.api.errors import EngineDeadError
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
@@ -18,13 +20,18 @@ from models.parallel.group import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchAhead:
-    """A step whose launch is on its way."""
+class SubmittedStep:
+    """A step that is launched, or whose launch is on its way."""
 
-    launch: Future[LaunchedStep]
+    launched: Callable[[], LaunchedStep]
+    note_failure: Callable[[Exception], None]
 
     def wait(self) -> ModelRunnerOutput:
-        return self.launch.result().wait()
+        try:
+            return self.launched().wait()
+        except Exception as error:
+            self.note_failure(error)
+            raise
 
 
 class UniprocExecutor:
@@ -39,26 +46,40 @@ class UniprocExecutor:
         self.kv_memory = worker.kv_memory
         self.runs_ahead = worker.runs_ahead
         self.thread = ThreadPoolExecutor(1, "model-runner") if worker.runs_ahead else None
+        self._failure: str | None = None
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
-        prepared = self.worker.prepare(plan, hooks)
-        if self.thread is None:
-            return self.worker.launch(prepared, hooks)
-        return LaunchAhead(self.thread.submit(self.worker.launch, prepared, hooks))
+        try:
+            prepared = self.worker.prepare(plan, hooks)
+            if self.thread is not None:
+                launch = self.thread.submit(self.worker.launch, prepared, hooks)
+                return SubmittedStep(launch.result, self._note_failure)
+            launched = self.worker.launch(prepared, hooks)
+        except Exception as error:
+            self._note_failure(error)
+            raise
+        return SubmittedStep(lambda: launched, self._note_failure)
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failure = self._failure or f"a step failed: {error}"
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
-        return [getattr(self.worker, method)(*args)]
-
-    def close(self) -> None:
-        pass  # a worker of this process ends with it
+        started = time.monotonic()
+        value = getattr(self.worker, method)(*args)
+        if timeout_s is not None and time.monotonic() - started >= timeout_s:
+            self._failure = f"{method} took longer than {timeout_s} s"
+            raise TimeoutError(self._failure)
+        return [value]
 
     def check_health(self) -> None:
-        pass  # a worker of this process is there as long as whoever asks
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
 
-    def on_failure(self, call: Callable[[Exception], None]) -> None:
-        pass  # what goes wrong is raised where the step is waited for
+    def close(self) -> None:
+        if self.thread is not None:
+            self.thread.shutdown()
 
 
 def worker_of(executor: Executor) -> Worker:

@@ -6,8 +6,8 @@ long. A graph holds all of them, from the token ids of the requests to those tha
     token ids | layers | output head | sampling | last tokens, for the step behind this one
 
 Sizes are captured from the largest down in one memory pool, so that the smaller ones live in what
-the largest needs. A step is padded to the next size; see `graph_inputs.py`. Every other step
-(prompts, callbacks after layers, too many requests) is computed eagerly.
+the largest needs. A step is padded to the next size; see `graph_inputs.py`. Steps with prompts, or
+with callbacks after layers, are not for these graphs; see `chunks/`. Others are computed eagerly.
 Refuses to know: requests, schedulers, how attention plans its work.
 """
 
@@ -46,6 +46,15 @@ def reason_against_graphs(
     config: EngineConfig, device: torch.device, backend_names: BackendNames
 ) -> str | None:
     """Why decode steps are not captured, as one phrase for the log; None: they are."""
+    if not config.cuda_graph_max_batch:
+        return "switched off"
+    return reason_against_replays(config, device, backend_names)
+
+
+def reason_against_replays(
+    config: EngineConfig, device: torch.device, backend_names: BackendNames
+) -> str | None:
+    """Why no step at all is captured, as one phrase for the log; None: they can be."""
     if not config.cuda_graphs:
         return "switched off"
     if device.type != "cuda":

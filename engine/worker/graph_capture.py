@@ -1,4 +1,4 @@
-"""Captures decode steps on a GPU at start: what it takes, what it costs, whether it can be done.
+"""Captures steps on a GPU at start: what it takes, what it costs, whether it can be done.
 
 Refuses to know: what a step computes, when it is replayed.
 """
@@ -9,11 +9,12 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from baton.engine_config import EngineConfig
+from engine.worker.chunks.chunk_graphs import reason_against_chunks
 from engine.worker.cuda_graphs import reason_against_graphs
 from engine.worker.device_choice import BackendNames
 from engine.worker.kv_cache import KVCacheSpec
@@ -47,6 +48,10 @@ def _multiply(device: torch.device) -> None:
     torch.mm(matrix, matrix)
 
 
+def _go_on() -> None:
+    """Where a piece ends that is not captured."""
+
+
 class DeviceCapture:
     """Captures on the current CUDA device; all graphs share one memory pool."""
 
@@ -65,8 +70,32 @@ class DeviceCapture:
             ):
                 body()
         except RuntimeError as error:
-            raise CaptureError(f"a decode step cannot be captured: {error}") from error
+            raise CaptureError(f"a step cannot be captured: {error}") from error
         return graph.replay
+
+    def pieces(self, body: Callable[[Callable[[], None]], None]) -> tuple[Callable[[], None], ...]:
+        """See `chunk_graphs.CapturePieces`."""
+        self._warm_up(lambda: body(_go_on))
+        graphs = [torch.cuda.CUDAGraph()]
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(self._pool, "thread_local")
+
+        # As `torch.cuda.graph` does, whose graphs cannot end in the middle of a call.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        try:
+            with torch.cuda.stream(self._stream):
+                graphs[-1].capture_begin(self._pool, "thread_local")
+                try:
+                    body(cut)
+                finally:
+                    graphs[-1].capture_end()
+        except RuntimeError as error:
+            raise CaptureError(f"a step cannot be captured: {error}") from error
+        return tuple(graph.replay for graph in graphs)
 
     def _warm_up(self, body: Callable[[], None]) -> None:
         """Compile kernels and let libraries take their memory; then look for what waits.
@@ -83,7 +112,7 @@ class DeviceCapture:
             try:
                 body()
             except RuntimeError as error:
-                raise CaptureError(f"a decode step cannot be captured: {error}") from error
+                raise CaptureError(f"a step cannot be captured: {error}") from error
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
@@ -102,33 +131,44 @@ def make_captured_runner(
 ) -> ModelRunner:
     """A runner whose decode steps are captured where they can be; a log line tells of it."""
     reason_against = reason_against_graphs(config, kv_cache.device, backend_names)
+    against_chunks = reason_against_chunks(config, kv_cache.device, backend_names, ranks)
     runner = make_model_runner(
         model, kv_cache, spec, config, backend_names, max_model_len,
-        with_graphs=reason_against is None, ranks=ranks, tells_tokens=tells_tokens,
+        with_graphs=reason_against is None, with_chunks=against_chunks is None, ranks=ranks,
+        tells_tokens=tells_tokens,
     )  # fmt: skip
     if reason_against is None:
-        _capture(runner)
+        _capture("decode steps", "requests", lambda: runner.capture_graphs(DeviceCapture()))
     else:
-        logger.info("cuda graphs off: %s", reason_against)
+        logger.info("cuda graphs of decode steps off: %s", reason_against)
+    if against_chunks is None:
+        _capture("prompts", "tokens", lambda: runner.capture_chunks(DeviceCapture().pieces))
+    else:
+        logger.info("cuda graphs of prompts off: %s", against_chunks)
     return runner
 
 
-def _capture(runner: ModelRunner) -> None:
+def _capture(steps: str, unit: str, capture: Callable[[], Sequence[int]]) -> None:
+    """Capture, and log what came of it.
+
+    Args:
+        steps: which, in words.
+        unit: what sizes count.
+        capture: does it, and returns the sizes.
+    """
     started = time.monotonic()
     try:
-        runner.capture_graphs(DeviceCapture())
+        sizes = capture()
     except CaptureError as error:
-        logger.warning("cuda graphs off: %s", error)
+        logger.warning("cuda graphs of %s off: %s", steps, error)
         return
-    sizes = runner.graph_sizes
     seconds = time.monotonic() - started
-    logger.info(
-        "cuda graphs on: %d sizes of up to %d requests in %.1f s", len(sizes), sizes[-1], seconds
-    )
+    counted = f"{len(sizes)} sizes of up to {sizes[-1]} {unit}"
+    logger.info("cuda graphs of %s on: %s in %.1f s", steps, counted, seconds)
 
 
 def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
-    """Memory that the graphs of a runner will take, from its two largest, captured for that.
+    """Memory that the graphs of a runner will take, of each kind from its two largest.
 
     Smaller ones live in the memory of the largest; what each adds on its own is taken to be what
     the second largest adds. Nothing where they cannot be captured.
@@ -139,16 +179,31 @@ def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
     capture_stream(torch.cuda.current_device())  # its memory is no graph's
     free_before = _free_bytes()
     runner = make_runner()
-    sizes = runner.capturable_sizes
-    free_after = []
-    try:
-        for num_graphs in (1, 2):
-            runner.capture_graphs(DeviceCapture(), sizes[-num_graphs:])
-            free_after.append(_free_bytes())
-    except CaptureError:  # the engine says so when it captures
+    free_inputs = _free_bytes()
+    needed = max(free_before - free_inputs, 0)
+    try:  # the engine says so when it captures
+        needed += _measure_kind(
+            runner.capturable_sizes, lambda sizes: runner.capture_graphs(DeviceCapture(), sizes)
+        )
+        needed += _measure_kind(
+            runner.capturable_chunks,
+            lambda sizes: runner.capture_chunks(DeviceCapture().pieces, sizes),
+        )
+    except CaptureError:
         return 0
-    each = max(free_after[0] - free_after[1], 0)
-    return max(free_before - free_after[0], 0) + each * (len(sizes) - 1)
+    return needed
+
+
+def _measure_kind(sizes: Sequence[int], capture: Callable[[Sequence[int]], object]) -> int:
+    """Bytes that all sizes of one kind take, by those of the two largest."""
+    free = [_free_bytes()]
+    for num_graphs in (1, 2)[: len(sizes)]:
+        capture(sizes[-num_graphs:])
+        free.append(_free_bytes())
+    if not sizes:
+        return 0
+    each = max(free[1] - free[-1], 0)
+    return max(free[0] - free[1], 0) + each * (len(sizes) - 1)
 
 
 def _free_bytes() -> int:

@@ -15,6 +15,7 @@ from torch import nn
 from baton.api.errors import ConfigError
 from baton.engine_config import DEFAULT_MEMORY_UTILIZATION, GIB, EngineConfig
 from engine.core.step_plan import StepPlan
+from engine.worker.chunks.chunk_graphs import reason_against_chunks
 from engine.worker.cuda_graphs import reason_against_graphs
 from engine.worker.device_choice import BackendNames
 from engine.worker.graph_capture import measure_graph_bytes
@@ -40,7 +41,7 @@ class MemoryProfile:
         used: by this process, its weights included, and by others, before activations.
         weights: of the model.
         activations: what the largest step needs on top.
-        graphs: what captured decode steps take for good.
+        graphs: what captured steps take for good.
         utilization: share of ``total`` that all of this and the KV cache may take.
         largest_cache: most bytes that the KV cache is to take whatever is free.
     """
@@ -109,7 +110,7 @@ def measure_kv_cache_bytes(
         step = largest_step(config, longest, spec)
         try:
             activations = _measure_peak(model, spec, config, device, backend_names, step, ranks)
-            graphs = _measure_graphs(model, spec, config, device, backend_names, longest)
+            graphs = _measure_graphs(model, spec, config, device, backend_names, longest, ranks)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
         # On a GPU, the first step makes libraries take memory for good. On a CPU, memory that the
@@ -156,16 +157,20 @@ def _measure_graphs(
     device: torch.device,
     backend_names: BackendNames,
     longest: int,
+    ranks: Ranks,
 ) -> int:
-    """Bytes that graphs of decode steps take, with requests of up to ``longest`` tokens."""
-    if reason_against_graphs(config, device, backend_names) is not None:
+    """Bytes that graphs take, with requests of up to ``longest`` tokens."""
+    with_graphs = reason_against_graphs(config, device, backend_names) is None
+    with_chunks = reason_against_chunks(config, device, backend_names, ranks) is None
+    if not with_graphs and not with_chunks:
         return 0
 
     def make_runner() -> ModelRunner:
         kv_cache = allocate_kv_cache(spec, 1, device)
         return make_model_runner(
-            model, kv_cache, spec, config, backend_names, longest, with_graphs=True
-        )
+            model, kv_cache, spec, config, backend_names, longest,
+            with_graphs=with_graphs, with_chunks=with_chunks,
+        )  # fmt: skip
 
     return measure_graph_bytes(make_runner)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -20,10 +20,17 @@ from engine.sampling.device_sampling import sample_on_device, upload_parameters
 from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_input import SamplingInput
+from engine.worker.chunks.chunk_graphs import (
+    MAX_NUM_REQUESTS,
+    CapturePieces,
+    ChunkGraphs,
+    chunk_sizes,
+)
+from engine.worker.chunks.chunk_inputs import ChunkInputs
 from engine.worker.cuda_graphs import Capture, GraphContext, StepGraphs, captured_sizes
 from engine.worker.device_choice import BackendNames
 from engine.worker.graph_inputs import GraphInputs, StagedStep
-from engine.worker.input_batch import InputBatch, PreparedStep
+from engine.worker.input_batch import InputBatch, ModelInput, PreparedStep
 from engine.worker.kv_cache import KVCacheSpec
 from models.base import CausalLM, ForwardContext, GroupStep
 from models.parallel.group import ALONE, Ranks
@@ -82,7 +89,8 @@ class ModelRunner:
         context: the model, its attention backends (one for each KV cache group that attends) and
             its cache.
         input_batch: persistent input buffers on the model's device.
-        graph_inputs: of steps that may be captured; None: none may.
+        graph_inputs: of decode steps that may be captured; None: none may.
+        chunk_inputs: of steps with prompts that may be; None: none may.
         samples_on_device: whether the sampling kernel runs there.
         ranks: that share the model; the leader samples for all.
         tells_tokens: whether it tells the others what it sampled: a step may be launched before
@@ -94,6 +102,7 @@ class ModelRunner:
         context: GraphContext,
         input_batch: InputBatch,
         graph_inputs: GraphInputs | None = None,
+        chunk_inputs: ChunkInputs | None = None,
         *,
         samples_on_device: bool = False,
         ranks: Ranks = ALONE,
@@ -102,13 +111,14 @@ class ModelRunner:
         self._context = context
         self._model = context.model
         self._input_batch = input_batch
-        self._graph_inputs = graph_inputs
+        self._graph_inputs, self._chunk_inputs = graph_inputs, chunk_inputs
         self._samples_on_device = samples_on_device
         self._ranks = ranks
         self._tells_tokens = tells_tokens and ranks.everyone.size > 1
         self._untold: Tensor | None = None  # rows of the newest step that sampled
         self._device = device = input_batch.device
         self._graphs: StepGraphs | None = None
+        self._chunks: ChunkGraphs | None = None
         self._sampled, self._spare = (  # on the host, of this step and of the one before
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
@@ -127,8 +137,10 @@ class ModelRunner:
         return self._graph_inputs.sizes if self._graph_inputs else ()
 
     @torch.inference_mode()
-    def capture_graphs(self, capture: Capture, sizes: Sequence[int] | None = None) -> None:
-        """Capture decode steps (all sizes that there are inputs for), the largest first.
+    def capture_graphs(
+        self, capture: Capture, sizes: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """Capture decode steps (all sizes), the largest first; returns them.
 
         Args:
             capture: records a step, see `cuda_graphs.Capture`; what it raises leaves all as it was.
@@ -138,6 +150,34 @@ class ModelRunner:
         for size in sorted(sizes or self.capturable_sizes, reverse=True):
             graphs.capture(size)
         self._graphs = graphs
+        return graphs.sizes
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens whose steps are replayed by layers; none before `capture_chunks`."""
+        return self._chunks.sizes if self._chunks else ()
+
+    @property
+    def capturable_chunks(self) -> tuple[int, ...]:
+        """Numbers of tokens that steps with prompts are captured for, rising."""
+        return self._chunk_inputs.sizes if self._chunk_inputs else ()
+
+    @torch.inference_mode()
+    def capture_chunks(
+        self, capture: CapturePieces, sizes: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """Capture steps with prompts by layers (all sizes), the largest first; returns them.
+
+        Args:
+            capture: records a step, see `chunk_graphs.CapturePieces`; what it raises leaves all
+                as it was.
+        """
+        assert self._chunk_inputs is not None, "there are no inputs for graphs"
+        chunks = ChunkGraphs(self._context, self._chunk_inputs, capture)
+        for size in sorted(sizes or self.capturable_chunks, reverse=True):
+            chunks.capture(size)
+        self._chunks = chunks
+        return chunks.sizes
 
     def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
         """Compute the planned tokens; returns when their KV is in the cache."""
@@ -175,22 +215,13 @@ class ModelRunner:
     def _launch_eagerly(
         self, prepared: PreparedStep, hooks: StepHooks, started_at: float
     ) -> LaunchedStep:
-        inputs, context = prepared.model, self._context
+        inputs = prepared.model
         last_tokens = self._input_batch.last_tokens
-        groups = plan_groups(inputs.groups, context.backends)
         if prepared.unknown is not None:
             self._hear_tokens()
             places, rows = prepared.unknown
             inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
-        forward_context = ForwardContext(
-            positions=inputs.positions,
-            groups=groups,
-            layer_groups=context.layer_groups,
-            layer_caches=context.layer_caches,
-            after_layer=hooks.after_layer,
-        )
-        # [num_tokens, hidden_size]
-        hidden_states = self._model.forward(inputs.input_ids, forward_context)
+        hidden_states = self._forward(inputs, hooks.after_layer)  # [num_tokens, hidden_size]
         sampling = prepared.sampling
         if not self._ranks.leads and sampling.request_ids and self._tells_tokens:
             self._hear_tokens()
@@ -219,6 +250,19 @@ class ModelRunner:
                     self._ranks.everyone.send(token_ids, rank)
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
         return launched
+
+    def _forward(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:
+        context = self._context
+        if self._chunks is not None and self._chunks.takes(inputs):
+            return self._chunks.replay(inputs, after_layer)
+        forward_context = ForwardContext(
+            positions=inputs.positions,
+            groups=plan_groups(inputs.groups, context.backends),
+            layer_groups=context.layer_groups,
+            layer_caches=context.layer_caches,
+            after_layer=after_layer,
+        )
+        return self._model.forward(inputs.input_ids, forward_context)
 
     def _hear_tokens(self) -> None:
         """Take what the leader sampled last, if it has not been; a stage does so when it has to."""
@@ -278,6 +322,7 @@ def make_model_runner(
     max_model_len: int,
     *,
     with_graphs: bool = False,
+    with_chunks: bool = False,
     samples_on_device: bool | None = None,
     ranks: Ranks = ALONE,
     tells_tokens: bool = False,
@@ -286,6 +331,7 @@ def make_model_runner(
 
     Args:
         with_graphs: make inputs for graphs of decode steps.
+        with_chunks: make inputs for graphs of steps with prompts.
         samples_on_device: None: on a GPU with Triton.
     """
     device = kv_cache.device
@@ -296,6 +342,16 @@ def make_model_runner(
         graph_inputs = GraphInputs(
             captured_sizes(most),
             num_rows=config.max_num_requests,
+            max_blocks=max_blocks,
+            num_groups=spec.num_groups,
+            max_seq_len=max_model_len,
+            device=device,
+        )
+    chunk_inputs = None
+    if with_chunks:
+        chunk_inputs = ChunkInputs(
+            chunk_sizes(min(config.cuda_graph_max_chunk, config.max_num_batched_tokens)),
+            max_num_requests=min(config.max_num_requests, MAX_NUM_REQUESTS),
             max_blocks=max_blocks,
             num_groups=spec.num_groups,
             max_seq_len=max_model_len,
@@ -322,6 +378,7 @@ def make_model_runner(
             graph_inputs=graph_inputs,
         ),
         graph_inputs,
+        chunk_inputs,
         samples_on_device=samples_on_device,
         ranks=ranks,
         tells_tokens=tells_tokens,

@@ -65,8 +65,15 @@ class Placer:
             find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
         )
         num_tokens = query.num_prompt_tokens
-        fleet = pool.fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
-        placement = self.policy.pick(query, narrow(fleet))
+
+        def pick(fleet: Fleet) -> Placement | None:
+            fleet = fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
+            return self.policy.pick(query, narrow(fleet))
+
+        # (In this order: what a new fleet has of revisions, it is asked of when it is made.)
+        fleet = pool.fleet
+        chosen = pool.rollout.choose(call.session_id) if is_first else None
+        placement = (pick(chosen) if chosen is not None else None) or pick(fleet)
         if placement is not None:
             self.decisions.note(call.scoped_id, query, placement, is_first=is_first)
             for node in filter(None, (placement.prefill, placement.decode)):

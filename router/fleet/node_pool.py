@@ -29,6 +29,7 @@ from baton.link.words import (
     RouterBeat,
     SendKVSnapshot,
     StepDeltas,
+    protocol_problem,
 )
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet
@@ -41,6 +42,7 @@ from router.fleet.node_claims import Vocabulary, event_problem, registration_pro
 from router.fleet.pairing import Reach, are_peers, introduce, why_no_pair
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind
+from router.fleet.rollout import Rollout
 from router.fleet.served_identity import ServedIdentity
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class NodePool:
         lost_nodes: which went away by themselves.
         gate: which nodes may join now.
         identity: which of their models is served.
+        rollout: which of their revisions get requests, and how much of them.
         vocabulary: what nodes may speak of.
     """
 
@@ -88,6 +91,7 @@ class NodePool:
         self.gate = JoinGate(clock)
         self.lost_nodes = LostNodes(clock)
         self.identity = ServedIdentity(own_identity, clock)
+        self.rollout = Rollout(clock)
         self._own_model = own_identity["model"]
         self.vocabulary = Vocabulary(vocab_size, max_model_len)
         self._max_model_len = max_model_len  # of the last fleet; until there is one, the model's
@@ -144,7 +148,7 @@ class NodePool:
         """Why a node can never join; empty when it can. `gate` says whether it may now."""
         if not registration.node_name or not registration.engine_id:
             return "node_name and engine_id must not be empty"
-        problem = registration_problem(registration)
+        problem = protocol_problem(registration.protocol) or registration_problem(registration)
         if problem:
             return problem
         if self.gate.is_expelled(registration.engine_id):
@@ -176,6 +180,7 @@ class NodePool:
         self._nodes[node.engine_id] = node
         self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)
+        self.rollout.note_joined(node.registration.revision)
         self._note_kv_sizes()
         self._note_change()
         logger.info("%s node %s joined", node.registration.role.value, node.name)
@@ -346,11 +351,12 @@ class NodePool:
     def fleet(self) -> Fleet:
         """Nodes that may get requests now, and which pairs of them can reach each other."""
         if self._fleet is None:
-            self._fleet = make_fleet(
+            made = make_fleet(
                 filter(self.is_eligible, self._nodes.values()),
                 self._reach,
                 may_self_prefill=self._may_self_prefill,
             )
+            self._fleet = self.rollout.admit(made)
         return self._fleet
 
     def is_eligible(self, node: Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.link.words import NodeRegistration, NodeRole, PeerReport, PeerUpdate
+from baton.link.words import REVISION, NodeRegistration, NodeRole, PeerReport, PeerUpdate
 from router.fleet.node import Node
 
 logger = logging.getLogger(__name__)
@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     """Why two nodes must not be paired, naming the first thing that differs; empty if nothing."""
-    for key in sorted(one.compatibility.keys() | other.compatibility.keys()):
+    keys = one.compatibility.keys() | other.compatibility.keys()
+    for key in sorted(keys, key=lambda key: (key != REVISION, key)):  # it may be why others do
         mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
         if mine != theirs:
             return f"{key} differs: {one.node_name} has {mine}, {other.node_name} has {theirs}"
@@ -27,7 +28,9 @@ def introduce(node: Node, peers: Iterable[Node]) -> None:
         if problem:
             report = PeerReport("", False, problem=problem)
             node.reports[other.engine_id] = other.reports[node.engine_id] = report
-            logger.warning("%s and %s are not paired: %s", node.name, other.name, problem)
+            is_other_revision = node.registration.revision != other.registration.revision
+            level = logging.DEBUG if is_other_revision else logging.WARNING  # as it should be
+            logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)
             continue
         node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
         other.send(PeerUpdate(node.engine_id, node.registration.peer_info))

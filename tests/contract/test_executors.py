@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,7 +110,9 @@ def test_a_hook_is_called_after_each_layer(executor: Executor) -> None:
 
 
 @pytest.mark.parametrize("of", ALL)
-def test_what_a_hook_raises_is_raised_and_ranks_fail_as_one(of: tuple[str, int, int, bool]) -> None:
+def test_what_a_hook_raises_is_raised_and_the_executor_has_failed(
+    of: tuple[str, int, int, bool],
+) -> None:
     executor = start(*of)
 
     def fail(layer: int) -> None:
@@ -117,9 +120,8 @@ def test_what_a_hook_raises_is_raised_and_ranks_fail_as_one(of: tuple[str, int, 
 
     with pytest.raises(RuntimeError, match="a kernel failed"):
         executor.submit(prompt("a", [5, 6]), StepHooks(after_layer=fail)).wait()
-    if executor.config.num_ranks > 1:
-        with pytest.raises(EngineDeadError, match="a kernel failed"):
-            executor.check_health()
+    with pytest.raises(EngineDeadError, match="a kernel failed"):
+        executor.check_health()
     executor.close()
 
 
@@ -127,4 +129,25 @@ def test_workers_are_called_and_are_well(executor: Executor) -> None:
     found = executor.collective_rpc("num_blocks", timeout_s=60)
     assert found == [executor.kv_memory.num_blocks] * executor.config.num_ranks
     executor.check_health()
-    executor.on_failure(lambda error: pytest.fail(str(error)))
+
+
+@pytest.mark.parametrize("of", [ALL[0], ALL[2]])
+def test_a_late_answer_is_an_error_and_the_executor_has_failed(
+    of: tuple[str, int, int, bool],
+) -> None:
+    executor = start(*of)
+    with pytest.raises(TimeoutError):
+        executor.collective_rpc("num_blocks", timeout_s=0)
+    with pytest.raises(EngineDeadError):
+        executor.check_health()
+    executor.close()
+
+
+def test_a_closed_executor_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    executor = start("uniproc", 1, 1, True)
+    executor.submit(prompt("a", [5, 6]), StepHooks()).wait()
+    assert set(threading.enumerate()) > before
+    executor.close()
+    executor.close()
+    assert set(threading.enumerate()) == before

@@ -47,12 +47,14 @@ class FakeCuda:
         workspaces: streams on which something was multiplied.
         stream: the current one.
         main: the one that steps are launched on.
+        captures: what was called of graphs that are captured by hand.
     """
 
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes = free_bytes
         self.workspaces: set[FakeStream] = set()
         self.streams: list[FakeStream] = []
+        self.captures: list[str] = []
         self.stream = self.main = FakeStream()
 
     def multiply(self, *_: object) -> None:
@@ -84,7 +86,7 @@ class FakeCuda:
             "graph_pool_handle": lambda: None,
             "Stream": self.make_stream,
             "stream": self.on_stream,
-            "CUDAGraph": _Graph,
+            "CUDAGraph": lambda: _Graph(self.captures),
             "graph": self.capturing,
             "current_stream": lambda device=None: self.stream,
             "current_device": lambda: 0,
@@ -98,4 +100,14 @@ class FakeCuda:
 
 
 class _Graph:
+    def __init__(self, captures: list[str]) -> None:
+        self._captures = captures
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local", "others use the device meanwhile"
+        self._captures.append("begin")
+
+    def capture_end(self) -> None:
+        self._captures.append("end")
+
     def replay(self) -> None: ...

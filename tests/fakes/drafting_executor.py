@@ -101,9 +101,6 @@ class DraftingExecutor:
     def check_health(self) -> None:
         self._executor.check_health()
 
-    def on_failure(self, call: Callable[[Exception], None]) -> None:
-        self._executor.on_failure(call)
-
 
 def outputs_of(outputs: Mapping[str, Sequence[int]]) -> Outputs:
     """Outputs that a mapping holds."""

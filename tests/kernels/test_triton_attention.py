@@ -24,7 +24,7 @@ from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.decode_attention import DecodeBuffers, launch_plan
 from baton_kernels.triton.fp8 import has_fp8
 from baton_kernels.triton.tile_plan import plan_tiles
-from baton_kernels.triton.varlen_attention import Tiles, launch_tiles
+from baton_kernels.triton.varlen_attention import Tiles, bind_tiles
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
 pytestmark = pytest.mark.large
@@ -292,7 +292,8 @@ def test_a_row_may_see_no_key_of_a_part() -> None:
     parts = torch.tensor([[0, 0, *keys, slot] for slot, keys in enumerate(bounds)])
     merges = torch.tensor([[0, 0, 0, 3]])
     tiles = Tiles(parts.to(torch.int32), merges.to(torch.int32), num_slots=3)
-    launch_tiles(out, layer.query, layer.kv_cache, layer.metadata, tiles, SCALE, 4, None)
+    bound = bind_tiles(layer.query, layer.kv_cache, layer.metadata, tiles, SCALE, 4, None)
+    bound.launch(out, layer.query, layer.kv_cache, None)
     layer.check(out, window=4)
 
 

@@ -51,6 +51,10 @@ _ENTRIES = {
         "Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.",
     ),
     "policy": Entry("baton.cli.admin.tuning:policy", "See or change how requests are placed."),
+    "rollout": Entry(
+        "baton.cli.admin.rollout:rollout",
+        "See or steer which revisions of nodes get requests, and how much of them.",
+    ),
     "flush-cache": Entry(
         "baton.cli.admin.tuning:flush_cache",
         "Empty the prefix cache of a node, or of all; requests in progress keep what they have.",

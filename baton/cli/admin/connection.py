@@ -5,6 +5,8 @@ What connects is imported where that is done: who asks for help does not wait fo
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,6 +141,29 @@ def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
     except KeyboardInterrupt:
         typer.echo()
         raise typer.Exit(130) from None
+
+
+def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]:
+    """Talk to every router that the address stands for, one after the other, each by its own.
+
+    As nodes join them: a name with several addresses is as many routers, and what each was told
+    the others do not know. Raises AdminError.
+    """
+    from baton.access.exposure import split_address
+    from baton.access.tls import read_tls
+    from baton.link.router_links import resolve_routers
+    from baton.serving.rpc import open_sync_channel
+
+    try:
+        split_address("router", access.router)
+        addresses = asyncio.run(resolve_routers([access.router])) or {access.router: ""}
+        tls = read_tls(access.tls)
+    except ConfigError as error:
+        raise AdminError(str(error), ExitCode.USAGE) from None
+    for address, host in addresses.items():
+        here = dataclasses.replace(access, router=address)
+        with open_sync_channel(address, tls, server_name=host) as channel:
+            yield address, AdminConnection(here, channel)
 
 
 def complete_node(context: typer.Context, incomplete: str) -> list[str]:

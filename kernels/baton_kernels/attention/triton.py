@@ -5,14 +5,27 @@ Refuses to know: models, schedulers, and how the kernels work (``baton_kernels.t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.triton.attention_tile import PagedShape
-from baton_kernels.triton.decode_attention import DecodeBuffers, launch_decodes, launch_plan
+from baton_kernels.triton.decode_attention import (
+    BoundDecodes,
+    DecodeBuffers,
+    bind_decodes,
+    launch_plan,
+)
 from baton_kernels.triton.fp8 import has_fp8
-from baton_kernels.triton.varlen_attention import Tiles, launch_tiles, plan_step
+from baton_kernels.triton.varlen_attention import (
+    BoundTiles,
+    CapturedTiles,
+    Tiles,
+    bind_tiles,
+    plan_step,
+)
 
 
 class TritonAttention:
@@ -29,8 +42,10 @@ class TritonAttention:
       fewer requests than captured ends in requests with ``query_len`` 0: rows behind the last
       token become zeros.
 
-    Steps with prompt chunks cannot be captured: their tiles are listed on the host. Buffers are
-    kept for every power of two of requests and never given back, as a graph may hold them.
+    The tiles of prompt chunks are listed on the host. A step with any is captured after
+    ``plan_captured``, and told of its requests by ``fill_captured`` before each replay; all of
+    them are in tiles then. Buffers are kept for every power of two of requests, and tiles for
+    every captured size, and never given back, as a graph may hold them.
     """
 
     def __init__(self) -> None:
@@ -38,6 +53,11 @@ class TritonAttention:
         self._buffers: dict[tuple[int, int | None], DecodeBuffers] = {}
         self._planned: set[int | None] = set()  # windows whose work is shared out for this step
         self._tiles: dict[int | None, Tiles] = {}  # of this step, by window
+        # What the step launches, by what is alike in layers that share it.
+        self._bound: dict[tuple[object, ...], tuple[BoundTiles | BoundDecodes, ...]] = {}
+        # By number of tokens and window.
+        self._captured_tiles: dict[tuple[int, int | None], CapturedTiles] = {}
+        self._captures = False
         self._num_rows = 0  # where padding begins
 
     @staticmethod
@@ -52,7 +72,32 @@ class TritonAttention:
         self._metadata = metadata
         self._planned.clear()
         self._tiles.clear()
+        self._bound.clear()
+        self._captures = False
         self._num_rows = sum(metadata.query_lens)
+
+    def plan_captured(self, metadata: AttentionMetadata) -> None:
+        """Plan a step that is captured, whose requests' lengths are not known.
+
+        Args:
+            metadata: what all steps that are replayed read; of as many requests as any has.
+        """
+        self.plan(metadata)
+        self._captures = True
+
+    def fill_captured(
+        self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
+    ) -> None:
+        """Tell the captured step of so many tokens its requests; launches copies.
+
+        Args:
+            num_tokens: of the captured step.
+            query_lens: new tokens of each request; together at most as many.
+            seq_lens: all tokens of each request, the new ones included.
+        """
+        for (size, _), tiles in self._captured_tiles.items():
+            if size == num_tokens:
+                tiles.fill(query_lens, seq_lens)
 
     def run(
         self,
@@ -69,20 +114,50 @@ class TritonAttention:
         """See ``AttentionBackend.run``; there is none over latents."""
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        # The layers of a group have caches of one shape; what is bound checks the first one's.
+        alike = (
+            query.shape, query.stride(), query.dtype, kv_cache.stride(), kv_cache.dtype, scale,
+            sliding_window, soft_cap, sinks is None,
+        )  # fmt: skip
+        bound = self._bound.get(alike)
+        if bound is None:
+            bound = self._bind(query, kv_cache, scale, sliding_window, soft_cap)
+            self._bound[alike] = bound
+        make = torch.zeros_like if self._captures else torch.empty_like  # padding is anywhere
+        out = make(query, memory_format=torch.contiguous_format)
+        for part in bound:
+            part.launch(out, query, kv_cache, sinks)
+        if self._captures:
+            return out
+        if self._num_rows < len(out) and isinstance(bound[-1], BoundTiles):
+            out[self._num_rows :].zero_()  # else the decode kernel's programs do so
+        return out
+
+    def _bind(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> tuple[BoundTiles | BoundDecodes, ...]:
+        """Plan what the step shares, and bind what it launches; see ``run``."""
+        metadata = self._metadata
+        assert metadata is not None
+        bound: list[BoundTiles | BoundDecodes] = []
         shape = PagedShape.of(query, kv_cache)
+        if self._captures:
+            step = (query, kv_cache, metadata, self._tiles_to_fill(shape, query, sliding_window))
+            return (bind_tiles(*step, scale, sliding_window, soft_cap),)
         has_prompts = metadata.max_query_len > 1
         if has_prompts:
             tiles = self._tiles_of_step(shape, query, sliding_window)
-            launch_tiles(
-                out, query, kv_cache, metadata, tiles, scale, sliding_window, soft_cap, sinks
-            )
+            step = (query, kv_cache, metadata, tiles)
+            bound.append(bind_tiles(*step, scale, sliding_window, soft_cap))
         if not has_prompts or 1 in metadata.query_lens:
             buffers = self._buffers_of_step(shape, query, sliding_window)
-            launch_decodes(out, query, kv_cache, metadata, buffers, scale, soft_cap, sinks)
-        elif self._num_rows < len(out):
-            out[self._num_rows :].zero_()
-        return out
+            bound.append(bind_decodes(query, kv_cache, metadata, buffers, scale, soft_cap))
+        return tuple(bound)
 
     def _buffers_of_step(
         self, shape: PagedShape, query: Tensor, sliding_window: int | None
@@ -109,3 +184,16 @@ class TritonAttention:
             tiles = plan_step(metadata, shape, query.element_size(), sliding_window, query.device)
             self._tiles[sliding_window] = tiles
         return tiles
+
+    def _tiles_to_fill(self, shape: PagedShape, query: Tensor, sliding_window: int | None) -> Tiles:
+        metadata = self._metadata
+        assert metadata is not None
+        key = metadata.num_tokens, sliding_window
+        if key not in self._captured_tiles:
+            # Not inference tensors, and not a graph's: a step is computed before it is captured.
+            with torch.inference_mode(mode=False):
+                self._captured_tiles[key] = CapturedTiles(
+                    metadata.num_tokens, metadata.num_requests, shape, query.element_size(),
+                    sliding_window, query.device,
+                )  # fmt: skip
+        return self._captured_tiles[key].tiles

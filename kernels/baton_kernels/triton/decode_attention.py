@@ -40,7 +40,7 @@ from baton_kernels.triton.attention_tile import (
     score_factors,
     sink_weights,
 )
-from baton_kernels.triton.launch import Launcher
+from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.tile_sizes import decode_tile
 
 # With two tiles in flight, 64 KiB, three programs per processor are enough to saturate the memory
@@ -271,7 +271,7 @@ def launch_plan(
     element_size: int,
     sliding_window: int | None,
 ) -> None:
-    """Fill ``work`` and ``first_slot`` for :func:`launch_decodes`; no tensor is read here."""
+    """Fill ``work`` and ``first_slot`` for :class:`BoundDecodes`; no tensor is read here."""
     spare = spare_slots(shape, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
     tile = decode_tile(shape, element_size)
@@ -291,58 +291,55 @@ def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
     )
 
 
-def launch_decodes(
-    out: Tensor,
+@dataclass(frozen=True, slots=True)
+class BoundDecodes:
+    """What one step launches in every layer of the same options; the buffers are its plan's."""
+
+    attend: Launch
+    metadata: AttentionMetadata
+    buffers: DecodeBuffers
+
+    def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
+        """Attend for the requests that compute one token, and zero the padding behind all requests.
+
+        Args:
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; rows of prompts are left alone.
+            query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
+            kv_cache: one layer's, see ``PagedShape.of``.
+            sinks: see ``AttentionBackend.run``.
+        """
+        step, buffers = self.metadata, self.buffers
+        self.attend(
+            out, buffers.part_out, buffers.part_lse, buffers.arrived, query, kv_cache,
+            step.block_table, step.query_start_loc, buffers.work, buffers.first_slot, sinks,
+        )  # fmt: skip
+
+
+def bind_decodes(
     query: Tensor,
     kv_cache: Tensor,
     metadata: AttentionMetadata,
     buffers: DecodeBuffers,
     scale: float,
     soft_cap: float | None,
-    sinks: Tensor | None = None,
-) -> None:
-    """Attend for the requests that compute one token, and zero the padding behind all requests.
+) -> BoundDecodes:
+    """Bind the launch of a step to the shapes of these tensors, which all such layers share.
 
     Args:
-        out: ``[num_tokens, num_heads, head_dim]``, contiguous; rows of prompts are left alone.
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
         metadata: the step.
         buffers: filled by :func:`launch_plan` for this step.
         scale: see ``AttentionBackend.run``.
         soft_cap: see ``AttentionBackend.run``.
-        sinks: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    num_slots = metadata.num_requests + spare_slots(shape, query.device)
-    score_scale, cap = score_factors(scale, soft_cap)
-    table, starts = metadata.block_table, metadata.query_start_loc
-    launch = _launcher(shape, query.element_size(), soft_cap is not None)
-    launch(
-        (shape.num_kv_heads, num_slots),
-        (
-            out,
-            buffers.part_out,
-            buffers.part_lse,
-            buffers.arrived,
-            query,
-            kv_cache,
-            table,
-            starts,
-            buffers.work,
-            buffers.first_slot,
-            sinks,
-        ),
-        (
-            score_scale,
-            cap,
-            metadata.num_requests,
-            len(query),
-            query.stride(0),
-            table.stride(0),
-            kv_cache.stride(0),
-        ),
-    )
+    grid = (shape.num_kv_heads, metadata.num_requests + spare_slots(shape, query.device))
+    launcher = _launcher(shape, query.element_size(), soft_cap is not None)
+    counts = metadata.num_requests, len(query)
+    strides = query.stride(0), metadata.block_table.stride(0), kv_cache.stride(0)
+    numbers = (*score_factors(scale, soft_cap), *counts, *strides)
+    return BoundDecodes(Launch(launcher, grid, numbers), metadata, buffers)
 
 
 @functools.cache

@@ -7,9 +7,10 @@ for 3. What it looks for is little, and most of it is the same for as long as a 
     numbers     strides and sizes, by value; those that Triton does not look at may change freely
     tensors     their dtypes, and whether each address is a multiple of 16
 
-Numbers and tensors are looked at in each launch here too, so tensors may move. The variant that
-they lead to is found by one look-up; a new one is found, and compiled, by Triton itself.
-Refuses to know: what a kernel computes.
+A `Launcher` looks at numbers and tensors in each launch, and finds the variant by one look-up; a
+new one is found, and compiled, by Triton itself. Of a step all layers have the same shapes, so an
+op binds the numbers and the grid to a `Launch`, which looks at addresses alone, and keeps it by
+what it has seen of its tensors. Refuses to know: what a kernel computes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from triton.runtime.jit import JITFunction
 _ALIGNMENT = 16  # bytes; what Triton takes for aligned
 _MAX_INT32 = 2**31 - 1
 _runtime = knobs.runtime
+# What to call, the grid, what comes before and behind the addresses, whether those are one tuple.
+_Ready = tuple[Callable[..., None], tuple[int, ...], tuple[object, ...], tuple[object, ...], bool]
+
+# Launches that an op keeps: one for each shape of steps, and those change with every prompt.
+NUM_KEPT = 512
 
 
 class Launcher:
@@ -42,7 +48,7 @@ class Launcher:
     def __init__(self, kernel: Any, **options: int | float | bool | str | None) -> None:
         self._kernel = kernel
         self._options = options
-        self._is_compiled = isinstance(kernel, JITFunction)  # else it is interpreted
+        self.is_compiled = isinstance(kernel, JITFunction)  # else it is interpreted
         self._variants: dict[tuple[object, ...], _Variant] = {}
         self._numbers: _Numbers | None = None
 
@@ -59,32 +65,128 @@ class Launcher:
             tensors: the kernel's pointers, in its order; None where it has a branch for that.
             numbers: its other arguments that are no constants, in its order.
         """
-        enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-        if not self._is_compiled or enter.calls or leave.calls:  # a profiler wants to be told
-            self._kernel[grid](*tensors, *numbers, **self._options)
-            return
-        active = driver.active
-        device = active.get_current_device()
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        Launch(self, grid, numbers)(*tensors)
+
+    def through_triton(
+        self, grid: tuple[int, ...], tensors: Sequence[Tensor | None], numbers: Sequence[float]
+    ) -> Any:
+        """Launch it as Triton does; returns what it has compiled."""
+        return self._kernel[grid](*tensors, *numbers, **self._options)
+
+    def key(
+        self,
+        device: int,
+        alignment: object,
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[int | float],
+    ) -> tuple[object, ...]:
+        """Key what leads to a variant."""
         if self._numbers is None:
             self._numbers = _Numbers(self._kernel, len(tensors), len(numbers))
-        key = (
+        return (
             device,
-            reduce(or_, addresses) % _ALIGNMENT == 0
-            or tuple([address % _ALIGNMENT == 0 for address in addresses]),
+            alignment,
             *[tensor if tensor is None else tensor.dtype for tensor in tensors],
             *self._numbers.key(numbers),
         )
-        variant = self._variants.get(key)
-        if variant is None:
-            compiled = self._kernel[grid](*tensors, *numbers, **self._options)
-            self._variants[key] = _Variant.of(compiled, self._options, len(tensors) + len(numbers))
+
+    def known(self, key: tuple[object, ...]) -> _Variant | None:
+        """Look a variant up."""
+        return self._variants.get(key)
+
+    def remember(self, key: tuple[object, ...], compiled: Any, num_arguments: int) -> None:
+        """Keep what Triton has compiled for a launch with so many arguments that vary."""
+        self._variants[key] = _Variant.of(compiled, self._options, num_arguments)
+
+
+class Launch:
+    """A kernel with its constants, numbers and grid: only the tensors' addresses are to come.
+
+    Args:
+        launcher: of the kernel.
+        grid: programs, one to three numbers.
+        numbers: all that are no constants, in the kernel's order.
+    """
+
+    __slots__ = ("_grid", "_launcher", "_numbers", "_ready")
+
+    def __init__(
+        self, launcher: Launcher, grid: tuple[int, ...], numbers: Sequence[int | float] = ()
+    ) -> None:
+        self._launcher, self._grid, self._numbers = launcher, _three(grid), tuple(numbers)
+        # By device and alignment: what to call, with what before the addresses and behind them.
+        self._ready: dict[tuple[int, object], _Ready] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch it on the current device and stream.
+
+        Args:
+            tensors: the kernel's pointers, in its order; None where it has a branch for that. From
+                call to call their dtypes are the same, and None stays None.
+        """
+        enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+        if not self._launcher.is_compiled or enter.calls or leave.calls:  # a profiler is told
+            self._launcher.through_triton(self._grid, tensors, self._numbers)
             return
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        alignment: object = reduce(or_, addresses) % _ALIGNMENT == 0
+        if not alignment:
+            alignment = tuple([address % _ALIGNMENT == 0 for address in addresses])
+        active = driver.active
+        device = active.get_current_device()
+        ready = self._ready.get((device, alignment))
+        if ready is None:
+            ready = self._find(device, alignment, tensors)
+            if ready is None:
+                return
         # As JITFunction.run ends; what is a constant, None as well, is left out by what it calls.
-        variant.run(
-            *_three(grid), active.get_current_stream(device), variant.function, variant.metadata,
-            None, None, None, *addresses, *numbers, *variant.tail,
-        )  # fmt: skip
+        run, grid, middle, behind, takes_one = ready
+        stream = active.get_current_stream(device)
+        if takes_one:
+            run(*grid, stream, *middle, (*addresses, *behind))
+        else:
+            run(*grid, stream, *middle, *addresses, *behind)
+
+    def _find(
+        self, device: int, alignment: object, tensors: Sequence[Tensor | None]
+    ) -> _Ready | None:
+        """Find the variant; None: Triton had to, and has launched it."""
+        launcher, numbers = self._launcher, self._numbers
+        key = launcher.key(device, alignment, tensors, numbers)
+        variant = launcher.known(key)
+        if variant is None:
+            compiled = launcher.through_triton(self._grid, tensors, numbers)
+            launcher.remember(key, compiled, len(tensors) + len(numbers))
+            return None
+        run, middle, takes_one = variant.entry()
+        ready = run, self._grid, middle, (*numbers, *variant.tail), takes_one
+        self._ready[device, alignment] = ready
+        return ready
+
+
+def bind(
+    launcher: Launcher, grid: tuple[int, ...], numbers: Sequence[int | float] = ()
+) -> Callable[..., None]:
+    """Return the launch of a step's shape, or, where there is nothing to compute, none at all."""
+    return Launch(launcher, grid, numbers) if all(grid) else _launch_nothing
+
+
+def _launch_nothing(*tensors: Tensor | None) -> None:
+    """An empty grid."""
+
+
+def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
+    """Return how far the rows ``[..., size]`` of a tensor lie apart; None: a row has gaps, or they
+    do not lie evenly.
+    """
+    size = expected = shape[-1]
+    if stride[-1] != 1 and size != 1:
+        return None
+    for length, step in zip(reversed(shape[:-1]), reversed(stride[:-1]), strict=True):
+        if length != 1 and step != expected:
+            return stride[0] if len(shape) == 2 else None
+        expected *= length
+    return size
 
 
 def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,7 +197,7 @@ def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
 class _Variant:
     """What a key leads to."""
 
-    run: Callable[..., None]
+    run: Any
     function: int
     metadata: object
     tail: tuple[object, ...]  # the constants behind the numbers, in the kernel's order
@@ -105,6 +207,22 @@ class _Variant:
         names = compiled.src.fn.arg_names[num_before:]
         tail = tuple([options[name] for name in names])
         return cls(compiled.run, compiled.function, compiled.packed_metadata, tail)
+
+    def entry(self) -> tuple[Callable[..., None], tuple[object, ...], bool]:
+        """Return what to call, its arguments between stream and addresses, and if those are one.
+
+        The launcher of Triton 3.7 asks each time whether the kernel needs memory of its own, and
+        calls a C function; these need none. Of other releases the launcher itself is called.
+        """
+        run, no_hooks = self.run, (None, None, None)
+        names = ("launch", "arg_annotations", "kernel_signature", "launch_pdl")
+        if all(hasattr(run, name) for name in names) and not (
+            run.global_scratch_size or run.profile_scratch_size
+        ):
+            how = (run.launch_cooperative_grid, run.launch_pdl, self.metadata, *no_hooks)
+            types = (run.arg_annotations, run.kernel_signature)
+            return run.launch, (self.function, *how, None, None, *types), True
+        return run, (self.function, self.metadata, *no_hooks), False
 
 
 class _Numbers:

@@ -7,6 +7,8 @@ Refuses to know: models, where in a layer a norm stands.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -14,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.triton.aot import AotCase
-from baton_kernels.triton.launch import Launcher
+from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind, row_stride
 
 # Elements of a program's tile; wider rows get more threads.
 TILE_ELEMENTS = 2048
@@ -38,33 +40,45 @@ def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float
 ) -> tuple[Tensor, Tensor]:
     """Norm the sum of ``x`` and residual; return both, without a residual of ``x`` alone."""
-    size = x.shape[-1]
-    assert weight.shape == (size,), f"weight: [{size}], got {tuple(weight.shape)}"
-    known = (x.dtype, torch.float32)
-    assert weight.dtype in known, f"weight: {x.dtype} or float32, got {weight.dtype}"
-    assert size <= LARGEST_SIZE, f"size: at most {LARGEST_SIZE}, got {size}"
-    rows, x_stride = _as_rows(x, size)
-    added, residual_stride = (rows, x_stride) if residual is None else _as_rows(residual, size)
+    added = x if residual is None else residual
+    launch = _bind(
+        x.shape, x.stride(), added.stride(), x.dtype, weight.shape, weight.dtype,
+        residual is not None, eps, factor,
+    )  # fmt: skip
+    if launch is None:  # rows have gaps
+        return _norm(
+            x.contiguous(), None if residual is None else residual.contiguous(), weight, eps, factor
+        )
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = x if residual is None else torch.empty_like(out)
-    num_rows = x.numel() // size
-    if num_rows:
-        num_tile_rows, launch = _launcher(size, residual is not None, factor != 1.0)
-        launch(
-            (-(-num_rows // num_tile_rows),),
-            (rows, added, weight, out, total),
-            (x_stride, residual_stride, num_rows, size, eps, factor),
-        )
+    launch(x, added, weight, out, total)
     return out, total
 
 
-def _as_rows(x: Tensor, size: int) -> tuple[Tensor, int]:
-    """View or copy as gapless rows ``[num_rows, size]``; return them and a row's stride."""
-    if x.is_contiguous():
-        return x, size
-    rows = x.reshape(-1, size)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return rows, rows.stride(0)
+@functools.lru_cache(NUM_KEPT)
+def _bind(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    residual_stride: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_shape: torch.Size,
+    weight_dtype: torch.dtype,
+    adds: bool,
+    eps: float,
+    factor: float,
+) -> Callable[..., None] | None:
+    """Return what launches the norm of such tensors; None: some row has gaps."""
+    size, num_rows = shape[-1], math.prod(shape[:-1])
+    assert weight_shape == (size,), f"weight: [{size}], got {tuple(weight_shape)}"
+    known = (dtype, torch.float32)
+    assert weight_dtype in known, f"weight: {dtype} or float32, got {weight_dtype}"
+    assert size <= LARGEST_SIZE, f"size: at most {LARGEST_SIZE}, got {size}"
+    x_row, residual_row = row_stride(shape, stride), row_stride(shape, residual_stride)
+    if x_row is None or residual_row is None:
+        return None
+    num_tile_rows, launcher = _launcher(size, adds, factor != 1.0)
+    grid = (-(-num_rows // num_tile_rows),)
+    return bind(launcher, grid, (x_row, residual_row, num_rows, size, eps, factor))
 
 
 @functools.cache

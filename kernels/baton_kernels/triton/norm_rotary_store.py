@@ -7,6 +7,7 @@ turned, key and value heads go to the cache. Refuses to know: models, how tokens
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
 from baton_kernels.triton.fp8 import has_fp8, to_stored
-from baton_kernels.triton.launch import Launcher
+from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind
 from baton_kernels.triton.norm import rms_norm
 
 HEADS = 8  # of one program
@@ -46,29 +47,51 @@ def norm_rotary_store(
             *(qkv, num_heads, cos, sin, kv_cache, slot_mapping), query_weight=query_weight,
             key_weight=key_weight, eps=eps, key_scale=key_scale, value_scale=value_scale,
         )  # fmt: skip
-    num_tokens = len(qkv)
-    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    out = qkv.new_empty((num_tokens, num_heads, head_dim))
-    if not num_tokens:
-        return out
-    query_weight_size = head_dim if query_weight is None else len(query_weight)
-    if query_weight_size != head_dim:
+    if query_weight is not None and len(query_weight) != kv_cache.shape[4]:
         qkv = _norm_all_heads(qkv, query_weight, key_weight, eps)
         query_weight = key_weight = None
-    rotary_dim = cos.shape[-1]
-    assert qkv.stride(1) == kv_cache.stride(4) == 1
-    known = (qkv.dtype, reference.FP8)
-    assert kv_cache.dtype in known, f"kv_cache: {qkv.dtype} or float8, got {kv_cache.dtype}"
-    launch = _launcher(num_heads, num_kv_heads, head_dim, block_size, rotary_dim)
+    shape, launch = _bind(
+        qkv.shape, qkv.stride(), qkv.dtype, num_heads, cos.shape, cos.dtype,
+        kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
+        None if query_weight is None else query_weight.dtype,
+        None if key_weight is None else key_weight.dtype,
+        eps, key_scale, value_scale,
+    )  # fmt: skip
+    out = qkv.new_empty(shape)
     launch(
-        (num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS)),
-        (
-            qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, slot_mapping, out,
-            kv_cache,
-        ),
-        (qkv.stride(0), *kv_cache.stride()[:4], eps, 1 / key_scale, 1 / value_scale),
+        qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, slot_mapping, out,
+        kv_cache,
     )  # fmt: skip
     return out
+
+
+@functools.lru_cache(NUM_KEPT)
+def _bind(
+    qkv_shape: torch.Size,
+    qkv_stride: tuple[int, ...],
+    dtype: torch.dtype,
+    num_heads: int,
+    angles_shape: torch.Size,
+    angles_dtype: torch.dtype,
+    cache_shape: torch.Size,
+    cache_stride: tuple[int, ...],
+    cache_dtype: torch.dtype,
+    query_weight_dtype: torch.dtype | None,
+    key_weight_dtype: torch.dtype | None,
+    eps: float,
+    key_scale: float,
+    value_scale: float,
+) -> tuple[tuple[int, int, int], Callable[..., None]]:
+    """Return the queries' shape, and what launches; of all dtypes there is a launch each."""
+    _, _, num_kv_heads, block_size, head_dim = cache_shape
+    assert qkv_stride[1] == cache_stride[4] == 1
+    known = (dtype, reference.FP8)
+    assert cache_dtype in known, f"kv_cache: {dtype} or float8, got {cache_dtype}"
+    num_tokens = qkv_shape[0]
+    launcher = _launcher(num_heads, num_kv_heads, head_dim, block_size, angles_shape[-1])
+    grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS))
+    numbers = (qkv_stride[0], *cache_stride[:4], eps, 1 / key_scale, 1 / value_scale)
+    return (num_tokens, num_heads, head_dim), bind(launcher, grid, numbers)
 
 
 def _norm_all_heads(

@@ -5,14 +5,17 @@ Refuses to know: models."""
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton_kernels import reference
 from baton_kernels.triton.aot import AotCase
-from baton_kernels.triton.launch import Launcher
+from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind, row_stride
 
 SWIGLU_LIMIT = tl.constexpr(reference.SWIGLU_LIMIT)
 SWIGLU_ALPHA = tl.constexpr(reference.SWIGLU_ALPHA)
@@ -26,17 +29,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
     """See `baton_kernels.reference.gated_mul`."""
-    size = gate_up.shape[-1] // 2
-    rows, stride = gate_up, 2 * size
-    if not gate_up.is_contiguous():
-        rows = gate_up.reshape(-1, 2 * size)  # [num_rows, 2 * size]
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        stride = rows.stride(0)
-    out = gate_up.new_empty((*gate_up.shape[:-1], size))
-    num_rows = gate_up.numel() // (2 * size)
-    if num_rows:
-        _launcher(activation)((num_rows, -(-size // BLOCK)), (rows, out), (stride, size))
+    shape, launch = _bind(gate_up.shape, gate_up.stride(), gate_up.dtype, activation)
+    if launch is None:  # rows have gaps
+        return gated_mul(gate_up.contiguous(), activation)
+    out = gate_up.new_empty(shape)
+    launch(gate_up, out)
     return out
+
+
+@functools.lru_cache(NUM_KEPT)
+def _bind(
+    shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, activation: str
+) -> tuple[tuple[int, ...], Callable[..., None] | None]:
+    """Return the result's shape, and what launches; None: a row has gaps.
+
+    Args:
+        dtype: of which there is a launch each.
+    """
+    *rows, both = shape
+    size, row = both // 2, row_stride(shape, stride)
+    out_shape = (*rows, size)
+    if row is None:
+        return out_shape, None
+    grid = (math.prod(rows), -(-size // BLOCK))
+    return out_shape, bind(_launcher(activation), grid, (row, size))
 
 
 @functools.cache

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int_]
-
+_ONLY_PART = -1
 MIN_PART_KEYS = 512  # splitting finer costs more in merging than it gains
 
 
@@ -44,8 +43,11 @@ def plan_tiles(
     block_size: int,
     num_programs: int,
     sliding_window: int | None,
+    least_new: int = 2,
 ) -> TilePlan:
-    """Cut all requests with more than one new token.
+    """Cut all requests but those that compute fewer tokens than some.
+
+    Once per step, and most steps have few tiles: plain loops are faster than arrays.
 
     Args:
         query_lens: new tokens of each request.
@@ -55,42 +57,44 @@ def plan_tiles(
         block_size: tokens per block of the KV cache; parts begin with one.
         num_programs: what fills the GPU, per KV head.
         sliding_window: see ``AttentionBackend.run``.
+        least_new: new tokens of a request that is cut; others have a kernel of their own.
     """
-    lens = np.array(query_lens)
-    tiles_of = np.where(lens > 1, -(-lens // tokens_per_tile), 0)  # [num_requests]
-    request, index = _counted(tiles_of)  # [num_tiles] each, as all that follow
-    first_new = index * tokens_per_tile
-    earlier = (np.array(seq_lens) - lens)[request]
-    ends = earlier + np.minimum(first_new + tokens_per_tile, lens[request])
-    starts = np.zeros_like(ends)
-    if sliding_window is not None:
-        starts = np.maximum(earlier + first_new - sliding_window + 1, 0)
-        starts -= starts % block_size
-    num_keys = ends - starts
+    tiles: list[tuple[int, int, int, int]] = []  # request, first new token, first key, end key
+    for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        earlier = seq_len - num_new
+        for first_new in range(0, num_new if num_new >= least_new else 0, tokens_per_tile):
+            start, end = 0, earlier + min(first_new + tokens_per_tile, num_new)
+            if sliding_window is not None:
+                start = max(earlier + first_new - sliding_window + 1, 0)
+                start -= start % block_size
+            tiles.append((request, first_new, start, end))
 
     multiple = math.lcm(keys_per_step, block_size)
-    largest = max(-(-int(num_keys.sum()) // num_programs), MIN_PART_KEYS)
-    parts_of = -(-num_keys // (-(-largest // multiple) * multiple))
-    # No part of a tile is empty, as these are not longer than those.
-    even = -(-num_keys // (parts_of * multiple)) * multiple
-    is_split = parts_of > 1
+    num_keys = sum(end - start for _, _, start, end in tiles)
+    largest = max(-(-num_keys // num_programs), MIN_PART_KEYS)
+    largest = -(-largest // multiple) * multiple
+    parts: list[tuple[int, int, int, int, int]] = []
+    merges: list[tuple[int, int, int, int]] = []
+    num_slots = 0
+    for request, first_new, start, end in tiles:
+        num_parts = -(-(end - start) // largest)
+        if num_parts == 1:
+            parts.append((request, first_new, start, end, _ONLY_PART))
+            continue
+        even = -(-(end - start) // (num_parts * multiple)) * multiple
+        for slot, first in enumerate(range(start, end, even), num_slots):
+            parts.append((request, first_new, first, min(first + even, end), slot))
+        # None of them is empty, as they are not longer than the largest.
+        merges.append((request, first_new, num_slots, num_parts))
+        num_slots += num_parts
+    parts.sort(key=lambda part: part[2] - part[3])
+    return TilePlan(_rows(parts, 5), _rows(merges, 4), num_slots)
 
-    tile, index = _counted(parts_of)  # [num_parts] each
-    first_key = starts[tile] + index * even[tile]
-    end_key = np.minimum(first_key + even[tile], ends[tile])
-    slot = np.where(is_split[tile], is_split[tile].cumsum() - 1, -1)
-    parts = np.stack((request[tile], first_new[tile], first_key, end_key, slot), axis=1)
-    order = np.argsort(first_key - end_key, kind="stable")
 
-    slots_of = parts_of[is_split]  # [num_merges]
-    first_slot = slots_of.cumsum() - slots_of
-    merges = np.stack((request[is_split], first_new[is_split], first_slot, slots_of), axis=1)
-    return TilePlan(
-        parts[order].astype(np.int32), merges.astype(np.int32), num_slots=int(slots_of.sum())
-    )
+def most_parts(num_tokens: int, num_requests: int, tokens_per_tile: int, num_programs: int) -> int:
+    """Return how many parts a plan has at most, of all steps of such sizes; and merges, slots."""
+    return -(-num_tokens // tokens_per_tile) + num_requests + num_programs
 
 
-def _counted(counts: Ints) -> tuple[Ints, Ints]:
-    """``([0] * counts[0] + [1] * counts[1] + .., [0, 1, .., counts[0] - 1, 0, 1, ..])``."""
-    owner = np.arange(len(counts)).repeat(counts)
-    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
+def _rows(rows: Sequence[tuple[int, ...]], width: int) -> npt.NDArray[np.int32]:
+    return np.array(rows, dtype=np.int32).reshape(-1, width)

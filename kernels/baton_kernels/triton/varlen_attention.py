@@ -10,8 +10,10 @@ Refuses to know: how the host cuts a step into tiles, requests with one new toke
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -33,8 +35,8 @@ from baton_kernels.triton.attention_tile import (
     score_factors,
     sink_weights,
 )
-from baton_kernels.triton.launch import Launcher
-from baton_kernels.triton.tile_plan import plan_tiles
+from baton_kernels.triton.launch import Launch, Launcher
+from baton_kernels.triton.tile_plan import most_parts, plan_tiles
 from baton_kernels.triton.tile_sizes import (
     LEAST_SHARED_KIB,
     SHARED_KIB,
@@ -43,6 +45,7 @@ from baton_kernels.triton.tile_sizes import (
     varlen_tile,
 )
 
+_NO_TOKEN = 2**30  # of no request
 _MERGED_ROWS = 16  # of a tile, per program of merge_tiles
 
 
@@ -248,15 +251,10 @@ def plan_step(
     sliding_window: int | None,
     device: torch.device,
 ) -> Tiles:
-    """Plan what :func:`launch_tiles` launches in this step, for all layers of one window."""
+    """Plan what :class:`BoundTiles` launches in this step, for all layers of one window."""
+    cut = _cut(shape, element_size, device)
     plan = plan_tiles(
-        metadata.query_lens,
-        metadata.seq_lens_host,
-        tokens_per_tile=varlen_rows(shape, element_size) // shape.group,
-        keys_per_step=varlen_tile(shape, element_size, shared_kib(device)).tokens,
-        block_size=shape.block_size,
-        num_programs=-(-num_multiprocessors(device) // shape.num_kv_heads),
-        sliding_window=sliding_window,
+        metadata.query_lens, metadata.seq_lens_host, sliding_window=sliding_window, **cut
     )
     parts, merges = torch.from_numpy(plan.parts), torch.from_numpy(plan.merges)
     if device.type == "cuda":
@@ -266,8 +264,109 @@ def plan_step(
     return Tiles(parts, merges, plan.num_slots)
 
 
-def launch_tiles(
-    out: Tensor,
+def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str, int]:
+    """Return how steps are cut on a device, see `plan_tiles`."""
+    return {
+        "tokens_per_tile": varlen_rows(shape, element_size) // shape.group,
+        "keys_per_step": varlen_tile(shape, element_size, shared_kib(device)).tokens,
+        "block_size": shape.block_size,
+        "num_programs": -(-num_multiprocessors(device) // shape.num_kv_heads),
+    }
+
+
+class CapturedTiles:
+    """Tiles at addresses that stay, for all steps of up to so many tokens and requests.
+
+    Every request is in tiles, those with one new token, too. What a step needs no part for is
+    some tokens that no request has.
+
+    Args:
+        num_tokens: of the captured step.
+        num_requests: most of them.
+        shape: of the layers.
+        element_size: of the query.
+        sliding_window: of the layers.
+        device: of the cache.
+
+    Attributes:
+        tiles: on the device.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_requests: int,
+        shape: PagedShape,
+        element_size: int,
+        sliding_window: int | None,
+        device: torch.device,
+    ) -> None:
+        self._cut = _cut(shape, element_size, device)
+        self._sliding_window = sliding_window
+        parts_of_work = self._cut["tokens_per_tile"], self._cut["num_programs"]
+        capacity = most_parts(num_tokens, num_requests, *parts_of_work)
+        capacity = -(-capacity // 4) * 4  # so that the merges begin at a multiple of 16 bytes
+        parts = np.tile(np.array([0, _NO_TOKEN, 0, 0, -1], dtype=np.int32), (capacity, 1))
+        # A tile that is cut has two parts at least. These have one: nothing is divided by 0.
+        merges = np.tile(np.array([0, _NO_TOKEN, 0, 1], dtype=np.int32), (capacity // 2, 1))
+        self._num_in_parts = parts.size
+        self._idle = np.concatenate((parts.reshape(-1), merges.reshape(-1)))
+        self._memory = torch.from_numpy(self._idle).to(device, copy=True)
+        self.tiles = Tiles(
+            self._memory[: parts.size].view(parts.shape),
+            self._memory[parts.size :].view(merges.shape),
+            capacity,
+        )
+
+    def fill(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+        """Launch the copy that tells of a step's requests."""
+        plan = plan_tiles(
+            query_lens, seq_lens, sliding_window=self._sliding_window, least_new=1, **self._cut
+        )
+        packed = self._idle.copy()
+        packed[: plan.parts.size] = plan.parts.reshape(-1)
+        merges = packed[self._num_in_parts :]
+        merges[: plan.merges.size] = plan.merges.reshape(-1)
+        host = torch.from_numpy(packed)
+        if self._memory.is_cuda:
+            host = host.pin_memory()  # which is reused only after the copy out of it
+        self._memory.copy_(host, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundTiles:
+    """What one step launches in every layer of the same options.
+
+    Attributes:
+        attend, merge: take the tensors that differ between layers; ``merge`` None: no tile is cut.
+    """
+
+    attend: Launch
+    merge: Launch | None
+    metadata: AttentionMetadata
+    tiles: Tiles
+    part_out: Tensor
+    part_lse: Tensor
+
+    def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
+        """Attend for the tokens in ``tiles``.
+
+        Args:
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are left alone.
+            query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
+            kv_cache: one layer's, see ``PagedShape.of``.
+            sinks: see ``AttentionBackend.run``.
+        """
+        step, tiles = self.metadata, self.tiles
+        self.attend(
+            out, query, kv_cache, step.block_table, step.query_start_loc, step.seq_lens,
+            tiles.parts, self.part_out, self.part_lse, sinks,
+        )  # fmt: skip
+        if self.merge is not None:
+            self.merge(out, self.part_out, self.part_lse, step.query_start_loc, tiles.merges, sinks)
+
+
+def bind_tiles(
     query: Tensor,
     kv_cache: Tensor,
     metadata: AttentionMetadata,
@@ -275,12 +374,10 @@ def launch_tiles(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    sinks: Tensor | None = None,
-) -> None:
-    """Attend for the tokens in ``tiles``.
+) -> BoundTiles:
+    """Bind the launches of a step to the shapes of these tensors, which all such layers share.
 
     Args:
-        out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are left alone.
         query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
         kv_cache: one layer's, see ``PagedShape.of``.
         metadata: the step.
@@ -288,15 +385,10 @@ def launch_tiles(
         scale: see ``AttentionBackend.run``.
         sliding_window: see ``AttentionBackend.run``.
         soft_cap: see ``AttentionBackend.run``.
-        sinks: see ``AttentionBackend.run``.
     """
     shape = PagedShape.of(query, kv_cache)
-    score_scale, cap = score_factors(scale, soft_cap)
     num_rows = varlen_rows(shape, query.element_size())
     slots = (tiles.num_slots, shape.num_kv_heads, num_rows)
-    part_out = torch.empty(*slots, shape.head_dim, device=query.device)
-    part_lse = torch.empty(slots, device=query.device)
-    table, starts = metadata.block_table, metadata.query_start_loc
     attend, merge = _launchers(
         shape,
         query.element_size(),
@@ -304,22 +396,17 @@ def launch_tiles(
         sliding_window is not None,
         soft_cap is not None,
     )
-    attend(
-        (shape.num_kv_heads, len(tiles.parts)),
-        (
-            out, query, kv_cache, table, starts, metadata.seq_lens, tiles.parts, part_out, part_lse,
-            sinks,
-        ),
-        (
-            score_scale, cap, sliding_window or 0, query.stride(0), table.stride(0),
-            kv_cache.stride(0),
-        ),
-    )  # fmt: skip
-    if tiles.num_slots:
-        merge(
-            (shape.num_kv_heads, len(tiles.merges), num_rows // _MERGED_ROWS),
-            (out, part_out, part_lse, starts, tiles.merges, sinks),
-        )
+    strides = query.stride(0), metadata.block_table.stride(0), kv_cache.stride(0)
+    numbers = (*score_factors(scale, soft_cap), sliding_window or 0, *strides)
+    merge_grid = (shape.num_kv_heads, len(tiles.merges), num_rows // _MERGED_ROWS)
+    return BoundTiles(
+        Launch(attend, (shape.num_kv_heads, len(tiles.parts)), numbers),
+        Launch(merge, merge_grid) if tiles.num_slots else None,
+        metadata,
+        tiles,
+        torch.empty(*slots, shape.head_dim, device=query.device),
+        torch.empty(slots, device=query.device),
+    )
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from router.api.admin.views import (
     describe_overload,
     describe_quarantine,
     describe_request,
+    describe_rollout,
     describe_stats,
 )
 from router.calls.dispatcher import Dispatcher
@@ -239,6 +240,31 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._dispatcher.placer.policy, self._policy = policy, request.policy
         self._on_policy(request.policy)
         return await self.GetPolicy(admin_pb2.GetPolicyRequest(), context)
+
+    async def GetRollout(  # gRPC's naming
+        self, request: admin_pb2.GetRolloutRequest, context: Context
+    ) -> admin_pb2.RolloutDescription:
+        """Which revisions of nodes there are, and how much of the requests each gets."""
+        return describe_rollout(self._pool)
+
+    async def ChangeRollout(  # gRPC's naming
+        self, request: admin_pb2.ChangeRolloutRequest, context: Context
+    ) -> admin_pb2.RolloutDescription:
+        """Keep the shares of revisions as they are, undo one, or have them follow capacity."""
+        rollout, revision = self._pool.rollout, ""
+        match request.action:
+            case admin_pb2.ROLLOUT_ACTION_PAUSE:
+                what, _ = "pause", rollout.pause()
+            case admin_pb2.ROLLOUT_ACTION_RESUME:
+                what, _ = "resume", rollout.resume()
+            case admin_pb2.ROLLOUT_ACTION_UNDO:
+                named = request.revision if request.HasField("revision") else None
+                what, revision = "undo", rollout.undo(named)
+            case _:
+                raise InvalidRequestError("action", "must be pause, resume or undo")
+        _note(context, " ".join(filter(None, ("rollout", what, revision))))
+        self._pool.note_eligibility_change()
+        return describe_rollout(self._pool)
 
     async def GetVersion(  # gRPC's naming
         self, request: admin_pb2.GetVersionRequest, context: Context

@@ -36,7 +36,8 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
         description.health, description.health_why = "not serving", problem
     for peer in pool.nodes:
         report = node.reports.get(peer.engine_id)
-        if report is not None:
+        is_of_another = peer.registration.revision != node.registration.revision
+        if report is not None and not is_of_another:  # whom it is never to reach says nothing
             description.peers.add(
                 node_name=peer.name,
                 connected=report.connected,
@@ -45,6 +46,27 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
                 bandwidth_bytes_per_s=report.bandwidth_bytes_per_s,
             )
     return description
+
+
+def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
+    """Revisions, in the order in which they came."""
+    fleet = pool.fleet  # made first: what is told of revisions is told of the last fleet
+    views = pool.rollout.view((node.load for node in pool.nodes), fleet)
+    return admin_pb2.RolloutDescription(
+        state=pool.rollout.state,
+        revisions=[
+            admin_pb2.RevisionDescription(
+                revision=view.name,
+                state=view.state,
+                share=view.share,
+                num_prefill=view.num_prefill,
+                num_decode=view.num_decode,
+                num_placed=view.num_placed,
+                nodes=[n.name for n in pool.nodes if n.registration.revision == view.name],
+            )
+            for view in views
+        ],
+    )
 
 
 def describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
@@ -57,6 +79,7 @@ def describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
 def _describe(registration: NodeRegistration) -> admin_pb2.NodeDescription:
     return admin_pb2.NodeDescription(
         node_name=registration.node_name,
+        revision=registration.revision,
         engine_id=registration.engine_id,
         role=wire.role_to_proto(registration.role),
         address=registration.address,

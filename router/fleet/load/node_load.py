@@ -111,6 +111,7 @@ class NodeLoad:
     ) -> None:
         self.node_name = registration.node_name
         self.engine_id = registration.engine_id
+        self.revision = registration.revision
         self.num_blocks = registration.num_blocks
         self.block_size = registration.block_size
         self.max_model_len = registration.max_model_len

@@ -303,8 +303,8 @@ async def test_a_new_ca_takes_over_without_a_failed_call(tmp_path: Path) -> None
             step()
             await asyncio.sleep(1.3)  # servers and clients look twice a second
         before = num_calls
-        await asyncio.sleep(0.3)
-        assert num_calls > before
+        while num_calls <= before + 2:  # noqa: ASYNC110  # each of the two goes on calling
+            await asyncio.sleep(0.05)
         stopping.set()
         # What the old CA signed is nothing any more.
         why = "it hangs up on our certificate"

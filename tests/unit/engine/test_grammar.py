@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
@@ -305,19 +306,40 @@ def test_a_grammar_whose_steps_grow_ends_its_request(compiler: GrammarCompiler) 
     assert time.thread_time() - began_at < 0.005 * num_tokens + 1
 
 
-def test_grammars_that_cost_too_much_together_end_one_by_one(compiler: GrammarCompiler) -> None:
-    structured_output = StructuredOutput(grammar='start: start start | "a" | start start start')
-    params = SamplingParams(structured_output=structured_output)
-    states = [compiler.compile_now(params) for _ in range(16)]
-    well = compiler.compile_now(choosing("a" * 300))
-    longest_s = 0.0
-    for _ in range(200):
-        began_at = time.thread_time()
-        allowed_bits({str(index): (state, ()) for index, state in enumerate([*states, well])})
-        longest_s = max(longest_s, time.thread_time() - began_at)
-        for state in states:
+class SlowMatcher:
+    """A matcher whose masks take so much of a clock that stands still otherwise."""
+
+    def __init__(self, matcher: LLMatcher, clock: list[float], mask_s: float) -> None:
+        self._matcher, self._clock, self._mask_s = matcher, clock, mask_s
+
+    def compute_bitmask(self) -> bytes:
+        self._clock[0] += self._mask_s
+        return self._matcher.compute_bitmask()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._matcher, name)
+
+
+def test_grammars_that_cost_too_much_together_end_one_by_one(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
+    states = [compiler.compile_now(choosing("a" * 300)) for _ in range(17)]
+    for state in states:
+        mask_s = 0.00005 if state is states[-1] else 0.02
+        state._matcher = SlowMatcher(state._matcher, clock, mask_s)  # type: ignore[assignment]  # alike
+    *slow, well = states
+    steps_s = []
+    for _ in range(20):
+        began_at = clock[0]
+        allowed_bits({str(index): (state, ()) for index, state in enumerate(states)})
+        steps_s.append(clock[0] - began_at)
+        for state in slow:
             state.accept(TEXTS.index("a"))
         assert well.accept(TEXTS.index("a"))
-    assert all(state.problem for state in states)
+    # In the first step nobody has cost anything yet; then the first five fill a step's time.
+    assert steps_s[0] == pytest.approx(0.32, rel=0.01)
+    assert max(steps_s[1:]) < 0.13
+    assert all(state.problem for state in slow)
     assert not well.problem
-    assert longest_s < 1

@@ -17,7 +17,8 @@ CODE = '"""Ground: says `a | b`.\n\nMore."""\n\n\ndef f(a, b, *, c):\n    """Do.
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A house of two packages, with pages that are written."""
     monkeypatch.setattr(house, "PACKAGES", {"baton": "baton"})
-    monkeypatch.setattr(house, "READ", ("Reader",))
+    monkeypatch.setattr(house, "DAY", (house.Chapter("First", "Of all.", ("Reader",)),))
+    monkeypatch.setattr(house, "BESIDE", ())
     house._tree.cache_clear()
     (tmp_path / "baton" / "v1").mkdir(parents=True)
     (tmp_path / "baton" / "cli").mkdir()
@@ -42,7 +43,10 @@ def test_what_was_written_is_true(root: Path) -> None:
     assert "| `baton/cli` | Commands. | 2 | 5 |" in text
     assert "v1" not in text.partition("Together")[0]
     assert "[0001: First](0001-a.md)" in (root / house.DECISIONS).read_text()
-    assert "| `baton/cli/r.py` | Reads. | 1 | 4 |" in (root / house.DAY_PATH).read_text()
+    path = (root / house.DAY_PATH).read_text()
+    assert "The day is 1 files, 4 lines; the aim is 6,000: it fits." in path
+    assert "## 1. First\n\nOf all.\n" in path
+    assert "| `baton/cli/r.py` | Reads. | 1 | 4 |" in path
 
 
 def test_sizes(root: Path) -> None:
@@ -86,12 +90,15 @@ def test_a_page_without_the_place_is_left_as_it_is(root: Path) -> None:
     assert (root / house.MAP).read_text() == "no place here\n"
 
 
-def test_a_class_of_the_day_path_that_is_gone_is_named(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(house, "READ", ("Nobody",))
+def test_a_class_of_the_day_path_that_is_gone_is_named(root: Path) -> None:
     with pytest.raises(ValueError, match="Nobody of the day path is defined in 0 files"):
-        list(house.day_path(root))
+        list(house.day_path(root, house.Chapter("First", "Of all.", ("Nobody",))))
+
+
+def test_no_file_of_the_day_path_is_in_two_chapters() -> None:
+    chapters = (*house.DAY, *house.BESIDE)
+    paths = [path for chapter in chapters for path, *_ in house.day_path(ROOT, chapter)]
+    assert len(paths) == len(set(paths))
 
 
 def test_every_package_and_decision_of_this_house_is_on_its_page() -> None:

@@ -34,9 +34,9 @@ def test_what_one_says_again_and_again_ahead_of_the_other_costs_no_more_each_tim
     order, again = DeltaOrder(0), tokens(9)
     for index in range(1, MAX_EARLY):
         assert not list(order.push(tokens(index)))
-    began_at = time.perf_counter()
+    began_at = time.process_time()
     for _ in itertools.repeat(None, 100_000):
         for _ in order.push(again):
             raise AssertionError("it is not next")
-    assert time.perf_counter() - began_at < 3.0  # 11 s when all that is early was looked at
+    assert time.process_time() - began_at < 3.0  # 11 s when all that is early was looked at
     assert len(list(order.push(tokens(0)))) == MAX_EARLY

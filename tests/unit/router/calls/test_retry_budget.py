@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 
@@ -42,7 +41,7 @@ async def test_what_a_silent_node_had_begun_waits_until_it_is_lost_and_is_a_susp
     prefill, decode, command = last(scene)  # the prompt is being computed
     make_silent(prefill)
     decode.say(failure("a", "UNAVAILABLE", "its prefill node is silent", epoch=command.epoch))
-    await asyncio.sleep(0.02)
+    await scene.pause()
     assert last(scene)[2] is command
     prefill.leave()
     other, _, _ = await until_attempt(scene, 2)
@@ -72,7 +71,7 @@ async def test_a_call_waits_for_the_budget_and_ends_with_its_deadline() -> None:
     await scene.call(timeout_s=30)
     _, decode, command = last(scene)
     decode.say(failure("a", "UNAVAILABLE", "refused", epoch=command.epoch))
-    await asyncio.sleep(0.02)
+    await scene.pause()
     assert budget.num_waiting == 1
     assert last(scene)[2] is command
     now = 110.0
@@ -80,7 +79,7 @@ async def test_a_call_waits_for_the_budget_and_ends_with_its_deadline() -> None:
     assert budget.num_waiting == 0
     assert [budget.take(), budget.take()] == [True, False]
     decode.say(failure("a", "UNAVAILABLE", "refused", epoch=command.epoch))
-    await asyncio.sleep(0.02)
+    await scene.pause()
     assert budget.num_waiting == 1
     scene.dispatcher.abort("a", "enough")
     with pytest.raises(RequestCancelledError):
@@ -96,7 +95,7 @@ async def test_a_call_that_waits_for_the_budget_goes_on_when_it_was_a_loss_after
     await scene.call()
     prefill, decode, command = last(scene)
     decode.say(failure("a", "UNAVAILABLE", "cannot be reached", epoch=command.epoch))
-    await asyncio.sleep(0.02)
+    await scene.pause()
     assert budget.num_waiting == 1
     prefill.leave()
     await until_attempt(scene, 2)

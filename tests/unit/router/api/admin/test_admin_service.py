@@ -23,7 +23,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2
 from router.api.admin.service import AdminService
 from router.intake.intake import Intake
 from router.policies.cost import Cost
-from tests.fakes.nodes import make_registration, token_1
+from tests.fakes.nodes import HandNode, make_registration, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 
 SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
@@ -85,7 +85,7 @@ async def test_with_a_token_only_who_brings_it_may_call() -> None:
 async def test_without_a_token_others_machines_may_look_and_change_nothing() -> None:
     scene = Scene()
     changes = {"Drain", "Resume", "Remove", "Abort", "SetPolicy", "FlushCache", "SetLogLevel",
-               "Profile", "ReleaseQuarantine"}  # fmt: skip
+               "Profile", "ReleaseQuarantine", "ChangeRollout"}  # fmt: skip
     async with served(scene, is_public=True) as call:
         for method in SERVICE.methods_by_name:
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -233,3 +233,31 @@ async def test_a_profile_of_the_router_says_what_its_thread_does() -> None:
             grpc.StatusCode.INVALID_ARGUMENT,
             "seconds: must be above 0 and at most 60, got 1000",
         )
+
+
+@asynchronous
+async def test_a_rollout_is_told_paused_undone_and_resumed() -> None:
+    scene = Scene()
+    HandNode(scene.pool, make_registration("p7", NodeRole.PREFILL, differs={"revision": "v2"}))
+    async with served(scene) as call:
+        told = await call("GetRollout")
+        assert told.state == "steady"
+        assert [(one.revision, one.state, one.share) for one in told.revisions] == [
+            ("", "serving", 1.0),
+            ("v2", "incomplete", 0.0),
+        ]
+        assert list(told.revisions[1].nodes) == ["p7"]
+        paused = await call("ChangeRollout", action=admin_pb2.ROLLOUT_ACTION_PAUSE)
+        assert paused.state == "paused"
+        undone = await call("ChangeRollout", action=admin_pb2.ROLLOUT_ACTION_UNDO)
+        assert (undone.state, undone.revisions[1].state) == ("undone", "undone")
+        resumed = await call("ChangeRollout", action=admin_pb2.ROLLOUT_ACTION_RESUME)
+        assert resumed.state == "steady"
+        for fields, code in (
+            ({}, grpc.StatusCode.INVALID_ARGUMENT),
+            (
+                {"action": admin_pb2.ROLLOUT_ACTION_UNDO, "revision": "v9"},
+                grpc.StatusCode.NOT_FOUND,
+            ),
+        ):
+            assert (await code_of(call, "ChangeRollout", **fields))[0] is code

@@ -131,9 +131,9 @@ def test_reading_many_blocks_takes_time_that_grows_with_their_number() -> None:
     thought = {"type": "thinking", "thinking": "x" * 100}
     turns = [{"role": "assistant", "content": [block, thought] * 25_000}, *HELLO]
     request = given(messages=turns)
-    began = time.perf_counter()
+    began = time.process_time()
     chat_request(request)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(

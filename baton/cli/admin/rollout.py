@@ -1,0 +1,132 @@
+"""`baton admin rollout`: which revisions of nodes get requests, and how much of them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from baton.cli.admin.connection import (
+    AdminError,
+    OutputFormat,
+    OutputOption,
+    connections,
+)
+from baton.cli.admin.output import (
+    escape,
+    format_count,
+    is_json,
+    make_console,
+    make_table,
+    to_plain,
+)
+from baton.cli.command_line import CommandLine
+from baton.cli.router_access import OperatorAccess
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from baton.v1 import admin_pb2
+
+_Answer: TypeAlias = "tuple[str, admin_pb2.RolloutDescription | None, AdminError | None]"
+_STYLES = {"serving": "green", "incomplete": "yellow", "undone": "red"}
+_WITHOUT_NAME = "(none)"
+
+rollout = CommandLine(
+    no_args_is_help=True,
+    add_completion=False,
+    help="See or steer which revisions of nodes get requests. A router that has several addresses "
+    "is several routers: all of them are asked.",
+)
+
+
+class Action(enum.Enum):
+    """What can be done, and its number in the proto file."""
+
+    PAUSE = 1
+    RESUME = 2
+    UNDO = 3
+
+
+@rollout.command("status")
+def status(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+    """Show the revisions of the nodes, and the share of new requests that each gets."""
+    _show(_ask_all(access, "GetRollout"), output)
+
+
+@rollout.command("pause")
+def pause(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+    """Keep the shares as they are now, whatever nodes come, until `resume`."""
+    _show(_ask_all(access, "ChangeRollout", action=Action.PAUSE.value), output)
+
+
+@rollout.command("resume")
+def resume(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
+    """Have the shares follow the nodes that there are again; ends `pause` and `undo`."""
+    _show(_ask_all(access, "ChangeRollout", action=Action.RESUME.value), output)
+
+
+@rollout.command("undo")
+def undo(
+    revision: Annotated[
+        str, typer.Argument(help="Which one; the one that came last if not given.")
+    ] = "",
+    *,
+    access: OperatorAccess,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Place nothing new on a revision as long as another one is complete, until `resume`."""
+    named = {"revision": revision} if revision else {}
+    _show(_ask_all(access, "ChangeRollout", action=Action.UNDO.value, **named), output)
+
+
+def _ask_all(access: OperatorAccess, method: str, **fields: Any) -> list[_Answer]:
+    """Ask every router; one that cannot be asked does not keep the others from it."""
+    answers: list[_Answer] = []
+    for router, admin in connections(access):
+        try:
+            answers.append((router, admin.call(method, **fields), None))
+        except AdminError as error:
+            answers.append((router, None, error))
+    return answers
+
+
+def _show(answers: Sequence[_Answer], output: OutputFormat) -> None:
+    """Print what each router says; raises the error of one that could not be asked."""
+    told = [(router, found) for router, found, _ in answers if found is not None]
+    if is_json(output):
+        _print_json(told)
+    else:
+        console = make_console()
+        for router, found in told:
+            prefix = f"{router}: " if len(answers) > 1 else ""
+            console.print(f"{prefix}{found.state}")
+            console.print(_table(found))
+    for _, _, error in answers:
+        if error is not None:
+            raise error
+
+
+def _print_json(answers: Sequence[tuple[str, admin_pb2.RolloutDescription]]) -> None:
+    import json
+
+    plain = [{"router": router, **to_plain(description)} for router, description in answers]
+    typer.echo(json.dumps(plain, indent=2))
+
+
+def _table(description: admin_pb2.RolloutDescription) -> Table:
+    right = ("share", "prefill", "decode", "placed")
+    table = make_table("revision", "state", *right, "nodes", right=right)
+    for one in description.revisions:
+        table.add_row(
+            escape(one.revision or _WITHOUT_NAME),
+            f"[{_STYLES[one.state]}]{one.state}[/]",
+            f"{one.share:.0%}",
+            str(one.num_prefill),
+            str(one.num_decode),
+            format_count(one.num_placed),
+            escape(", ".join(one.nodes)),
+        )
+    return table

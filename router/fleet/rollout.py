@@ -1,0 +1,248 @@
+"""Rollout: which revisions of the nodes get requests, and how much of them. Knows no request.
+
+    revision        the nodes that were started with one --revision; only these are ever paired
+    complete        a prefill and a decode node of it may get requests and reach each other
+    serving         it is complete and not undone; where none is, all nodes do what they can
+    share           of new requests: its part of the capacity, of the role of which it has less
+
+    steady     one revision serves
+    rolling    several do
+    paused     shares stay as they are, whatever nodes come
+    undone     a revision gets nothing while another one is complete
+
+Capacity is nodes that may get requests, by the weight that their health gives them (and decode
+nodes by their room for KV): as they come and go, traffic moves, forward and back alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from baton.api.errors import InvalidRequestError, NotFoundError
+from baton.link.beat_interval import BEAT_INTERVAL_S
+from router.fleet.fleet import Fleet
+from router.fleet.load.node_load import NodeLoad
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionView:
+    """One revision as of now.
+
+    Attributes:
+        name: empty: of nodes that were given none.
+        state: serving, incomplete or undone.
+        share: of new requests.
+        num_prefill, num_decode: that may get requests.
+        num_placed: first attempts of requests that were placed there while there were others.
+    """
+
+    name: str
+    state: str
+    share: float
+    num_prefill: int
+    num_decode: int
+    num_placed: int
+
+
+class Rollout:
+    """Of one router.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: list[str] = []  # the last one to come is last
+        self._undone: set[str] = set()
+        self._held: Mapping[str, float] | None = None  # while paused
+        self._parts: Mapping[str, Fleet] = {}  # that get requests, if there are several
+        self._credits: dict[str, float] = {}
+        self._shares: Mapping[str, float] = {}
+        self._shares_at = -math.inf
+        self.num_placed: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------ nodes
+
+    def note_joined(self, revision: str) -> None:
+        """A node came; one of a revision that nobody had makes that the last one."""
+        if revision not in self._seen:
+            self._seen.append(revision)
+            if len(self._seen) > 1:
+                logger.info("a node of another revision joined: %s", revision or "without one")
+            for forgotten in self._seen[:-MAX_REMEMBERED]:
+                self._undone.discard(forgotten)
+                del self.num_placed[forgotten]
+            del self._seen[:-MAX_REMEMBERED]
+
+    def admit(self, fleet: Fleet) -> Fleet:
+        """Leave out the nodes of revisions that get no requests; for each new fleet."""
+        self._parts, self._shares_at = {}, -math.inf
+        names = _revisions_in(fleet)
+        if len(names) <= 1:
+            return fleet
+        parts = {name: _part(fleet, name) for name in sorted(names)}
+        complete = {name: part for name, part in parts.items() if part.prefills}
+        serving = {name: complete[name] for name in complete if name not in self._undone}
+        serving = serving or complete
+        if not serving:  # decode nodes alone, of whatever revision
+            return fleet
+        self._parts = serving
+        if len(serving) == len(names):
+            return fleet
+
+        def serves(node: NodeLoad) -> bool:
+            return node.revision in serving
+
+        return fleet.only(serves, serves)
+
+    def choose(self, session_id: str = "") -> Fleet | None:
+        """The part of the fleet whose turn it is; None: there is only one.
+
+        Requests of one session stay with a revision for as long as its share allows: their prefix
+        is cached there.
+        """
+        if len(self._parts) <= 1:
+            return None
+        shares = self.shares()
+        name = _of_session(session_id, shares) if session_id else self._next_turn(shares)
+        self.num_placed[name] += 1
+        return self._parts[name]
+
+    def _next_turn(self, shares: Mapping[str, float]) -> str:
+        """In turns, as evenly as the shares allow."""
+        credits = {name: self._credits.get(name, 0.0) + share for name, share in shares.items()}
+        name = max(credits, key=lambda one: (credits[one], one))
+        credits[name] -= 1.0
+        self._credits = credits
+        return name
+
+    def shares(self) -> Mapping[str, float]:
+        """Of new requests, by revision; their sum is 1. Empty where there is only one revision."""
+        if len(self._parts) <= 1:
+            return {}
+        now = self._clock()
+        if now - self._shares_at >= BEAT_INTERVAL_S:  # a node's weight grows without telling
+            self._shares, self._shares_at = self._current_shares(), now
+        return self._shares
+
+    def _current_shares(self) -> Mapping[str, float]:
+        shares = _shares_of_capacity(self._parts)
+        if self._held is not None:
+            held = {name: self._held.get(name, 0.0) for name in shares}
+            if sum(held.values()) > 0:  # else what was held is gone: serving comes first
+                shares = held
+        total = sum(shares.values())
+        return {name: share / total for name, share in shares.items()}
+
+    # ------------------------------------------------------------------ operators
+
+    @property
+    def state(self) -> str:
+        """steady, rolling, paused or undone."""
+        if self._undone:
+            return "undone"
+        if self._held is not None:
+            return "paused"
+        return "rolling" if len(self._parts) > 1 else "steady"
+
+    def pause(self) -> None:
+        """Keep the shares as they are: what comes newly gets nothing, until `resume`.
+
+        As long as a revision that has a share is complete; else the others serve.
+        """
+        shares = self.shares() or dict.fromkeys(self._parts or self._seen, 1.0)
+        self._held, self._shares_at = dict(shares), -math.inf
+
+    def undo(self, revision: str | None = None) -> str:
+        """Place nothing new on a revision while another one is complete, until `resume`.
+
+        Args:
+            revision: None: the one that came last.
+
+        Returns its name. Raises NotFoundError, or InvalidRequestError where there is no other.
+        """
+        if len(self._seen) < 2:
+            raise InvalidRequestError("revision", "there is one only, and so nothing to undo")
+        name = self._seen[-1] if revision is None else revision
+        if name not in self._seen:
+            known = ", ".join(one or '""' for one in self._seen)
+            raise NotFoundError(f"there is no revision {name!r}; there are {known}")
+        self._undone.add(name)
+        self._held = None
+        return name
+
+    def resume(self) -> None:
+        """Have traffic follow capacity again, and nothing undone."""
+        self._undone.clear()
+        self._held, self._shares_at = None, -math.inf
+
+    def view(self, nodes: Iterable[NodeLoad], fleet: Fleet) -> list[RevisionView]:
+        """Every revision that has a node, in the order in which they came.
+
+        Args:
+            nodes: all that have joined.
+            fleet: as `admit` made it.
+        """
+        here = {node.revision for node in nodes}
+        shares = self.shares() or dict.fromkeys(_revisions_in(fleet), 1.0)
+        views = []
+        for name in (one for one in self._seen if one in here):
+            part = _part(fleet, name)
+            state = "serving" if part else "undone" if name in self._undone else "incomplete"
+            views.append(
+                RevisionView(
+                    name,
+                    state,
+                    shares.get(name, 0.0),
+                    len(part.prefills),
+                    len(part.decodes or part.self_prefilling),
+                    self.num_placed[name],
+                )
+            )
+        return views
+
+
+def _revisions_in(fleet: Fleet) -> set[str]:
+    nodes = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
+    return {node.revision for node in nodes}
+
+
+def _part(fleet: Fleet, revision: str) -> Fleet:
+    def is_of_it(node: NodeLoad) -> bool:
+        return node.revision == revision
+
+    return fleet.only(is_of_it, is_of_it)
+
+
+def _shares_of_capacity(parts: Mapping[str, Fleet]) -> dict[str, float]:
+    """Of each, how much it has of the role of which it has less."""
+    prefill = {name: sum(node.weight for node in part.prefills) for name, part in parts.items()}
+    decode = {name: sum(map(_decode_capacity, part.decodes)) for name, part in parts.items()}
+    of_prefill, of_decode = sum(prefill.values()), sum(decode.values())
+    return {name: min(prefill[name] / of_prefill, decode[name] / of_decode) for name in parts}
+
+
+def _decode_capacity(node: NodeLoad) -> float:
+    return node.weight * node.num_blocks * node.block_size
+
+
+def _of_session(session_id: str, shares: Mapping[str, float]) -> str:
+    """Rendezvous hashing by weight: when shares move, only sessions that must do so move."""
+
+    def score(name: str) -> float:
+        digest = hashlib.blake2b(f"{session_id}\0{name}".encode(errors="surrogatepass"))
+        drawn = (int.from_bytes(digest.digest()[:8], "big") + 1) / (2**64 + 1)
+        return shares[name] / -math.log(drawn) if shares[name] else -1.0
+
+    return max(shares, key=lambda name: (score(name), name))

@@ -1,0 +1,234 @@
+"""A rollout with real processes under load: no request fails, no pair is mixed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.api.errors import BatonError
+from baton.api.sampling_params import SamplingParams
+from baton.client.client import AsyncClient
+from baton.processes.child_processes import PYTHON_MODULE
+from tests.fakes.waiting import wait_until
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+
+logger = logging.getLogger(__name__)
+pytestmark = pytest.mark.large
+
+OLD, NEW = "2026-11", "2026-12"
+# Another layout: nodes of these would not understand each other's blocks.
+LAYOUT = {OLD: "16", NEW: "32"}
+PROMPTS = ("def add(a, b):\n", "class Node:\n    def __init__(self):\n")
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@dataclass
+class Fleet:
+    """A router, and nodes that come and go by hand."""
+
+    folder: Path
+    router: str = field(default_factory=free_address)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, *arguments: str) -> None:
+        command = [*PYTHON_MODULE, "baton", *arguments, "--model", str(DEMO_MODEL)]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+
+    def start_node(self, role: str, number: int, revision: str) -> None:
+        name = f"{role[0]}{number}-{revision}"
+        self.start(
+            name, role, "--router", self.router, "--name", name, "--revision", revision,
+            "--block-size", LAYOUT[revision], "--dtype", "float32", "--drain-timeout-s", "60",
+            "--num-blocks", str(4096 // int(LAYOUT[revision])),
+        )  # fmt: skip
+
+    def end_node(self, name: str) -> None:
+        """As an update ends it: SIGTERM, and it ends well when it is drained."""
+        process = self.processes.pop(name)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) == 0, (self.folder / f"{name}.log").read_text()
+
+    def admin(self, *arguments: str) -> Any:
+        command = [*PYTHON_MODULE, "baton", "admin", *arguments, "--router", self.router]
+        out = subprocess.check_output([*command, "--output", "json"], timeout=60)
+        return json.loads(out)
+
+    def rollout(self) -> dict[str, Any]:
+        (one,) = self.admin("rollout", "status")
+        return {
+            "state": one["state"],
+            **{revision["revision"]: revision for revision in one["revisions"]},
+        }
+
+    def wait_for(self, revision: str, num_prefill: int, num_decode: int) -> None:
+        def is_there() -> bool:
+            found = self.rollout().get(revision, {})
+            return (found.get("num_prefill"), found.get("num_decode")) == (num_prefill, num_decode)
+
+        wait_until(is_there, timeout_s=READY_TIMEOUT_S)
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    one = Fleet(tmp_path)
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(one.stop)
+        one.start(
+            "router", "router", "--listen", one.router, "--http-listen", "",
+            "--no-local-prefill", "--node-timeout-s", "10", "--pair-timeout-s", "30",
+        )  # fmt: skip
+        yield one
+
+
+class Load:
+    """Clients that never stop asking; what each answer says of where it was computed."""
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+        self.pairs: list[tuple[str, str]] = []
+        self.failures: list[str] = []
+        self.texts: dict[str, set[str]] = {}
+        self._stopping = asyncio.Event()
+
+    async def run(self, num_clients: int = 4) -> None:
+        async with AsyncClient(self._router) as client:
+            await asyncio.gather(*(self._ask(client, i) for i in range(num_clients)))
+
+    async def _ask(self, client: AsyncClient, number: int) -> None:
+        prompt = PROMPTS[number % len(PROMPTS)]
+        while not self._stopping.is_set():
+            try:
+                done = await client.generate(prompt, PARAMS, timeout_s=120)
+            except BatonError as error:
+                self.failures.append(repr(error))
+                continue
+            assert done.receipt is not None
+            self.pairs.append((done.receipt.prefill_node, done.receipt.decode_node))
+            self.texts.setdefault(prompt, set()).add(done.text)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def answers(self, count: int) -> None:
+        """Wait for so many more."""
+        goal = len(self.pairs) + count
+        while len(self.pairs) < goal:  # noqa: ASYNC110  # of several tasks
+            await asyncio.sleep(0.1)
+
+    @property
+    def revisions(self) -> set[tuple[str, str]]:
+        return {tuple(name.partition("-")[2] for name in pair) for pair in self.pairs}  # type: ignore[misc]
+
+
+class Watch:
+    """Looks at the rollout all the time: how many pairs of nodes serve."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.capacities: list[int] = []
+
+    async def run(self) -> None:
+        while True:
+            found = await asyncio.to_thread(self._fleet.rollout)
+            serving = [found[name] for name in (OLD, NEW) if name in found]
+            self.capacities.append(
+                sum(
+                    min(one["num_prefill"], one["num_decode"])
+                    for one in serving
+                    if one["state"] == "serving"
+                )
+            )
+            await asyncio.sleep(0.2)
+
+
+async def roll(fleet: Fleet, here: str, there: str, load: Load) -> None:
+    """Replace a revision's two pairs by those of another, one by one."""
+    shares = []
+    for number in range(2):
+        for role in ("prefill", "decode"):
+            fleet.start_node(role, number, there)
+        await asyncio.to_thread(fleet.wait_for, there, number + 1, number + 1)
+        await load.answers(8)  # some requests meet this mixture
+        shares.append(fleet.rollout()[there]["share"])
+        ends = (
+            asyncio.to_thread(fleet.end_node, f"{letter}{number}-{here}") for letter in ("p", "d")
+        )
+        await asyncio.gather(*ends)
+    assert shares[0] < shares[1], "traffic moves as capacity moves"
+    await load.answers(4)
+    last = load.pairs[-2:]
+    assert {name.partition("-")[2] for pair in last for name in pair} == {there}
+
+
+def test_forward_and_back_under_load(fleet: Fleet) -> None:
+    for number in range(2):
+        for role in ("prefill", "decode"):
+            fleet.start_node(role, number, OLD)
+    fleet.wait_for(OLD, 2, 2)
+    load, watch = Load(fleet.router), Watch(fleet)
+
+    async def run() -> None:
+        working = asyncio.create_task(load.run())
+        watching = asyncio.create_task(watch.run())
+        await roll(fleet, OLD, NEW, load)
+        await roll(fleet, NEW, OLD, load)
+        load.stop()
+        await working
+        watching.cancel()
+
+    asyncio.run(run())
+    logger.info(
+        "%d requests, %d failed, pairs of %s; pairs of nodes that served: %s, looked %d times",
+        len(load.pairs),
+        len(load.failures),
+        sorted(load.revisions),
+        sorted(set(watch.capacities)),
+        len(watch.capacities),
+    )
+    assert load.failures == []
+    assert load.revisions == {(OLD, OLD), (NEW, NEW)}
+    assert all(len(texts) == 1 for texts in load.texts.values())  # greedy: as ever
+    # Both sides have two pairs; one leaves only when one of the other serves.
+    assert min(watch.capacities) >= 2
+
+
+def test_undo_and_pause_from_the_command_line(fleet: Fleet) -> None:
+    """The new revision comes, is undone, and nothing goes there; then it may again."""
+    for revision in (OLD, NEW):
+        for role in ("prefill", "decode"):
+            fleet.start_node(role, 0, revision)
+        fleet.wait_for(revision, 1, 1)
+
+    async def ask(count: int) -> set[str]:
+        async with AsyncClient(fleet.router) as client:
+            done = [await client.generate(PROMPTS[0], PARAMS, timeout_s=120) for _ in range(count)]
+        return {one.receipt.decode_node.partition("-")[2] for one in done if one.receipt}
+
+    assert asyncio.run(ask(4)) == {OLD, NEW}
+    assert fleet.admin("rollout", "undo")[0]["state"] == "undone"
+    assert asyncio.run(ask(4)) == {OLD}
+    assert fleet.admin("rollout", "resume")[0]["state"] == "rolling"
+    assert asyncio.run(ask(4)) == {OLD, NEW}
+    assert fleet.admin("rollout", "pause")[0]["state"] == "paused"
+    fleet.end_node(f"d0-{OLD}")  # what has a share is gone: serving comes first
+    assert asyncio.run(ask(2)) == {NEW}
