@@ -182,9 +182,11 @@ class Layers:
         )  # fmt: skip
         cache = allocate_kv_cache(spec, 64, torch.device("cpu"))
         self.num_layers = num_layers
+        # (The code before, which this is run with as well, does not know them.)
+        options_of_runner: dict[str, Any] = {"with_chunks": True} if REPLAYS_CHUNKS else {}
         self.runner = make_model_runner(
             model, cache, spec, options, ("triton",), 1024, with_graphs=True,
-            samples_on_device=True, **({"with_chunks": True} if REPLAYS_CHUNKS else {}),
+            samples_on_device=True, **options_of_runner,
         )  # fmt: skip
         gpu.move(self.runner)
         self._gpu = gpu
@@ -229,7 +231,9 @@ class Layers:
         """Microseconds that a layer takes of a step with a prompt that is replayed."""
         self.runner.capture_chunks(self._gpu.capture_pieces)
         step = self.prompt()
-        assert self.runner._chunks.takes(self.runner.prepare(step, eager=True).model)
+        prepared = self.runner.prepare(step, eager=True)
+        chunks: Any = self.runner._chunks
+        assert chunks.takes(prepared.model)  # type: ignore[union-attr]  # eager
         found = self._time(step, [(self.runner, "launch")])
         self.runner._chunks = None
         return found

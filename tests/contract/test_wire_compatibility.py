@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -144,14 +144,14 @@ def test_a_node_of_the_last_release_joins_a_router_of_ours(release: Path) -> Non
     register.DiscardUnknownFields()  # as it would have said it
     answer_of = GetMessageClass(theirs.FindMessageTypeByName("baton.v1.RouterMessage"))
 
-    async def run() -> tuple[Message, list[str]]:
+    async def run() -> tuple[Any, list[str]]:
         server, pool = grpc.aio.server(), make_pool()
         node_pb2_grpc.add_NodeLinkServicer_to_server(_open(NodeLinkService(pool)), server)  # type: ignore[no-untyped-call]  # generated
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                link = channel.stream_stream(
+                link: Any = channel.stream_stream(
                     "/baton.v1.NodeLink/Link",
                     request_serializer=lambda message: message.SerializeToString(),
                     response_deserializer=answer_of.FromString,
@@ -177,10 +177,10 @@ def _open(service: NodeLinkService) -> NodeLinkService:
     inner = service.Link
 
     async def link(messages: Any, context: Any) -> Any:
-        async for message in inner(messages, _Caller()):
+        async for message in inner(messages, cast("Any", _Caller())):
             yield message
 
-    service.Link = link  # type: ignore[method-assign]  # of one test
+    service.Link = link  # type: ignore[method-assign, assignment]  # of one test
     return service
 
 

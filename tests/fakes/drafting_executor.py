@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -94,6 +95,9 @@ class DraftingExecutor:
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
         return self._executor.collective_rpc(method, args, timeout_s)
+
+    def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
+        return self._executor.attach(entry, argument)
 
     def close(self) -> None:
         self._executor.close()

@@ -8,8 +8,8 @@ them: it keeps the order, it may break or swallow everything, and either end may
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from baton.link import wire
@@ -34,7 +34,7 @@ from baton.link.words import (
 )
 from baton.v1 import node_pb2
 from decode_node.node import DecodeNode
-from engine.executors.uniproc import LaunchAhead
+from engine.executors.uniproc import SubmittedStep
 from node_runtime.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.fleet.node import Node
@@ -156,8 +156,9 @@ class NodeProcess:
             pending = engine._in_flight[1]
             if isinstance(pending, ProposingStep):
                 pending = pending.step
-            assert isinstance(pending, LaunchAhead)
-            wait([pending.launch])
+            assert isinstance(pending, SubmittedStep)
+            with contextlib.suppress(Exception):  # whoever takes its outcome is told
+                pending.launched()
         self._kv_events.after_step(busy=busy)
         if engine.requests and (engine.num_steps != num_steps or engine.step_in_flight):
             self._computes_until = self._clock() + self._chunk_s

@@ -82,7 +82,7 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
         self._server = grpc.server(ThreadPoolExecutor(2))
 
     def __enter__(self) -> OtlpCollector:
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # generated
         port = self._server.add_insecure_port("127.0.0.1:0")
         self.endpoint = f"http://127.0.0.1:{port}"
         self._server.start()

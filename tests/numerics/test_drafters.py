@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -60,14 +60,14 @@ class Teacher:
         """`[num_tokens, hidden_size]` behind the last norm, or before some layers."""
         found = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         if not layers:
-            return found[-1][0]
+            return cast("Tensor", found[-1][0])
         return torch.cat([found[layer][0] for layer in layers], -1)
 
     def embed(self, token_ids: list[int]) -> Tensor:
-        return self.model.get_input_embeddings()(torch.tensor(token_ids))
+        return cast("Tensor", self.model.get_input_embeddings()(torch.tensor(token_ids)))
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.model.lm_head(states)
+        return cast("Tensor", self.model.lm_head(states))
 
 
 def norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

@@ -40,7 +40,8 @@ def words(num: int, first: int = 0, seed: int = 11) -> np.ndarray:
 
 def distribution(spread: float, seed: int) -> Floats:
     weights = np.exp(spread * np.random.default_rng(seed).standard_normal(VOCAB))
-    return weights / weights.sum()
+    shares: Floats = weights / weights.sum()
+    return shares
 
 
 def p_value(counts: Floats, expected: Floats) -> float:
@@ -78,8 +79,8 @@ def test_a_million_draws_have_the_target_distribution(case: str) -> None:
     for first in range(0, NUM_DRAWS, CHUNK):
         keys = words(CHUNK, first)
         drafts = draw(scores, np.ones(CHUNK), salted(keys, DRAFT))
-        given = [np.broadcast_to(one, (CHUNK, VOCAB)) for one in (target, proposed)]
-        found = keep_or_draw(*given, drafts, keys)
+        wanted, guessed = (np.broadcast_to(one, (CHUNK, VOCAB)) for one in (target, proposed))
+        found = keep_or_draw(wanted, guessed, drafts, keys)
         counts += np.bincount(found, minlength=VOCAB)
         num_kept += int((found == drafts).sum())
     assert p_value(counts, target) > 0.01
@@ -177,5 +178,5 @@ def test_filters_penalties_and_grammars_count_where_drafts_are_kept(
         proposed=near,
     )  # fmt: skip
     counts = np.bincount([outcome[0] for outcome in outcomes], minlength=VOCAB)
-    assert p_value(counts, expected) > 0.01
+    assert p_value(counts.astype(float), expected) > 0.01
     assert any(len(outcome) == 2 for outcome in outcomes)

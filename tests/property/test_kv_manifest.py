@@ -145,10 +145,10 @@ def test_stages_on_either_side_have_each_byte_written_once_and_right(
     sources, wanted = ([stage_part(unit, side, rank) for rank in ranks_of(side)] for side in sides)
     targets = [np.zeros(len(part), np.uint8) for part in wanted]
     counts = [np.zeros(len(part), np.uint8) for part in wanted]
-    for writer, reader, source, target, num_bytes in unit_copies(*sides, 0, layers):
-        place = slice(target, target + num_bytes)
-        targets[reader][place] = sources[writer][source : source + num_bytes]
-        counts[reader][place] += 1
+    for writer, reader, source, target, num_bytes in unit_copies(sides[0], sides[1], 0, layers):
+        span = slice(target, target + num_bytes)
+        targets[reader][span] = sources[writer][source : source + num_bytes]
+        counts[reader][span] += 1
     for rank, (written, count) in enumerate(zip(targets, counts, strict=True)):
         stage, part = divmod(rank, readers[0])
         layer_bytes = one.layer_bytes(part, readers[0])

@@ -77,7 +77,7 @@ LEDGER = balance(
 )
 
 
-def scrape(source: Source, **options: float) -> dict[str, Metric]:
+def scrape(source: Source, **options: Any) -> dict[str, Metric]:
     """What is on a page, over HTTP."""
 
     async def run() -> str:

@@ -22,8 +22,9 @@ from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS, Piece
+from kvconnector.slices import Slices
 from kvconnector.transports.in_memory import InMemoryTransport
-from kvconnector.transports.nixl.transport import NixlTransport
+from kvconnector.transports.nixl.transport import NixlTransport, _Peer
 from kvconnector.transports.paths import (
     CUDA_IPC_PATH,
     PCIE_BYTES_PER_S,
@@ -204,8 +205,8 @@ def test_nixl_does_not_name_a_path_from_a_gpu_by_itself(host: str) -> None:
     info = msgspec.structs.replace(
         InMemoryTransport(f"path-{host}", memory_of(torch.zeros(1, 1, 1))).peer_info, host=host
     )
-    assert isinstance(info, PeerInfo)
-    assert transport._path(info) == UNKNOWN_GPU_PATH
+    peer = _Peer(info, Slices(info.manifest, info.manifest))
+    assert transport._path(peer) == UNKNOWN_GPU_PATH
 
 
 @pytest.mark.parametrize(

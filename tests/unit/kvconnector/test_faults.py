@@ -176,10 +176,10 @@ def test_a_write_that_is_not_posted_moves_nothing() -> None:
     ends = Ends("fail_post=1")
     with pytest.raises(TransferError, match="injected"):
         ends.faulty.write("x", [0], [1])
-    assert not ends.plain._blocks.any()
+    assert not ends.plain._bytes.any()
     ends = Ends("drop=1")
     assert ends.faulty.write("x", [0], [1]).is_done()
-    assert torch.equal(ends.plain._blocks[1], ends.cache[0])
+    assert torch.equal(ends.plain._bytes[1], ends.cache[0].flatten().view(torch.uint8))
 
 
 def test_a_corrupted_transfer_has_one_wrong_bit_in_a_granted_block_when_it_is_committed() -> None:

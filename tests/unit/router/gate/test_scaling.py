@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.link.words import NodeBeat, NodeRole
@@ -28,7 +30,7 @@ class Scene:
         options = ScalingOptions(scaling_ttft_s=2.0, scaling_itl_s=0.05)
         self.signals = ScalingSignals(self.pool, options, queue_s=lambda: queue_s, clock=self.clock)
 
-    def say(self, node: HandNode, **beat: int) -> None:
+    def say(self, node: HandNode, **beat: Any) -> None:
         self.pool.take(node.node, NodeBeat(**{"num_free_blocks": 10, **beat}))
 
     def pass_time(self, seconds: float) -> None:
