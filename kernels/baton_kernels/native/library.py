@@ -54,7 +54,7 @@ class ExpertsCall(Structure):
     _fields_ = (
         ("gate_up", LinearCall),
         ("down", LinearCall),
-        *_fields(c_int64, "num_tokens num_experts top_k hidden num_threads x_stride"),
+        *_fields(c_int64, "num_tokens num_experts top_k hidden num_threads x_stride squares"),
         *_fields(c_void_p, "ids weights x base base_gate out"),
     )
 
@@ -114,8 +114,8 @@ class GatedCall(Structure):
     """``gated_call`` in rows.c."""
 
     _fields_ = (
-        *_fields(c_int64, "type num_threads num_rows size"),
-        *_fields(c_void_p, "gate_up out"),
+        *_fields(c_int64, "type num_threads num_rows size gate_stride up_stride"),
+        *_fields(c_void_p, "gate up out"),
         ("kind", c_int64),
     )
 

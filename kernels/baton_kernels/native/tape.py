@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +29,7 @@ _HARMLESS = {
 
 
 _RANK_IS_GONE = 2  # GONE in ranks.c
+Result = TypeVar("Result")
 
 
 class TapeError(Exception):
@@ -117,12 +118,12 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(
-    recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Tensor]
-) -> tuple[Tape, Tensor]:
+    recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Result]
+) -> tuple[Tape, Result]:
     """Compute once, and return what computes it again.
 
     Returns:
-        The tape and the result, which every run of the tape overwrites.
+        The tape and the result, tensors which every run of the tape overwrites.
 
     Raises:
         TapeError: torch computed a part of it.
