@@ -18,6 +18,7 @@ MAX_SPECULATIVE_TOKENS = 32
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
+NUMA = "numa"  # in place of a list of cores
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
@@ -63,8 +64,8 @@ class EngineConfig:
     num_threads: int = option(0, least=0, help="Threads for computing on a CPU; 0: all cores.")
     cpu_list: str = option(
         "",
-        help="Cores to run on, such as 0-3,8; empty: all that it may. Threads that computed before "
-        "stay where they are.",
+        help="Cores to run on, such as 0-3,8, which ranks divide; numa: each rank those of a NUMA "
+        "node; empty: all that it may. Threads that computed before stay where they are.",
     )
     tensor_parallel_size: int = option(
         1,
@@ -230,7 +231,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        parse_cpu_list(self.cpu_list)
+        if self.cpu_list != NUMA:
+            parse_cpu_list(self.cpu_list)
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if 0 < self.max_num_batched_tokens < self.max_num_requests:
@@ -323,6 +325,6 @@ def parse_cpu_list(text: str) -> frozenset[int]:
         except ValueError:
             span = range(0)
         if not span:
-            raise ConfigError(f"cpu_list: must be cores such as 0-3,8, got {text!r}")
+            raise ConfigError(f"cpu_list: must be cores such as 0-3,8, or numa, got {text!r}")
         cores.update(span)
     return frozenset(cores)

@@ -6,11 +6,13 @@ Refuses to know: what is computed.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from baton.api.errors import ConfigError
-from baton.engine_config import EngineConfig, parse_cpu_list
+from baton.engine_config import NUMA, EngineConfig, parse_cpu_list
 from baton.kv_manifest import shard
 
 
@@ -24,10 +26,12 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
 
     Raises ConfigError when the machine does not let the process run on a wanted core.
     """
-    cores = parse_cpu_list(config.cpu_list)
-    if num_ranks > 1 and cores:
-        in_order = sorted(cores)
-        cores = frozenset(in_order[slice(*shard(len(in_order), rank, num_ranks))])
+    if config.cpu_list == NUMA:
+        cores = cores_by_numa(numa_nodes(), rank, num_ranks)
+    else:
+        cores = parse_cpu_list(config.cpu_list)
+        if num_ranks > 1 and cores:
+            cores = _share(cores, rank, num_ranks)
     if cores:
         try:
             os.sched_setaffinity(0, cores)
@@ -37,8 +41,33 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
             allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(f"cpu_list: must be among {allowed}, got {config.cpu_list!r}")
     num_threads = config.num_threads or len(cores)
-    if num_ranks > 1:
-        each = config.num_threads or len(parse_cpu_list(config.cpu_list)) or torch.get_num_threads()
-        num_threads = max(each // num_ranks, 1)
+    if num_ranks > 1 and (config.num_threads or not cores):
+        num_threads = max((config.num_threads or torch.get_num_threads()) // num_ranks, 1)
     if num_threads:
         torch.set_num_threads(num_threads)
+
+
+def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) -> frozenset[int]:
+    """Return the cores of a rank: those of one node, of several where there are fewer ranks.
+
+    Ranks of one node divide its cores, if there is one for each; empty: the machine has no nodes.
+    """
+    if not nodes:
+        return frozenset()
+    first, end = shard(len(nodes), rank, num_ranks)
+    cores = frozenset[int]().union(*nodes[first:end])
+    same = [r for r in range(num_ranks) if shard(len(nodes), r, num_ranks)[0] == first]
+    return _share(cores, same.index(rank), len(same)) if len(same) <= len(cores) else cores
+
+
+def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
+    """Return the cores of each NUMA node that this process may run on, in order."""
+    allowed = os.sched_getaffinity(0)
+    files = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
+    found = [parse_cpu_list(path.read_text(encoding="ascii").strip()) & allowed for path in files]
+    return [cores for cores in found if cores]
+
+
+def _share(cores: frozenset[int], rank: int, num_ranks: int) -> frozenset[int]:
+    in_order = sorted(cores)
+    return frozenset(in_order[slice(*shard(len(in_order), rank, num_ranks))])

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.001
 IDLE_POLL_S = 0.025
+MAX_READ_FAILURES = 100  # in a row; then the transport is broken for good
 _SELECTABLE = 1024  # descriptors below can be waited for with `select`
 _WARM_S = 2.0  # polls as if expecting for so long after it was told anything
 
@@ -95,6 +96,7 @@ class RankService:
         self._writes: deque[tuple[int, PendingWrite]] = deque()
         self._permitted: set[tuple[str, TransferKey]] = set()
         self._warm_until = 0.0
+        self._num_failures = 0
         info = transport.peer_info
         place = msgspec.structs.replace(
             info.ranks[0],
@@ -115,7 +117,7 @@ class RankService:
             self._take(TO_RANK.decode(self._connection.recv_bytes()))
             self._warm_until = time.monotonic() + _WARM_S
             pause_s = 0.0
-        self._transport.take_notifications()  # there are none: it is for progress
+        self._progress()
         for _ in range(len(self._writes)):
             number, write = self._writes.popleft()
             problem = ""
@@ -126,6 +128,18 @@ class RankService:
             except TransferError as error:
                 problem = str(error)
             self._say(Ended(number, problem))
+
+    def _progress(self) -> None:
+        """Let the transport get on, as reading messages does, though there are none."""
+        try:
+            self._transport.take_notifications()
+        except TransferError as error:
+            self._num_failures += 1
+            if self._num_failures >= MAX_READ_FAILURES:
+                raise
+            logger.warning("the transport does not get on: %s", error)
+        else:
+            self._num_failures = 0
 
     def _has_come(self, wait_s: float) -> bool:
         """Whether there is a command; `Connection.poll` waits for whole milliseconds."""
