@@ -18,6 +18,7 @@ MAX_SPECULATIVE_TOKENS = 32
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
+KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
 GIB = 2**30
@@ -112,6 +113,13 @@ class EngineConfig:
         least=0,
         help="Tokens per KV block; 0: 16, and in a model with states (Mamba, convolutions) the "
         "fewest whose keys and values take as many bytes as those. The same on all nodes.",
+    )
+    kv_layout: str = option(
+        "layers",
+        choices=KV_LAYOUTS,
+        help="What lies together in a KV block: layers, so that the last chunk of a prompt can be "
+        "sent layer by layer; heads, so that between nodes of unlike --tensor-parallel-size a "
+        "rank's part of a block is one range. The same on all nodes.",
     )
     num_blocks: int | None = option(
         None, least=1, unset=0, help="KV blocks; 0: as many as --kv-cache-memory holds."

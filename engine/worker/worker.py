@@ -47,7 +47,6 @@ from models import load_model
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.parallel.group import ALONE, Ranks
-from models.parallel.shards import stage_layers
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +104,8 @@ class Worker:
             (*model.kv_scales, *[(1.0, 1.0)] * len(layers_of(drafter))),
             self.dtype,
             (ranks.group.rank, ranks.group.size),
-            None
-            if ranks.num_stages == 1
-            else range(*stage_layers(len(model.kv_layers), ranks.stage, ranks.num_stages)),
+            (ranks.stage, ranks.num_stages),
+            by_heads=config.kv_layout == "heads",
         )
         if not config.block_size:
             logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)

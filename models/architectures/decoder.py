@@ -30,6 +30,7 @@ from models.rope_config import RopeConfig
 
 # Makes a part of one layer, of the model's shape and the layer's index.
 LayerPart = Callable[[ModelConfig, int], nn.Module]
+LastPart = Callable[[ModelConfig, int], nn.Module | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class DecoderOptions:
             config's heads; None: they do.
         mixer: makes what mixes the tokens of a layer, called as ``Attention`` is; None: attention.
         feed_forward: makes what follows, `[num_tokens, hidden_size]` to the same; None: a gated
-            MLP.
+            MLP. What it makes may be None: the layer ends with its mixer.
         ropes: of the rotations that a step's layers choose from; None: the config's one.
         layer_ropes: which of them is each layer's; None: all take the first.
         norms: where a layer's norms stand.
@@ -68,6 +69,7 @@ class DecoderOptions:
         logits_soft_cap: see ``ops.soft_cap``, of the head's results; None: there is none.
         stored_joined: checkpoints have gate and up projections joined.
         stored_names: parts of parameters' names -> what checkpoints have in their place.
+        ignored: what names of a checkpoint begin with that nothing here reads.
     """
 
     attention: AttentionOptions = field(default_factory=AttentionOptions)
@@ -75,7 +77,7 @@ class DecoderOptions:
     sliding_windows: tuple[int | None, ...] | None = None
     kv_layers: tuple[LayerKV, ...] | None = None
     mixer: LayerPart | None = None
-    feed_forward: LayerPart | None = None
+    feed_forward: LastPart | None = None
     ropes: tuple[RopeConfig, ...] | None = None
     layer_ropes: tuple[int, ...] | None = None
     norms: LayerNorms = field(default_factory=LayerNorms)
@@ -86,6 +88,7 @@ class DecoderOptions:
     logits_soft_cap: float | None = None
     stored_joined: bool = False
     stored_names: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     def make_mixer(self, config: ModelConfig, layer_index: int) -> nn.Module:
         """Make the part of a layer in which tokens see others."""
@@ -96,8 +99,8 @@ class DecoderOptions:
         rotation = self.layer_ropes[layer_index] if self.layer_ropes else 0
         return Attention(config, self.attention, layer_index, window, rotation)
 
-    def make_feed_forward(self, config: ModelConfig, layer_index: int) -> nn.Module:
-        """Make the part of a layer that takes each token alone."""
+    def make_feed_forward(self, config: ModelConfig, layer_index: int) -> nn.Module | None:
+        """Make the part of a layer that takes each token alone; None: it has none."""
         if self.feed_forward is not None:
             return self.feed_forward(config, layer_index)
         return GatedMLP(
@@ -132,7 +135,9 @@ class DecoderLayer(nn.Module):
         # A tuple: the modules are registered by the names above, and by no other.
         norms = options.norms
         self._mixer_norms = norm(norms.before_mixer), norm(norms.after_mixer)
-        self._feed_forward_norms = norm(norms.before_feed_forward), norm(norms.after_feed_forward)
+        if self.mlp is not None:
+            last_norms = (norms.before_feed_forward, norms.after_feed_forward)
+            self._feed_forward_norms = norm(last_norms[0]), norm(last_norms[1])
         # Of the ranks that add what they compute of a part.
         self._mixer_group: Collective = SINGLE_RANK
         self._feed_forward_group: Collective = SINGLE_RANK
@@ -143,7 +148,7 @@ class DecoderLayer(nn.Module):
         if _can_share(self.self_attn):
             cast("Shareable", self.self_attn).shard(rank)
             self._mixer_group = group
-        if _can_share(self.mlp):
+        if self.mlp is not None and _can_share(self.mlp):
             cast("Shareable", self.mlp).shard(rank)
             self._feed_forward_group = group
 
@@ -168,6 +173,8 @@ class DecoderLayer(nn.Module):
             normed, residual = before.add(delta, residual, self._residual_scale)
         attended = self._mixer_group.all_reduce(self.self_attn(normed, rotations, step))
         attended = after(attended)  # [num_tokens, hidden_size]
+        if self.mlp is None:
+            return attended, residual
         before, after = self._feed_forward_norms
         normed, residual = before.add(attended, residual, self._residual_scale)
         return after(self._feed_forward_group.all_reduce(self.mlp(normed))), residual
@@ -322,7 +329,8 @@ class DecoderForCausalLM(nn.Module):
             for window in options.sliding_windows or (None,) * config.num_layers
         )
         first, num_mtp_layers = config.num_layers, config.num_mtp_layers
-        self._mtp_layers = tuple(f"model.layers.{first + i}." for i in range(num_mtp_layers))
+        mtp_layers = tuple(f"model.layers.{first + i}." for i in range(num_mtp_layers))
+        self._ignored = options.ignored + mtp_layers
         self._stored_names = options.stored_names
         self._logits_divisor = options.logits_divisor
         self._logits_soft_cap = options.logits_soft_cap
@@ -373,9 +381,10 @@ class DecoderForCausalLM(nn.Module):
     def ignores_weight(self, name: str) -> bool:
         """Say whether a checkpoint may have this weight, which nothing here reads.
 
-        These are layers that guess what comes behind the next token: a drafter reads them apart.
+        These are layers that guess what comes behind the next token: a drafter reads them apart;
+        and parts of models that see images, too.
         """
-        return name.startswith((*self._mtp_layers, "mtp."))
+        return name.startswith((*self._ignored, "mtp."))
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""

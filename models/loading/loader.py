@@ -88,6 +88,7 @@ def load_model(
                 config.moe.num_experts,
                 model.checkpoint_name,
                 by_turns=config.moe.stored_by_turns,
+                as_linears=config.moe.stored_as_linears,
             )
         _check_names(path, stored, whole, [name for name in stored if model.ignores_weight(name)])
         _load_weights(model, path, stored, dtype, torch.device(device), packer)
@@ -173,7 +174,10 @@ class _Place:
 
 
 def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Place]]:
-    """Return every tensor that a checkpoint must have, by its name there."""
+    """Return every tensor that a checkpoint must have, by its name there.
+
+    A tensor whose rows belong to several parts comes once for each.
+    """
     rename = model.checkpoint_name
     for path, module in model.named_modules():
         parts: KeptParts = getattr(module, "kept", {})
@@ -185,9 +189,10 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
                     order = module.row_order(part)
                     if kept is None and order is not None:
                         shape = getattr(module, attribute).shape[1:]
-                        kept = Kept((len(order), *shape), order)
+                        kept = Kept((module.stored_rows(part), *shape), order)
                     place = _Place(module, attribute, rows, kept)
-                    yield rename(f"{parent}.{part}.{attribute}"), place
+                    stored = module.stored_name(part)
+                    yield rename(f"{parent}.{stored}.{attribute}"), place
             else:
                 place = _Place(module, attribute, slice(None), parts.get(attribute))
                 yield rename(f"{path}.{attribute}"), place
@@ -223,14 +228,14 @@ def _load_weights(
     device: torch.device,
     packer: WeightPacker | None,
 ) -> None:
-    places, scales = dict(_checkpoint_parameters(model)), _kv_scales(model)
+    places, scales = _checkpoint_parameters(model), _kv_scales(model)
     if model.config.tie_word_embeddings and _HEAD in stored:
-        _check_tied(folder, stored)
+        _check_tied(folder, stored, model.checkpoint_name(_EMBED))
     for name in scales.keys() & stored.keys():
         owner, attribute = scales[name]
         setattr(owner, attribute, _read_scale(stored[name]))
     packing = None if packer is None else packer.start(model)
-    by_parameter = groupby(places.items(), lambda item: (item[1].owner, item[1].attribute))
+    by_parameter = groupby(places, lambda item: (item[1].owner, item[1].attribute))
     for (owner, attribute), of_owner in by_parameter:
         packs = packing is not None and attribute == "weight"
         parts = [_read_part(stored[name], place, integers=packs) for name, place in of_owner]
@@ -347,17 +352,17 @@ def _read_scale(stored: StoredTensor) -> float:
     return scale
 
 
-def _check_tied(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
+def _check_tied(folder: Path, stored: Mapping[str, StoredTensor], embed: str) -> None:
     """Raise ModelLoadError if a tied head was saved and is not what the embedding is."""
     head = WeightPart(0, stored[_HEAD].read(), stored[_HEAD].is_mapped)
-    embedding = stored[_EMBED].read()
+    embedding = stored[embed].read()
 
     def is_embedding(first_row: int, rows: Tensor) -> bool:
         return torch.equal(rows.to(embedding), embedding[first_row : first_row + len(rows)])
 
     same = head.shape == embedding.shape
     if not (same and all(is_embedding(first_row, rows) for first_row, rows in head.pieces())):
-        problem = f"differs from {_EMBED} although tie_word_embeddings is true"
+        problem = f"differs from {embed} although tie_word_embeddings is true"
         raise ModelLoadError(f"{folder}: {_HEAD}: {problem}")
 
 

@@ -67,11 +67,9 @@ class RecordingSender(Sender):
         self.started: list[Key] = []
         self.heard: list[TransferEvent] = []
 
-    def start(
-        self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
-    ) -> None:
+    def start(self, request_id: str, epoch: int, *arguments: Any, **options: Any) -> None:
         self.started.append((request_id, epoch))
-        super().start(request_id, epoch, engine_id, num_tokens=num_tokens, num_blocks=num_blocks)
+        super().start(request_id, epoch, *arguments, **options)
 
     def poll(self) -> list[TransferEvent]:
         events = super().poll()

@@ -28,11 +28,20 @@ _HARMLESS = {
 }  # fmt: skip
 
 
+_RANK_IS_GONE = 2  # GONE in ranks.c
 Result = TypeVar("Result")
 
 
 class TapeError(Exception):
     """Something computed that no tape can run again; the message is its name."""
+
+
+def check(code: int) -> None:
+    """Raise what a native call has failed by."""
+    if code == _RANK_IS_GONE:
+        raise ConnectionAbortedError("another rank is gone, or has said nothing for too long")
+    if code:
+        raise MemoryError("no memory for packed rows or tiles of attention")
 
 
 class Tape:
@@ -59,8 +68,7 @@ class Tape:
                 for function, call in self._calls
             )
             self._entries = (TapeEntry * len(self._calls))(*entries)
-        if self._library.baton_run_tape(len(self._entries), self._entries):
-            raise MemoryError("no memory for packed rows or tiles of attention")
+        check(self._library.baton_run_tape(len(self._entries), self._entries))
 
 
 class Recorder(threading.local):
@@ -126,4 +134,4 @@ def record(
     return tape, result
 
 
-__all__ = ["Recorder", "Tape", "TapeError", "record"]
+__all__ = ["Recorder", "Tape", "TapeError", "check", "record"]
