@@ -223,6 +223,10 @@ class Decoder(nn.Module):
         self._vocab_start, self._vocab_size = 0, config.vocab_size
         self._hidden_size = config.hidden_size
         self._own_layers = range(config.num_layers)
+        # For whoever guesses from states between layers: those before which they are kept, and of
+        # the latest step `[num_tokens, len(state_layers) * hidden_size]`.
+        self.state_layers: tuple[int, ...] = ()
+        self.states: Tensor | None = None
 
     def shard(self, ranks: Ranks, vocab: Span, *, needs_embedding: bool) -> None:
         """Keep a rank's share of the layers and of the vocabulary, before there are weights."""
@@ -242,7 +246,7 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
         if self._ranks.is_first_stage:
-            delta = self._embed(input_ids)  # [num_tokens, hidden_size]
+            delta = self.embed(input_ids)  # [num_tokens, hidden_size]
         else:
             shape = (len(input_ids), self._hidden_size)
             empty = torch.empty(shape, dtype=self.norm.weight.dtype, device=input_ids.device)
@@ -251,14 +255,21 @@ class Decoder(nn.Module):
         for rotary_emb in self.rotary_embs:  # each [num_tokens, rotary_dim]
             inputs += rotary_emb(context.positions, context.max_seq_len, delta.dtype)
         if self.tapes is None:
-            hidden = self._layers(inputs, context)
+            results = self._layers(inputs, context)
         else:
-            hidden = self.tapes.run(self._layers, inputs, context)
+            results = self.tapes.run(self._layers, inputs, context)
+        hidden, *states = results
+        self.states = torch.cat(states, dim=-1) if states else None
         if not self._ranks.is_last_stage:
             self._ranks.pass_on(hidden)
         return hidden
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
+    def kept_states(self) -> Tensor:
+        """Return the states before ``state_layers`` of the latest step."""
+        assert self.states is not None, "none are kept"
+        return self.states
+
+    def embed(self, input_ids: Tensor) -> Tensor:
         """Look tokens up, those of other ranks there (vocab-parallel)."""
         if self._ranks.group.size == 1:
             embedded: Tensor = self.embed_tokens(input_ids)
@@ -271,19 +282,29 @@ class Decoder(nn.Module):
             embedded = embedded * _rounded(self._embedding_scale, embedded.dtype)
         return embedded
 
-    def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> Tensor:
-        """Compute this stage's layers: ``[num_tokens, hidden_size]``, the last with its norm."""
+    def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> tuple[Tensor, ...]:
+        """Compute this stage's layers: ``[num_tokens, hidden_size]``, the last with its norm.
+
+        Behind that, the same of what comes before each of ``state_layers``.
+        """
         delta, *angles = inputs
         rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
         residual: Tensor | None = None
+        states: list[Tensor] = []
         for index in self._own_layers:
+            if index in self.state_layers:
+                states.append(
+                    delta
+                    if residual is None
+                    else ops.scaled_add(delta, residual, self._residual_scale)
+                )
             delta, residual = self.layers[index](delta, residual, rotations, context)
             if context.after_layer is not None:
                 context.after_layer(index)
         assert residual is not None, "a stage has at least one layer"
         if not self._ranks.is_last_stage:
-            return ops.scaled_add(delta, residual, self._residual_scale)
-        return self.norm.add(delta, residual, self._residual_scale)[0]
+            return (ops.scaled_add(delta, residual, self._residual_scale),)
+        return self.norm.add(delta, residual, self._residual_scale)[0], *states
 
 
 @functools.cache
@@ -302,7 +323,7 @@ class DecoderForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.options = config, options
         kv_layers = options.kv_layers or tuple(
             PagedKV(config.num_kv_heads, config.head_dim, window)
             for window in options.sliding_windows or (None,) * config.num_layers
@@ -360,10 +381,10 @@ class DecoderForCausalLM(nn.Module):
     def ignores_weight(self, name: str) -> bool:
         """Say whether a checkpoint may have this weight, which nothing here reads.
 
-        These are layers that predict several tokens: nothing here drafts with them; and parts of
-        models that see images, too.
+        These are layers that guess what comes behind the next token: a drafter reads them apart;
+        and parts of models that see images, too.
         """
-        return name.startswith(self._ignored)
+        return name.startswith((*self._ignored, "mtp."))
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""

@@ -8,6 +8,7 @@ Refuses to know: architectures, pickled checkpoints (they run code).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,7 +68,7 @@ def load_model(
     """See ``models.load_model``."""
     path = Path(folder)
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
-    with torch.device("meta"), _NoInitialWeights():
+    with on_meta_device():
         model = MODELS.load(config.architecture)(config)
         whole = _Names([name for name, _ in _checkpoint_parameters(model)], [*_kv_scales(model)])
         if ranks.everyone.size > 1:
@@ -80,7 +81,7 @@ def load_model(
             "weights are stored as %s, and %s in %s", config.quantization.method, kept, kind
         )
     with ExitStack() as files:
-        stored = _open_weights(path, config, files)
+        stored = open_weights(path, config, files)
         if config.moe is not None:
             stored = split_fused_experts(
                 stored,
@@ -92,6 +93,32 @@ def load_model(
         _check_names(path, stored, whole, [name for name in stored if model.ignores_weight(name)])
         _load_weights(model, path, stored, dtype, torch.device(device), packer)
     return model.to(device).eval().requires_grad_(requires_grad=False)
+
+
+@contextlib.contextmanager
+def on_meta_device() -> Iterator[None]:
+    """Make modules without weights."""
+    with torch.device("meta"), _NoInitialWeights():
+        yield
+
+
+def fill_model(
+    model: DecoderForCausalLM,
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    packer: WeightPacker | None,
+) -> None:
+    """Load a model that was made without weights from what a folder has of it.
+
+    Raises ModelLoadError where the folder lacks a tensor, or one has another shape.
+    """
+    missing = [name for name, _ in _checkpoint_parameters(model) if name not in stored]
+    if missing:
+        raise ModelLoadError(f"{folder}: weights are missing: {_first_of(missing)}")
+    _load_weights(model, folder, stored, dtype, device, packer)
+    model.to(device).eval().requires_grad_(requires_grad=False)
 
 
 class _NoInitialWeights(TorchFunctionMode):
@@ -285,7 +312,7 @@ def _fill_parameter(
     setattr(owner, attribute, nn.Parameter(weight, requires_grad=False))
 
 
-def _open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, StoredTensor]:
+def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, StoredTensor]:
     """Open a checkpoint's tensors, by their names there in Hugging Face layout."""
     gguf = folder / WEIGHTS
     if gguf.exists():

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from baton_kernels import reference
-from baton_kernels.attention import choose_attention_backend
 from baton_kernels.attention.base import AttentionMetadata, as_keys_and_values
 from baton_kernels.attention.triton_latents import TritonLatentAttention
 from tests.kernels.poison import poisoned_memory as poisoned_memory
@@ -73,10 +72,3 @@ def attend(
     )
     assert torch.equal(first, second)
     return second.cpu()
-
-
-def test_it_is_chosen_for_latents_on_a_gpu() -> None:
-    chosen = choose_attention_backend("cuda:0", latent=True)
-    assert chosen == ("triton_latents", "the KV cache is on an NVIDIA GPU")
-    asked = choose_attention_backend("cuda:0", "triton", latent=True)
-    assert asked == ("triton_latents", "asked for by the user")

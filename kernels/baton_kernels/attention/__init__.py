@@ -25,14 +25,16 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "triton": "baton_kernels.attention.triton:TritonAttention",
         "triton_latents": "baton_kernels.attention.triton_latents:TritonLatentAttention",
         "flash_attn": "baton_kernels.attention.flash:FlashAttention",
+        "flash_triton": "baton_kernels.attention.flash_triton:FlashTritonAttention",
     },
 )
 
+_WITHOUT_SINKS = ("flash_attn", "flash_triton")
 # Those that take a cache of one vector per token instead of keys and values.
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
 # What a backend of keys and values is in their case, and the only one that takes nothing else.
 _OVER_LATENTS = {"triton": "triton_latents"}
-_TRITON = ("triton", "triton_latents")
+_TRITON = ("triton", "triton_latents", "flash_triton")
 
 
 def choose_attention_backend(
@@ -43,6 +45,7 @@ def choose_attention_backend(
     fp8: bool = False,
     latent: bool = False,
     sinks: bool = False,
+    half: bool = False,
 ) -> tuple[str, str]:
     """Pick the attention backend for a device.
 
@@ -53,6 +56,7 @@ def choose_attention_backend(
         fp8: the KV cache is of float8.
         latent: it holds one vector per token instead of keys and values (MLA).
         sinks: each head has one.
+        half: queries and cache have 16 bits.
 
     Returns:
         ``(name, reason)``; the reason is one phrase for the log.
@@ -63,16 +67,21 @@ def choose_attention_backend(
     if latent:
         return _choose_for_latents(device, override, block_size, fp8=fp8)
     if override is not None:
-        _check(override, block_size)
+        _check(override, block_size, device)
         if override in _OVER_LATENTS.values():
             raise ConfigError(f"attention_backend: {override} takes latents (MLA) alone")
-        if sinks and override == "flash_attn":
-            raise ConfigError("attention_backend: flash_attn takes no attention sinks")
+        if sinks and override in _WITHOUT_SINKS:
+            raise ConfigError(f"attention_backend: {override} takes no attention sinks")
         problem = _reason_against_fp8(override, device) if fp8 else None
         if problem is not None:
             raise ConfigError(f"kv_cache_dtype: fp8 with {override}: {problem}")
         return override, "asked for by the user"
     name, reason = _fastest(device)
+    if name == "triton" and half and not (fp8 or sinks):
+        from baton_kernels.attention.flash_triton import reason_against
+
+        if reason_against(device) is None:
+            return "flash_triton", "the KV cache is on an NVIDIA GPU with FlashAttention-3"
     problem = _reason_against_fp8(name, device) if fp8 else None
     if problem is not None:
         return "reference", f"the KV cache is fp8, and {name}: {problem}"
@@ -86,7 +95,7 @@ def _choose_for_latents(
         raise ConfigError("kv_cache_dtype: fp8 is not supported for latents (MLA)")
     if override is not None:
         override = _OVER_LATENTS.get(override, override)
-        _check(override, block_size)
+        _check(override, block_size, device)
         if override not in _LATENT_BACKENDS:
             raise ConfigError(f"attention_backend: {override} does not take latents (MLA)")
         return override, "asked for by the user"
@@ -115,7 +124,7 @@ def _reason_against_fp8(name: str, device: torch.device | str) -> str | None:
     return ATTENTION_BACKENDS.load(name).reason_against_fp8(torch.device(device))
 
 
-def _check(name: str, block_size: int) -> None:
+def _check(name: str, block_size: int, device: torch.device | str) -> None:
     if name in _TRITON and find_spec("triton") is None:
         raise ConfigError("attention_backend: triton is not installed")
     ATTENTION_BACKENDS.load(name)
@@ -130,6 +139,12 @@ def _check(name: str, block_size: int) -> None:
             raise ConfigError(
                 f"block_size: a multiple of {multiple} for flash_attn {version}, got {block_size}"
             )
+    if name == "flash_triton":
+        from baton_kernels.attention.flash_triton import reason_against
+
+        reason = reason_against(device)
+        if reason is not None:
+            raise ConfigError(f"attention_backend: flash_triton cannot be used: {reason}")
 
 
 __all__ = ["ATTENTION_BACKENDS", "choose_attention_backend"]

@@ -18,6 +18,7 @@ from baton_kernels import reference
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.native.library import (
     AttentionCall,
+    CollectiveCall,
     ConvCall,
     ExpertsCall,
     GatedCall,
@@ -28,6 +29,7 @@ from baton_kernels.native.library import (
     LinearCall,
     NormCall,
     PackCall,
+    RankGroup,
     RecurrenceCall,
     RouteCall,
     SoftenCall,
@@ -35,7 +37,7 @@ from baton_kernels.native.library import (
     UnpackCall,
     load_library,
 )
-from baton_kernels.native.tape import Recorder, Tape, record
+from baton_kernels.native.tape import Recorder, Result, Tape, check, record
 from baton_kernels.packed import GroupedIntegers, Groups, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
 from baton_kernels.routing import Routing, Scoring
@@ -650,15 +652,35 @@ class NativeOps:
         self._run(self._library.baton_recurrence, call, *pointers, *_loc(metadata))
         return out
 
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
+    def record(self, compute: Callable[[], Result]) -> tuple[Tape, Result]:
         """See ``tape.record``: the native calls of this thread in ``compute``."""
         return record(self._recorder, self._library, compute)
 
     def _run(self, function: Any, call: ctypes.Structure, *tensors: Tensor | None) -> None:
-        if function(call):
-            raise MemoryError("no memory for packed rows or tiles of attention")
+        check(function(call))
         if self._recorder.tape is not None:
             self._recorder.tape.add(function, call, tensors)
+
+    def collect(self, group: RankGroup, tensor: Tensor, gathered: Tensor | None = None) -> bool:
+        """Add what all ranks of a group have, in place; whether this can be done here.
+
+        Args:
+            group: in memory that its ranks share.
+            gathered: ``[size, *tensor.shape]``; then the parts are put there, and not added.
+        """
+        if not _plain(tensor) or (gathered is not None and not _plain(gathered)):
+            return False
+        out = tensor if gathered is None else gathered
+        call = CollectiveCall(
+            *(_CODES[tensor.dtype], int(gathered is not None), tensor.numel()),
+            *(ctypes.addressof(group), tensor.data_ptr(), out.data_ptr()),
+        )
+        self._run(self._library.baton_collective, call, tensor, out)
+        return True
+
+    def abort_ranks(self, group: RankGroup) -> None:
+        """Have every `collect` of every rank of a group fail from now on; from any thread."""
+        self._library.baton_abort_ranks(group)
 
     def prefer_huge_pages(self, tensor: Tensor) -> None:
         """Tell the kernel that ``tensor`` is read from end to end."""

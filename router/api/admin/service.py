@@ -77,6 +77,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._overload = overload or Overload()
         self._on_policy = on_policy
 
+    @property
+    def policy(self) -> str:
+        """Name of the routing policy now."""
+        return self._policy
+
     # ------------------------------------------------------------------ nodes
 
     async def ListNodes(  # gRPC's naming
@@ -254,9 +259,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         rollout, revision = self._pool.rollout, ""
         match request.action:
             case admin_pb2.ROLLOUT_ACTION_PAUSE:
-                what, _ = "pause", rollout.pause()
+                rollout.pause()
+                what = "pause"
             case admin_pb2.ROLLOUT_ACTION_RESUME:
-                what, _ = "resume", rollout.resume()
+                rollout.resume()
+                what = "resume"
             case admin_pb2.ROLLOUT_ACTION_UNDO:
                 named = request.revision if request.HasField("revision") else None
                 what, revision = "undo", rollout.undo(named)

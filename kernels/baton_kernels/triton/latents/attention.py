@@ -39,7 +39,7 @@ from baton_kernels.triton.launch import Launcher
 _MOST_HEADS = 16  # of a tile: what a product has at the least
 _MIN_PART_TOKENS = 128
 _NO_WINDOW = 2**31 - 1
-_PROMPT_ROWS = 32  # of a tile of prompts
+_PROMPT_ROWS = 32  # of a tile of prompts; of float32, whose products take more registers, half
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class LatentShape:
     @property
     def tile_tokens(self) -> int:
         """Tokens of a prompt's tile."""
-        return max(1, _PROMPT_ROWS // self.padded_group)
+        rows = _PROMPT_ROWS if self.element_size < 4 else _PROMPT_ROWS // 2
+        return max(1, rows // self.padded_group)
 
     @property
     def tile_keys(self) -> int:
@@ -81,6 +82,11 @@ class LatentShape:
     def num_warps(self) -> int:
         """Of a program: sums of 16 heads and a rank of 512 are 32 registers of 8 warps."""
         return 8 if self.rank > 128 else 4
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline, of which the block table takes one; float32 has no room for three."""
+        return 3 if self.element_size < 4 else 2
 
     @property
     def as_paged(self) -> PagedShape:
@@ -362,13 +368,15 @@ def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
 @functools.cache
 def _decode_launcher(shape: LatentShape) -> Launcher:
     options = _decode_constants(shape)
-    return Launcher(latent_decodes, **options, num_warps=shape.num_warps, num_stages=2)
+    stages = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+    return Launcher(latent_decodes, **options, **stages)
 
 
 @functools.cache
 def _prompt_launcher(shape: LatentShape) -> Launcher:
     options = _prompt_constants(shape)
-    return Launcher(latent_prompts, **options, num_warps=shape.num_warps, num_stages=2)
+    stages = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+    return Launcher(latent_prompts, **options, **stages)
 
 
 def _constants(shape: LatentShape) -> dict[str, int]:
@@ -411,7 +419,7 @@ def _aot_cases(num_heads: int, dtype: str) -> list[AotCase]:
         names: list[str] = kernel.arg_names  # type: ignore[attr-defined]
         signature = {argument: types.get(argument, "i32") for argument in names}
         title = f"{name} h{num_heads} r512+64 {dtype}"
-        return AotCase(title, kernel, signature, constants, shape.num_warps, 2)
+        return AotCase(title, kernel, signature, constants, shape.num_warps, shape.num_stages)
 
     return [
         case(latent_decodes, "latent_decodes", _decode_constants(shape)),
