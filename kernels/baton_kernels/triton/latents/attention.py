@@ -85,8 +85,8 @@ class LatentShape:
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline, of which the block table takes one; float32 has no room for three."""
-        return 3 if self.element_size < 4 else 2
+        """Of the pipeline, of which the block table takes two; float32 has no room for two tiles."""
+        return 4 if self.element_size < 4 else 2
 
     @property
     def as_paged(self) -> PagedShape:
