@@ -97,9 +97,12 @@ def make_step(
 
 # The library has no float32, and runs on a GPU only: the GPU suite compares it.
 WITH_LIBRARY = ("flash_attn", "flash_triton")
+# tests/kernels/test_latents.py compares it: it takes no keys and values.
+OVER_LATENTS = ("triton_latents",)
+NAMES = [name for name in ATTENTION_BACKENDS.names() if name not in WITH_LIBRARY + OVER_LATENTS]
 
 
-@pytest.fixture(params=[name for name in ATTENTION_BACKENDS.names() if name not in WITH_LIBRARY])
+@pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     device = "cuda" if request.param == "triton" and torch.cuda.is_available() else "cpu"
     with torch.device(device):
@@ -218,6 +221,16 @@ def test_choice_and_override() -> None:
     assert choose_attention_backend("cpu", "reference") == ("reference", "asked for by the user")
     with pytest.raises(ConfigError, match="unknown attention backend 'nope'"):
         choose_attention_backend("cpu", "nope")
+
+
+def test_latents_have_a_backend_of_their_own() -> None:
+    assert choose_attention_backend("cuda:0", latent=True)[0] == "triton_latents"
+    assert choose_attention_backend("cuda:0", "triton", latent=True)[0] == "triton_latents"
+    assert choose_attention_backend("cpu", latent=True)[0] == choose_attention_backend("cpu")[0]
+    with pytest.raises(ConfigError, match="triton_latents takes latents"):
+        choose_attention_backend("cuda:0", "triton_latents")
+    with pytest.raises(ConfigError, match=r"does not take latents|not installed"):
+        choose_attention_backend("cuda:0", "flash_attn", latent=True)
 
 
 def test_without_triton_the_reference_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

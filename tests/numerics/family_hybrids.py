@@ -130,6 +130,7 @@ HYBRIDS: dict[str, Family] = {
                 "mamba_n_groups": 1,
                 "mamba_proj_bias": True,
                 "attention_bias": True,
+                "initializer_range": 0.4,
             },
         },
         {
@@ -147,7 +148,8 @@ HYBRIDS: dict[str, Family] = {
                 "layers_block_type": [
                     *("mamba", "moe", "mamba", "attention", "moe", "mamba", "mlp", "attention")
                 ],
-                "moe_latent_size": 64,
+                "moe_latent_size": 32,
+                "initializer_range": 0.3,
                 "n_group": 4,
                 "topk_group": 2,
                 "routed_scaling_factor": 2.5,
@@ -171,6 +173,7 @@ HYBRIDS: dict[str, Family] = {
                 "num_experts_per_tok": 3,
                 "mlp_only_layers": [1],
                 "norm_topk_prob": False,
+                "initializer_range": 0.15,
                 "attention_bias": True,
                 "linear_num_key_heads": 2,
             },

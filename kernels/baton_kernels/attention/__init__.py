@@ -23,6 +23,7 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "cpu": "baton_kernels.attention.cpu:CpuAttention",
         "native": "baton_kernels.attention.native:NativeAttention",
         "triton": "baton_kernels.attention.triton:TritonAttention",
+        "triton_latents": "baton_kernels.attention.triton_latents:TritonLatentAttention",
         "flash_attn": "baton_kernels.attention.flash:FlashAttention",
         "flash_triton": "baton_kernels.attention.flash_triton:FlashTritonAttention",
     },
@@ -30,7 +31,10 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
 
 _WITHOUT_SINKS = ("flash_attn", "flash_triton")
 # Those that take a cache of one vector per token instead of keys and values.
-_LATENT_BACKENDS = ("reference", "cpu", "native")
+_LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
+# What a backend of keys and values is in their case, and the only one that takes nothing else.
+_OVER_LATENTS = {"triton": "triton_latents"}
+_TRITON = ("triton", "triton_latents", "flash_triton")
 
 
 def choose_attention_backend(
@@ -64,6 +68,8 @@ def choose_attention_backend(
         return _choose_for_latents(device, override, block_size, fp8=fp8)
     if override is not None:
         _check(override, block_size, device)
+        if override in _OVER_LATENTS.values():
+            raise ConfigError(f"attention_backend: {override} takes latents (MLA) alone")
         if sinks and override in _WITHOUT_SINKS:
             raise ConfigError(f"attention_backend: {override} takes no attention sinks")
         problem = _reason_against_fp8(override, device) if fp8 else None
@@ -88,14 +94,13 @@ def _choose_for_latents(
     if fp8:
         raise ConfigError("kv_cache_dtype: fp8 is not supported for latents (MLA)")
     if override is not None:
+        override = _OVER_LATENTS.get(override, override)
         _check(override, block_size, device)
         if override not in _LATENT_BACKENDS:
             raise ConfigError(f"attention_backend: {override} does not take latents (MLA)")
         return override, "asked for by the user"
     name, reason = _fastest(device)
-    if name not in _LATENT_BACKENDS:
-        return "reference", f"{name} does not take latents"
-    return name, reason
+    return _OVER_LATENTS.get(name, name), reason
 
 
 def _fastest(device: torch.device | str) -> tuple[str, str]:
@@ -120,7 +125,7 @@ def _reason_against_fp8(name: str, device: torch.device | str) -> str | None:
 
 
 def _check(name: str, block_size: int, device: torch.device | str) -> None:
-    if name in ("triton", "flash_triton") and find_spec("triton") is None:
+    if name in _TRITON and find_spec("triton") is None:
         raise ConfigError("attention_backend: triton is not installed")
     ATTENTION_BACKENDS.load(name)
     if name == "flash_attn":

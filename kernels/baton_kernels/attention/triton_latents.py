@@ -1,0 +1,94 @@
+"""Attention over latents for NVIDIA GPUs in Triton: one kernel for decodes, one for prompts.
+
+Refuses to know: models, schedulers, and how the kernels work (``baton_kernels.triton.latents``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.triton.decode_attention import DecodeBuffers
+from baton_kernels.triton.latents.attention import (
+    LatentShape,
+    allocate,
+    launch_decodes,
+    launch_plan,
+    launch_prompts,
+    list_tiles,
+)
+
+
+class TritonLatentAttention:
+    """``AttentionBackend`` of layers that keep one vector per token (MLA).
+
+    Requests with one token are split over programs, others are tiles that the host lists.
+    """
+
+    def __init__(self) -> None:
+        self._metadata: AttentionMetadata | None = None
+        self._buffers: dict[int, DecodeBuffers] = {}  # by requests that they are enough for
+        self._tiles: Tensor | None = None  # of this step
+        self._is_planned = False  # decodes, for this step
+        self._num_rows = 0  # where padding begins
+
+    @staticmethod
+    def reason_against_fp8(device: torch.device) -> str | None:
+        """Nothing stores latents in eight bits."""
+        return "latents are not kept in float8"
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """See ``AttentionBackend.plan``; what depends on shapes is planned by the first ``run``."""
+        self._metadata = metadata
+        self._tiles, self._is_planned = None, False
+        self._num_rows = sum(metadata.query_lens)
+
+    def run(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        value_dim: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See ``AttentionBackend.run``; over a cache as ``as_keys_and_values`` shows it."""
+        assert value_dim is not None, "layers that keep one vector per token"
+        assert sliding_window is soft_cap is sinks is None, "no network over latents has them"
+        assert metadata is self._metadata, "plan() has not seen this step's metadata"
+        cache = kv_cache[:, 0, 0]  # [num_blocks, block_size, width]
+        assert query.stride()[1:] == (cache.shape[2], 1), f"heads lie apart: {query.stride()}"
+        assert cache.stride(2) == 1
+        num_tokens, num_heads, width = query.shape
+        shape = LatentShape(
+            *(num_heads, value_dim, width - value_dim, cache.shape[1], query.element_size())
+        )
+        out = query.new_empty(num_tokens, num_heads, value_dim)
+        if metadata.max_query_len > 1:
+            if self._tiles is None:
+                self._tiles = list_tiles(metadata, shape)
+            launch_prompts(out, query, cache, metadata, self._tiles, shape, scale)
+        if metadata.max_query_len <= 1 or 1 in metadata.query_lens:
+            buffers = self._buffers_of_step(shape, query.device)
+            launch_decodes(out, query, cache, metadata, buffers, shape, scale)
+        elif self._num_rows < num_tokens:
+            out[self._num_rows :].zero_()
+        return out
+
+    def _buffers_of_step(self, shape: LatentShape, device: torch.device) -> DecodeBuffers:
+        metadata = self._metadata
+        assert metadata is not None
+        capacity = 1 << (metadata.num_requests - 1).bit_length()
+        buffers = self._buffers.get(capacity)
+        if buffers is None:
+            # Not inference tensors: the next caller may be outside inference_mode.
+            with torch.inference_mode(mode=False):
+                buffers = self._buffers[capacity] = allocate(capacity, shape, device)
+        if not self._is_planned:
+            launch_plan(buffers, metadata, shape)
+            self._is_planned = True
+        return buffers
