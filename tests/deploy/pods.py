@@ -34,6 +34,7 @@ class Cluster:
         folder: where volumes are.
         secrets: by name; values are texts.
         model: mounted as the model's folder.
+        cache: of this machine's user.
         names: what stands for which addresses, with commas between.
         environment: of every process, besides its own.
     """
@@ -42,6 +43,7 @@ class Cluster:
     documents: list[Document]
     secrets: dict[str, dict[str, str]]
     model: Path
+    cache: Path = field(default_factory=lambda: Path.home() / ".cache" / "baton")
     names: dict[str, list[str]] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     _num_pods: int = 0
@@ -150,6 +152,8 @@ class Pod:
             files = {}
         else:
             files = {}
+        if name == "cache" and self._cluster.cache.is_dir():
+            (path / "baton").symlink_to(self._cluster.cache)  # an image has kernels that were built
         for file, text in files.items():
             (path / file).write_text(text)
             (path / file).chmod(0o440)

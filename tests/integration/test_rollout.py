@@ -28,7 +28,8 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.integration.conftest import DEMO_MODEL, free_address
 
 logger = logging.getLogger(__name__)
-pytestmark = pytest.mark.large
+# (Processes that import torch, one after the other, on a machine that may be busy.)
+pytestmark = [pytest.mark.large, pytest.mark.timeout(1500)]
 
 OLD, NEW = "2026-11", "2026-12"
 PATIENCE_S = 300.0  # eight processes that import torch, on a machine that may be busy
