@@ -125,6 +125,7 @@ check: setup .venv-proto/.ready .venv-audit/.ready ## lint, types, import rules,
 	$(BIN)/python tools/check_layout.py
 	$(BIN)/python -m tools.house --check
 	$(BIN)/python -m tools.options_page --check
+	$(BIN)/python -m tools.dashboards
 	tools/generate_stubs.sh .venv-proto/bin/python --check
 	$(BIN)/python tools/supply_chain.py .venv-audit/bin dist/sbom.cdx.json
 
@@ -141,6 +142,7 @@ fmt: setup ## format and fix what can be fixed
 house: setup ## print files, lines and lengths per package; write the tables in docs that say them
 	$(BIN)/python -m tools.house --write
 	$(BIN)/python -m tools.options_page --write
+	$(BIN)/python -m tools.dashboards --write
 	$(BIN)/python -m tools.house
 
 # Mermaid draws the diagrams; without a copy, browsers would load it from elsewhere.
