@@ -216,7 +216,7 @@ class Pod:
                     continue
                 if not is_tcp and connection.raddr:
                     continue
-                if connection.laddr.ip != self._loopback:
+                if connection.laddr.ip.removeprefix("::ffff:") != self._loopback:
                     found.add(("TCP" if is_tcp else "UDP", connection.laddr.port))
         return found
 

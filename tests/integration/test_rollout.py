@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,16 @@ class Fleet:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             found = stub.GetRollout(admin_pb2.GetRolloutRequest(), timeout=20)
         return {"state": found.state, **{one.revision: one for one in found.revisions}}
+
+    def num_pairs(self) -> int:
+        """Pairs that complete revisions have of nodes that are here and do not drain."""
+        with open_sync_channel(self.router) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=20).nodes
+        here = Counter(
+            (one.revision, one.role) for one in nodes if not (one.lost or one.beat.serving_state)
+        )
+        return sum(min(here[revision, 1], here[revision, 2]) for revision in (OLD, NEW))
 
     def wait_for(self, revision: str, num_prefill: int, num_decode: int) -> None:
         def is_there() -> bool:
@@ -175,15 +186,7 @@ class Watch:
 
     async def run(self) -> None:
         while True:
-            found = await asyncio.to_thread(self._fleet.rollout)
-            serving = [found[name] for name in (OLD, NEW) if name in found]
-            self.capacities.append(
-                sum(
-                    min(one.num_prefill, one.num_decode)
-                    for one in serving
-                    if one.state == "serving"
-                )
-            )
+            self.capacities.append(await asyncio.to_thread(self._fleet.num_pairs))
             await asyncio.sleep(0.2)
 
 
