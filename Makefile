@@ -15,7 +15,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-large test-clients test-all fuzz property-long company-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model clean
+.PHONY: help setup lock demo unit test test-large test-clients deploy-check test-all fuzz property-long company-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -57,6 +57,11 @@ test-large: setup ## run the large tests: drills, fuzzing over HTTP, pages in a 
 # Each client in an environment of its own below .venv-clients: gigabytes, the first time.
 test-clients: setup ## run each client of docs/clients.md against a split system with a real model
 	$(BIN)/python -m pytest -rA tests/clients/run_all.py
+
+deploy-check: setup ## check deploy/ without a cluster: helm, strict schemas, checkov, hadolint; run the chart's commands
+	tools/deploy_tools.sh $(PYTHON)
+	$(BIN)/python -m tools.kustomize_base
+	$(PYTEST) -m large tests/deploy
 
 test-all: test test-large test-clients ## run all tests, and the clients
 
@@ -182,4 +187,4 @@ train-demo-model: setup ## train examples/demo_model anew (about an hour on two 
 		--reserve-seconds 60 --compile
 
 clean: ## remove environments and caches
-	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-triton .venv-docs .venv-coverage build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-deploy .venv-triton .venv-docs .venv-coverage build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,221 @@
+"""The chart and the kustomize base, through the tools that a cluster's operators use."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.deploy.conftest import CHART, ROOT, Document, problems_of, render, run, tool
+
+pytestmark = pytest.mark.large
+
+SCHEMA: Document = json.loads((CHART / "values.schema.json").read_text())
+NUM_VALUE_SETS = 32
+# Checks of checkov that the chart does not pass, and why.
+ACCEPTED = {
+    "CKV_K8S_11": "no CPU limit: a throttled engine loop misses its beats",
+    "CKV_K8S_15": "images are named by digest or version, and not pulled each time",
+    "CKV_K8S_35": "tokens come from Secrets as variables: programs take them so",
+    "CKV_K8S_40": "the user's id is the image's own, above 10000",
+    "CKV_K8S_43": "the digest is the operator's to give (images.*.digest)",
+}
+
+
+Place = tuple[str, ...]
+
+
+def leaves(schema: Document, path: Place = ()) -> Iterator[tuple[Place, Document]]:
+    """Everything in the schema whose values can be drawn, with where it is in the values."""
+    if "$ref" in schema:
+        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+    kind = schema.get("type")
+    is_text = kind == "string" and "pattern" in schema
+    if "enum" in schema or kind in ("boolean", "integer") or is_text:
+        yield path, schema
+    for name, inner in schema.get("properties", {}).items():
+        yield from leaves(inner, (*path, name))
+
+
+def value_of(schema: Document) -> st.SearchStrategy[Any]:
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    if schema["type"] == "boolean":
+        return st.booleans()
+    if schema["type"] == "integer":
+        least = schema.get("minimum", 0)
+        return st.integers(least, schema.get("maximum", least + 1000))
+    text = st.from_regex(schema["pattern"], fullmatch=True, alphabet=st.characters(codec="ascii"))
+    return text.filter(lambda one: len(one) <= schema.get("maxLength", 60))
+
+
+LEAVES = [(path, schema) for path, schema in leaves(SCHEMA) if path and path[0] != "global"]
+
+
+@st.composite
+def value_sets(draw: st.DrawFn) -> Document:
+    """Some of the values, as the schema allows them."""
+    values: Document = {}
+    for path, schema in LEAVES:
+        if draw(st.integers(0, 3)):
+            continue
+        inner = values
+        for name in path[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[path[-1]] = draw(value_of(schema))
+    ports = values.get("kv", {}).get("ucx", {}).get("portRange")
+    if ports is not None:
+        low, high = sorted((ports.get("from", 41000), ports.get("to", 41099)))
+        values["kv"]["ucx"]["portRange"] = {"from": low, "to": high}
+    for role in ("prefill", "decode"):
+        scaled = values.get("autoscaling", {}).get(role)
+        if scaled is not None:
+            low, high = sorted((scaled.get("minReplicas", 1), scaled.get("maxReplicas", 8)))
+            scaled |= {"minReplicas": low, "maxReplicas": high}
+    return values
+
+
+def test_the_schema_is_drawn_from_widely() -> None:
+    assert len(LEAVES) > 50
+    roots = {path[0] for path, _ in LEAVES}
+    assert roots >= {"tls", "kv", "router", "prefill", "decode", "autoscaling", "networkPolicy"}
+
+
+@settings(
+    max_examples=NUM_VALUE_SETS, deadline=None, suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)  # fmt: skip
+@given(value_sets())
+def test_whatever_the_schema_allows_renders_lints_and_is_what_kubernetes_takes(
+    values: Document,
+) -> None:
+    run(tool("helm"), "lint", "--strict", str(CHART), "--values", "-", given=json.dumps(values))
+    documents = render(values)
+    assert problems_of(documents) == []
+    check_what_no_schema_says(documents)
+
+
+def check_what_no_schema_says(documents: list[Document]) -> None:
+    """Objects find each other, and grace periods are longer than the way out."""
+    by_kind: dict[str, list[Document]] = {}
+    for document in documents:
+        by_kind.setdefault(document["kind"], []).append(document)
+    names = [(one["kind"], one["metadata"]["name"]) for one in documents]
+    assert len(names) == len(set(names))
+    workloads = {one["metadata"]["name"]: one for one in by_kind["Deployment"]}
+    assert len(workloads) == 3
+    revisions = set()
+    for workload in workloads.values():
+        template = workload["spec"]["template"]
+        labels = template["metadata"]["labels"].items()
+        assert workload["spec"]["selector"]["matchLabels"].items() <= labels
+        assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+        (container,) = template["spec"]["containers"]
+        arguments = dict(one.partition("=")[::2] for one in container["args"])
+        sleep = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+        out_s = float(sleep[1]) if sleep else 0.0
+        out_s += float(arguments.get("--drain-delay-s", 0)) + float(arguments["--drain-timeout-s"])
+        assert template["spec"]["terminationGracePeriodSeconds"] > out_s
+        if "--revision" in arguments:
+            assert "--ready-with-peer" in arguments
+            revisions.add(arguments["--revision"])
+            assert workload["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
+    assert len(revisions) == 1, "one for both roles"
+    assert "" not in revisions
+    for scaler in (*by_kind.get("ScaledObject", ()), *by_kind.get("HorizontalPodAutoscaler", ())):
+        target = workloads[scaler["spec"]["scaleTargetRef"]["name"]]
+        assert "replicas" not in target["spec"], "two would fight over it"
+    for service in by_kind["Service"]:
+        selector = service["spec"]["selector"].items()
+        selected = [
+            one
+            for one in workloads.values()
+            if selector <= one["spec"]["template"]["metadata"]["labels"].items()
+        ]
+        (workload,) = selected
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        ports = {port["name"] for port in container["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"kv": {"ucx": {"portRange": {"from": 5000, "to": 4000}}}}, "from 5000 is after to 4000"),
+        ({"autoscaling": {"prefill": {"enabled": True, "minReplicas": 9}}}, "above maxReplicas"),
+        ({"prefill": {"replicas": -1}}, "replicas"),
+        ({"prefil": {}}, "prefil"),
+        ({"kv": {"connector": "smoke"}}, "connector"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(values: Document, problem: str) -> None:
+    command = [tool("helm"), "template", "x", str(CHART), "--values", "-"]
+    done = subprocess.run(
+        command, input=json.dumps(values), capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode != 0
+    assert problem in done.stderr
+
+
+def test_a_change_of_one_role_is_a_new_revision_of_both_and_a_replica_is_none() -> None:
+    def revision(values: Document) -> set[str]:
+        return {
+            argument
+            for document in render(values)
+            if document["kind"] == "Deployment"
+            for argument in document["spec"]["template"]["spec"]["containers"][0]["args"]
+            if argument.startswith("--revision=")
+        }
+
+    usual = revision({})
+    assert len(usual) == 1
+    assert revision({"prefill": {"replicas": 7}, "decode": {"maxSurge": 2}}) == usual
+    assert revision({"router": {"drainTimeoutS": 7}}) == usual
+    for changed in (
+        {"prefill": {"args": ["--block-size=32"]}},
+        {"images": {"node": {"tag": "0.2.0"}}},
+        {"config": {"decode": {"dtype": "float32"}}},
+        {"model": {"path": "/models/other"}},
+    ):
+        assert revision(changed).isdisjoint(usual), changed
+    assert revision({"revision": "blue"}) == {"--revision=blue"}
+
+
+def test_the_kustomize_base_is_what_the_defaults_make() -> None:
+    """`python tools/kustomize_base.py --write` makes it."""
+    base = run(tool("kubectl"), "kustomize", str(ROOT / "deploy" / "kustomize" / "base"))
+
+    def by_name(documents: list[Document]) -> dict[tuple[str, str], Document]:
+        return {(one["kind"], one["metadata"]["name"]): one for one in documents}
+
+    assert by_name(list(yaml.safe_load_all(base))) == by_name(render({}))
+
+
+def test_checkov_finds_nothing_that_is_not_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "all.yaml"
+    path.write_text(yaml.safe_dump_all(render({})))
+    command = [tool("checkov"), "--file", str(path), "--framework", "kubernetes"]
+    text = run(*command, "--output", "json", "--compact", "--quiet", "--soft-fail")
+    found = json.loads(text[text.index("{") :] if not text.startswith("[") else text)
+    failed = found["results"]["failed_checks"]
+    unexpected = {
+        f"{one['check_id']} {one['check_name']}: {one['resource']}"
+        for one in failed
+        if one["check_id"] not in ACCEPTED
+    }
+    assert unexpected == set()
+    assert found["summary"]["passed"] > 100
+
+
+@pytest.mark.parametrize("name", ["router", "node"])
+def test_hadolint_is_content(name: str) -> None:
+    run(tool("hadolint"), str(ROOT / "deploy" / "docker" / f"{name}.Dockerfile"))
