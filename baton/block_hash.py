@@ -49,7 +49,9 @@ def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
 
 # What nodes say of themselves (`NodeRegistration.compatibility`) on which the KV of equal tokens
 # depends. Scales and kinds of layers are in the layout; the number of ranks is in none of them.
-CACHE_KEYS = ("model", "weights", "dtype", "linear_weights", "kv_cache_dtype", "kv_layout")
+CACHE_KEYS = (
+    "model", "weights", "dtype", "linear_weights", "kv_cache_dtype", "kv_layout", "drafter",
+)  # fmt: skip
 
 
 def cache_namespace(entries: Mapping[str, str]) -> bytes:

@@ -10,11 +10,15 @@ from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
 from baton.options import check_limits, option, parse_bytes
 
 PREEMPTION = ("recompute", "hand-back")
-SPECULATIVE_METHODS = ("none", "ngram")
+SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
+# Those with weights, which guess where the model computes.
+DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
+DRAFT_ACCEPTANCE = ("equality", "rejection")
 MAX_SPECULATIVE_TOKENS = 32
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
+KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
 GIB = 2**30
@@ -110,6 +114,13 @@ class EngineConfig:
         help="Tokens per KV block; 0: 16, and in a model with states (Mamba, convolutions) the "
         "fewest whose keys and values take as many bytes as those. The same on all nodes.",
     )
+    kv_layout: str = option(
+        "layers",
+        choices=KV_LAYOUTS,
+        help="What lies together in a KV block: layers, so that the last chunk of a prompt can be "
+        "sent layer by layer; heads, so that between nodes of unlike --tensor-parallel-size a "
+        "rank's part of a block is one range. The same on all nodes.",
+    )
     num_blocks: int | None = option(
         None, least=1, unset=0, help="KV blocks; 0: as many as --kv-cache-memory holds."
     )
@@ -186,7 +197,21 @@ class EngineConfig:
         "none",
         choices=SPECULATIVE_METHODS,
         help="Who guesses the next tokens, so that one step may sample several; no token changes. "
-        "ngram: what came, in prompt and output, behind the words that an output ends with.",
+        "ngram: what came, in prompt and output, behind the words that an output ends with; "
+        "draft_model: a smaller model of the same vocabulary; medusa, eagle, mtp: heads or a layer "
+        "that were trained for the model.",
+    )
+    speculative_model: str = option(
+        "",
+        help="Folder of what guesses, for draft_model, medusa and eagle; for mtp empty: the "
+        "model's own checkpoint has the layer. The same on all nodes.",
+    )
+    draft_acceptance: str = option(
+        "equality",
+        choices=DRAFT_ACCEPTANCE,
+        help="Which guesses are kept: equality (those that are what would be sampled in their "
+        "place, so that no token changes) or rejection (by chance, so that outputs have the same "
+        "distribution and other tokens).",
     )
     num_speculative_tokens: int = option(
         5, least=1, most=MAX_SPECULATIVE_TOKENS, help="Most guesses for a request in a step."
@@ -224,6 +249,19 @@ class EngineConfig:
                 f"ngram_max: must be at least ngram_min ({self.ngram_min}), got {self.ngram_max}"
             )
 
+        if self.speculative_method in DRAFTERS:
+            self._check_drafter()
+
+    def _check_drafter(self) -> None:
+        method = self.speculative_method
+        if not self.speculative_model and method != "mtp":
+            raise ConfigError(f"speculative_model: {method} needs the folder of what guesses")
+        if self.num_ranks > 1:
+            raise ConfigError(
+                f"speculative_method: {method} guesses in one rank alone, and there are "
+                f"{self.num_ranks}; use ngram"
+            )
+
     @property
     def executor_name(self) -> str:
         """Of the executor in the registry."""
@@ -245,6 +283,11 @@ class EngineConfig:
     def max_num_drafts(self) -> int:
         """Most guesses for a request in a step; 0: nobody guesses."""
         return 0 if self.speculative_method == "none" else self.num_speculative_tokens
+
+    @property
+    def num_lookahead_drafts(self) -> int:
+        """Most guesses behind a step's tokens that what computes it makes; 0: others guess."""
+        return self.max_num_drafts if self.speculative_method in DRAFTERS else 0
 
     @property
     def max_decode_rows(self) -> int:

@@ -7,8 +7,9 @@ describes the units of a whole model, as if one rank held them. Each rank holds 
     4 ranks       heads 0 1 | 2 3 | 4 5 | 6 7
     16 ranks      head  0 | 0 | 1 | 1 | ...                       replicated, where there are more
 
-From the manifest and two numbers of ranks follows who writes what: `rank_copies`. Knows no memory,
-no address and no transport; refuses to know: tensors.
+Ranks may also be divided into stages, each of which has some of the layers. From two manifests
+follows who writes what: `unit_copies`. Knows no memory, no address and no transport; refuses to
+know: tensors.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ class HandOffRule(enum.StrEnum):
 
     AS_IT_FILLS = "as it fills"  # a unit that is full never changes
     AT_BOUNDARY = "at a boundary"  # only the one that a prompt ends in, and whole
+
+
+class KVOrder(enum.StrEnum):
+    """What lies together in a unit."""
+
+    LAYERS = "layers"  # a layer of all heads: what a layer has written travels as one range
+    HEADS = "heads"  # a head of all layers: what a rank has travels as one range
 
 
 class KVArray(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +120,8 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         scales: digest of what makes keys and values of the numbers; empty: they are.
         window: tokens that a token looks back at, itself included; 0: all of them.
         handoff: when a unit may travel.
+        order: of layers and heads; by heads only where each layer keeps one array, whose second
+            axis they are.
     """
 
     kind: KVKind
@@ -122,6 +132,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     scales: _Word = ""
     window: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     handoff: HandOffRule = HandOffRule.AS_IT_FILLS
+    order: KVOrder = KVOrder.LAYERS
 
     def layer_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
         """Bytes of one layer in one rank's part of a unit."""
@@ -137,11 +148,13 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         groups: all of them.
-        num_ranks: workers that the node's model is divided over.
+        num_ranks: workers that the node's model is divided over, stage by stage.
+        num_stages: that its layers are divided over, each of so many ranks as the others.
     """
 
     groups: Annotated[tuple[KVGroup, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    num_stages: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
 
     @property
     def layout(self) -> str:
@@ -151,25 +164,59 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layers_per_unit(self) -> int:
         """Parts of equal bytes that all units have: layers, where groups are alike, else one."""
-        layouts = {(group.num_places, group.layer_bytes()) for group in self.groups}
-        return self.groups[0].num_places if len(layouts) == 1 else 1
+        layouts = {(group.num_places, group.layer_bytes(), group.order) for group in self.groups}
+        is_cut = len(layouts) == 1 and self.groups[0].order is KVOrder.LAYERS
+        return self.groups[0].num_places if is_cut else 1
 
     @property
     def block_size(self) -> int:
         """Tokens in a unit."""
         return self.groups[0].block_size
 
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage, which divide what each of its layers keeps."""
+        return self.num_ranks // self.num_stages
+
+    @property
+    def leader(self) -> int:
+        """The rank that speaks for the node: the first of the last stage."""
+        return self.num_ranks - self.stage_size
+
+    def places(self, group: KVGroup, stage: int) -> Sequence[int]:
+        """Which of a group's places for layers a stage has, in the order in which they lie there.
+
+        With one stage also those that no layer has, which make units of all groups alike.
+        """
+        if self.num_stages == 1:
+            return range(group.num_places)
+        own = range(*shard(sum(len(one.layers) for one in self.groups), stage, self.num_stages))
+        return [place for place, layer in enumerate(group.layers) if layer in own]
+
+    def num_places(self, stage: int) -> int:
+        """For layers, in a unit of a stage; one at least. Of the group that has the most."""
+        return max(1, *(len(self.places(group, stage)) for group in self.groups))
+
     def unit_bytes(self, rank: int = 0) -> int:
         """Bytes of one rank's part of a unit, the same in all groups: they share a pool.
 
         Units of a group that needs less are padded.
         """
-        num_bytes = max(group.unit_bytes(rank, self.num_ranks) for group in self.groups)
+        stage, place = divmod(rank, self.stage_size)
+        num_bytes = max(
+            max(1, len(self.places(group, stage))) * group.layer_bytes(place, self.stage_size)
+            for group in self.groups
+        )
         is_plain = all(group.arrays == self.groups[0].arrays for group in self.groups)
         return num_bytes if is_plain else _round_up(num_bytes)
 
     def check(self) -> None:
         """Raises TransferError for what no node of ours can have."""
+        num_layers = sum(len(group.layers) for group in self.groups)
+        if self.num_ranks % self.num_stages or self.num_stages > max(1, num_layers):
+            raise TransferError(
+                f"num_stages: {self.num_stages} of {self.num_ranks} ranks for {num_layers} layers"
+            )
         for index, group in enumerate(self.groups):
             for array in group.arrays:
                 if array.dtype not in _DTYPE_BYTES:
@@ -178,6 +225,12 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
                     raise TransferError(f"KV group {index}: shard_axis: no such axis")
             if group.unit_bytes() >= _MAX_UNIT_BYTES:
                 raise TransferError(f"KV group {index}: arrays: of too many bytes")
+            if group.order is KVOrder.HEADS and (
+                len(group.arrays) > 1
+                or len(group.arrays[0].shape) < 2
+                or group.arrays[0].shard_axis not in (None, 1)
+            ):
+                raise TransferError(f"KV group {index}: order: no heads to be ordered by")
             if len(group.layers) > group.num_places:
                 raise TransferError(f"KV group {index}: layers: more than there are places")
 
@@ -224,26 +277,95 @@ class RankCopy(NamedTuple):
     target: int
     num_bytes: int
 
+    def of_ranks(self, first_writer: int, first_reader: int) -> RankCopy:
+        """The same of ranks that are counted from these."""
+        return self._replace(writer=self.writer + first_writer, reader=self.reader + first_reader)
+
+
+def unit_copies(
+    writers: KVManifest, readers: KVManifest, group: int, layers: tuple[int, int] | None = None
+) -> tuple[RankCopy, ...]:
+    """Which rank of a node writes which bytes of a unit of a group to which rank of another one.
+
+    Each byte that a rank of the other node has is written once. Where several writers have what a
+    reader wants, readers are spread over them.
+
+    Args:
+        writers: of the one node.
+        readers: of the other; but for ranks and stages the same.
+        layers: places of a unit, as if one rank had it; None: all of it.
+    """
+    one = writers.groups[group]
+    sizes = writers.stage_size, readers.stage_size
+    wanted = range(*layers) if layers else range(one.num_places)
+    sources = {
+        place: (stage, index)
+        for stage in range(writers.num_stages)
+        for index, place in enumerate(writers.places(one, stage))
+    }
+    copies: list[RankCopy] = []
+    for reader in range(readers.num_ranks):
+        stage, reader_part = divmod(reader, sizes[1])
+        moves = [
+            (*sources[place], target)
+            for target, place in enumerate(readers.places(one, stage))
+            if place in wanted and place in sources
+        ]
+        if one.order is KVOrder.HEADS:
+            found = _head_copies(writers, readers, one, moves, reader)
+        else:
+            found = (
+                copy.of_ranks(writer_stage * sizes[0], stage * sizes[1])
+                for writer_stage, source, target in moves
+                for array in range(len(one.arrays))
+                for copy in _array_copies(one, array, (source, target), reader_part, sizes)
+            )
+        for copy in found:
+            _append(copies, copy)
+    return tuple(copies)
+
+
+def _head_copies(
+    writers: KVManifest,
+    readers: KVManifest,
+    group: KVGroup,
+    moves: Sequence[tuple[int, int, int]],
+    reader: int,
+) -> Iterator[RankCopy]:
+    """What a reader gets of units that are ordered by heads, in the order of its bytes.
+
+    Args:
+        moves: stage and place of each layer at the writers, and its place at the reader.
+    """
+    array = group.arrays[0]
+    inner = math.prod(array.shape[2:]) * _DTYPE_BYTES[array.dtype]
+    stage, part = divmod(reader, readers.stage_size)
+    per_layer, here = array.shape[0] * inner, readers.num_places(stage)
+    first = 0 if array.shard_axis is None else shard(array.shape[1], part, readers.stage_size)[0]
+    for writer, begin, end in _parts(array, part, writers.stage_size, readers.stage_size):
+        start = 0
+        if array.shard_axis is not None:
+            start = shard(array.shape[1], writer, writers.stage_size)[0]
+        for head in range(begin, end):
+            for writer_stage, source, target in moves:
+                there = writers.num_places(writer_stage)
+                yield RankCopy(
+                    writer_stage * writers.stage_size + writer,
+                    reader,
+                    ((head - start) * there + source) * per_layer,
+                    ((head - first) * here + target) * per_layer,
+                    per_layer,
+                )
+
 
 def rank_copies(
     group: KVGroup, num_writers: int, num_readers: int, layers: tuple[int, int] | None = None
 ) -> tuple[RankCopy, ...]:
-    """Which rank writes which bytes of a unit to whom; each byte of each reader is written once.
-
-    Where several writers have what a reader wants, readers are spread over them.
-
-    Args:
-        group: of both sides.
-        layers: of a unit; None: all of it.
-    """
-    first_layer, end_layer = layers or (0, group.num_places)
-    copies: list[RankCopy] = []
-    for reader in range(num_readers):
-        for layer in range(first_layer, end_layer):
-            for index in range(len(group.arrays)):
-                for copy in _array_copies(group, index, layer, reader, num_writers, num_readers):
-                    _append(copies, copy)
-    return tuple(copies)
+    """The same for ranks that all have all layers of one group."""
+    writers, readers = (
+        KVManifest(groups=(group,), num_ranks=num_ranks) for num_ranks in (num_writers, num_readers)
+    )
+    return unit_copies(writers, readers, 0, layers)
 
 
 def _append(copies: list[RankCopy], copy: RankCopy) -> None:
@@ -258,15 +380,21 @@ def _append(copies: list[RankCopy], copy: RankCopy) -> None:
 
 
 def _array_copies(
-    group: KVGroup, index: int, layer: int, reader: int, num_writers: int, num_readers: int
+    group: KVGroup, index: int, places: tuple[int, int], reader: int, sizes: tuple[int, int]
 ) -> Iterator[RankCopy]:
-    """What a reader gets of one array of one place for a layer, in the order of its bytes."""
+    """What a reader gets of one array of one layer, in the order of its bytes.
+
+    Args:
+        places: of the layer, in the writers' units and in the reader's.
+        reader: of its stage.
+        sizes: of a stage of writers and of readers.
+    """
     array = group.arrays[index]
     axis = 0 if array.shard_axis is None else array.shard_axis
     inner = math.prod(array.shape[axis + 1 :]) * _DTYPE_BYTES[array.dtype]
-    parts = _parts(array, reader, num_writers, num_readers)
-    target, (start, end) = _place(group, index, layer, reader, num_readers)
-    sides = [(*part, *_place(group, index, layer, part[0], num_writers)) for part in parts]
+    parts = _parts(array, reader, *sizes)
+    target, (start, end) = _place(group, index, places[1], reader, sizes[1])
+    sides = [(*part, *_place(group, index, places[0], part[0], sizes[0])) for part in parts]
     for row in range(math.prod(array.shape[:axis])):
         for writer, first, last, source, (writer_start, writer_end) in sides:
             yield RankCopy(

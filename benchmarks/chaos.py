@@ -35,6 +35,7 @@ from chaos_site import (
     Site,
     flush_caches,
     free_address,
+    left_behind,
     list_nodes,
     wait_until_free,
 )
@@ -46,6 +47,7 @@ NODE_ARGS = [
     *("--dtype", "float32", "--num-blocks", "400", "--max-num-requests", "16"),
     *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
 ]
+RANK_ARGS = ["--tensor-parallel-size", "2"]
 # Arrow of the diagram -> who dies, and where (an option of the connector).
 ARROWS = {
     4: [("p0", "Start:send"), ("d0", "Start:recv")],
@@ -82,6 +84,7 @@ class Drill:
 
     Attributes:
         num_leavers: see `Load`.
+        of_ranks: its nodes have two ranks each.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Drill:
     prepare: Action | None = None
     num_leavers: int = 0
     in_short: bool = False
+    of_ranks: bool = False
 
 
 # ---------------------------------------------------------------------- what happens
@@ -123,6 +127,19 @@ async def kill_all_prefill(site: Site) -> None:
 async def stop_one(site: Site, name: str) -> None:
     await site.stop(name)
     await asyncio.sleep(2.0)
+
+
+async def end_rank(site: Site, name: str, which: int, number: signal.Signals) -> None:
+    """At some moment of the load, whatever the rank does then."""
+    before = left_behind()
+    await site.end_rank(name, which, number)
+    await asyncio.to_thread(site.deployment.restart, name)
+    site.doomed.discard(name)
+    await site.wait_ready()
+    left = left_behind() - before
+    if left:
+        raise BatonError(f"left behind: {', '.join(sorted(left))}")
+    await site.some_time()
 
 
 async def abort_storm(site: Site) -> None:
@@ -177,6 +194,16 @@ def drills() -> list[Drill]:
         Drill(f"SIGSTOP of a prefill node, {STOP_S:g} s", partial(stop_one, name="p0")),
         Drill(f"SIGSTOP of a decode node, {STOP_S:g} s", partial(stop_one, name="d0")),
         Drill(f"abort storm, {STORM_REQUESTS} requests", abort_storm),
+    ]
+    found += [
+        Drill(
+            f"{verb} of rank {which} of a {role} node of two",
+            partial(end_rank, name=name, which=which, number=number),
+            of_ranks=True,
+        )
+        for name, role in (("p0", "prefill"), ("d0", "decode"))
+        for number, verb in ((signal.SIGKILL, "kill -9"), (signal.SIGSTOP, "SIGSTOP"))
+        for which in (0, 1)
     ]
     if can_inject_faults():
         for arrow, points in ARROWS.items():
@@ -271,18 +298,22 @@ async def run_all(
             num_prefill=2,
             num_decode=2,
             router_args=["--no-local-prefill"],  # it is the hand-off that is to fail
-            node_args=[*NODE_ARGS, "--kv-connector", kv_connector],
+            node_args=[
+                *(*NODE_ARGS, "--kv-connector", kv_connector),
+                *(RANK_ARGS if chosen[len(results)].of_ranks else []),
+            ],
         )
+        of_ranks = chosen[len(results)].of_ranks
         with LocalDeployment(config) as deployment:
             site = Site(deployment, cases, seed + len(results))
             await site.wait_ready()
-            while len(results) < len(chosen):
+            while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
                 results.append(result)
                 mark = "; ".join(result.broken) or "holds"
                 console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
-                if len(results) == len(chosen):
+                if len(results) == len(chosen) or chosen[len(results)].of_ranks is not of_ranks:
                     break
                 try:
                     await site.repair()

@@ -6,10 +6,13 @@ Knows processes and the admin services; not what a drill is, nor what the load a
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import socket
+import tempfile
 import time
+from pathlib import Path
 
 import grpc
 
@@ -22,6 +25,7 @@ READY_TIMEOUT_S = 60.0
 FREE_TIMEOUT_S = 10.0  # "within seconds"
 DETECTION_TIMEOUT_S = 2.0  # of a node that died or stopped, by the router
 STOP_S = 5.0
+ORPHAN_TIMEOUT_S = 3.0  # of a node's processes when one of them has died
 
 
 class Site:
@@ -44,6 +48,21 @@ class Site:
         self.doomed.add(name)
         self.deployment.child(name).process.kill()
         await self.watch_detection(name)
+
+    async def end_rank(self, name: str, which: int, number: signal.Signals) -> None:
+        """Kill or stop one of a node's ranks (0: the process that leads); all of it must end."""
+        self.doomed.add(name)
+        processes = ranks_of(self.deployment.child(name).process.pid)
+        os.kill(processes[which], number)
+        begin = time.monotonic()
+        await self.watch_detection(name)
+        while any(map(is_running, processes)):
+            if time.monotonic() > begin + ORPHAN_TIMEOUT_S:
+                left = [pid for pid in processes if is_running(pid)]
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                raise BatonError(f"{len(left)} processes of {name} were left behind")
+            await asyncio.sleep(0.02)
 
     async def stop(self, name: str) -> None:
         """SIGSTOP for a while."""
@@ -130,6 +149,35 @@ def list_nodes(router: str) -> dict[str, str] | None:
     except grpc.RpcError:
         return None
     return {node.node_name: node.address for node in nodes if not node.lost}
+
+
+def ranks_of(node: int) -> list[int]:
+    """Process ids of a node's ranks, given that of the one that leads, which is the first."""
+    others = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # it has ended meanwhile
+        if parent == node and b"engine.executors.rank_process" in words:
+            others.append(int(folder.name))
+    return [node, *sorted(others)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not just its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def left_behind() -> set[str]:
+    """Files in shared memory, and folders where ranks of processes met that have ended."""
+    folders = Path(tempfile.gettempdir()).glob("baton-ranks-*-*")
+    dead = (path for path in folders if not is_running(int(path.name.split("-")[2])))
+    return {str(path) for path in (*Path("/dev/shm").iterdir(), *dead)}
 
 
 def flush_caches(router: str) -> None:

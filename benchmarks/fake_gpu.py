@@ -214,6 +214,14 @@ class FakeGPU:
         """See `engine.worker.cuda_graphs.Capture`."""
         return self.timeline.launch
 
+    def capture_pieces(
+        self, body: Callable[[Callable[[], None]], None]
+    ) -> list[Callable[[], None]]:
+        """See `engine.worker.chunks.chunk_graphs.CapturePieces`."""
+        pieces = [self.timeline.launch]
+        body(lambda: pieces.append(self.timeline.launch))
+        return pieces
+
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A library's product, of which only the memory is left."""
         self.num_products += 1

@@ -127,6 +127,7 @@ class NixlAttacker(Attacker):
     """Agents of its own, two of which call themselves as the nodes do."""
 
     def __init__(self, infos: dict[str, PeerInfo], kv_cache: torch.Tensor) -> None:
+        self._num_layers = kv_cache.shape[1]
         self._memory = torch.randint(0, 60, (4, kv_cache[0].nbytes), dtype=torch.uint8)
         own = KVLayout.of(self._memory.view(4, kv_cache.shape[1], 1, -1))
         self._agents = {name: NixlAgent(name, [own], "DRAM") for name in (P, D, "stranger")}
@@ -145,7 +146,11 @@ class NixlAttacker(Attacker):
 
     def write(self, block_id: int, layers: LayerRange) -> None:
         if layers not in self._tables:
-            own, remote = (layout.descriptors(layers) for layout in self._layouts)
+            own, remote = (
+                layout.descriptors(((layers[0] * size, (layers[1] - layers[0]) * size),))
+                for layout in self._layouts
+                for size in (layout.block_bytes // self._num_layers,)
+            )
             tables = self._writer.prepare("", own), self._writer.prepare(D, remote)
             self._tables[layers] = tables
         local, where = (np.array([number], dtype=np.int32) for number in (block_id % 4, block_id))

@@ -4,6 +4,7 @@
                   the model runner's part: without scheduling, and without taking the tokens
     eager layer   all of the model's Python but the products of matrices; and of it what launches
                   Triton's kernels, from the call of an op or of the attention backend on
+    replayed      a step with a prompt that is replayed layer by layer, by layer
     counts        launches and copies of a step, graph nodes of a layer
     idle          a device whose steps take as long as said, while another thread computes in Python
 
@@ -27,6 +28,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,9 @@ SHAPE |= {"num_kv_heads": 8, "head_dim": 128}
 CHUNK = 128  # tokens of a prompt
 LAYER_STEPS = 60
 # Of the other thread: bursts of so many ms, and as long a sleep of twice as much behind each.
-BURSTS_MS = (0.0, 0.5, 1.0, 2.0, 5.0)
-DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 3.0, 64
-SWITCH_INTERVALS_MS = (5.0, 1.0, 0.2)
+BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
+DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
+SWITCH_INTERVALS_MS = (5.0, 0.5)  # the interpreter's own, and a short one
 PARTS = ("times", "counts", "idle")
 TARGETS = {
     "launches of an eager layer us": 45,
@@ -59,6 +61,7 @@ TARGETS = {
 }
 
 Figures = dict[str, float]
+REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # a revision before does not
 
 
 class Engines:
@@ -180,8 +183,9 @@ class Layers:
         cache = allocate_kv_cache(spec, 64, torch.device("cpu"))
         self.num_layers = num_layers
         self.runner = make_model_runner(
-            model, cache, spec, options, ("triton",), 1024, with_graphs=True, samples_on_device=True
-        )
+            model, cache, spec, options, ("triton",), 1024, with_graphs=True,
+            samples_on_device=True, **({"with_chunks": True} if REPLAYS_CHUNKS else {}),
+        )  # fmt: skip
         gpu.move(self.runner)
         self._gpu = gpu
         self._request = 0
@@ -220,6 +224,15 @@ class Layers:
             "whole": self._time(scheduled, [(Decoder, "_layers")]),
             "launches": self._time(scheduled, launches),
         }
+
+    def time_replay(self) -> Figures:
+        """Microseconds that a layer takes of a step with a prompt that is replayed."""
+        self.runner.capture_chunks(self._gpu.capture_pieces)
+        step = self.prompt()
+        assert self.runner._chunks.takes(self.runner.prepare(step, eager=True).model)
+        found = self._time(step, [(self.runner, "launch")])
+        self.runner._chunks = None
+        return found
 
     @torch.inference_mode()
     def _time(self, scheduled: Any, places: list[tuple[Any, str]]) -> Figures:
@@ -333,6 +346,8 @@ def measure(parts: list[str]) -> dict[str, Any]:
             f"prompt chunk of {CHUNK}": layers.time(layers.prompt()),
             "decode": layers.time(layers.decode()),
         }
+        if REPLAYS_CHUNKS:
+            found["eager layer us"]["the prompt's step, replayed"] = layers.time_replay()
         found["decode step us"] = {
             f"batch {batch}": decode_steps(engines, batch) for batch in BATCHES
         }
@@ -397,9 +412,10 @@ def report(results: dict[str, Any]) -> None:
     def add(name: str, values: list[Any]) -> None:
         if isinstance(values[0], dict):
             for key in values[0]:
-                add(f"{name}, {key}" if name else key, [value[key] for value in values])
+                found = [None if value is None else value.get(key) for value in values]
+                add(f"{name}, {key}" if name else key, found)
         else:
-            table.add_row(name, *(f"{value:g}" for value in values))
+            table.add_row(name, *("-" if value is None else f"{value:g}" for value in values))
 
     add("", list(results.values()))
     Console(highlight=False, width=120).print(table)

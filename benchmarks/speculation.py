@@ -1,9 +1,10 @@
-"""What guesses of next tokens save: tokens per second with and without, of a real model on a CPU.
+"""What guesses of next tokens save: tokens per second with and without, on a CPU, greedy, float32.
 
-SmolLM2-135M-Instruct, computed in float32, greedy. Prompts are this repository's own files: code to
-be edited, prose to be summarised. Each comparison is made in turns within one run, and told as
-a ratio of medians; outputs must be equal. Beside them `transformers`' own prompt lookup, over its
-plain generation.
+``ngram`` with SmolLM2-135M-Instruct: this repository's own files, code to be edited and prose to be
+summarised. Trained heads and layers, and a draft model (its first four layers of six), with the
+demo model: functions that begin. Each comparison is made in turns within one run, and told as a
+ratio of medians; outputs must be equal. Beside them `transformers`' own prompt lookup and
+assisted generation over its plain generation, of the same models.
 
     python benchmarks/speculation.py
 """
@@ -11,7 +12,9 @@ plain generation.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from baton.api.sampling_params import SamplingParams
@@ -38,6 +42,15 @@ EDIT = "Rename the first function of this file, and give back the whole file.\n\
 SUMMARISE = "Summarise this text in its own words, sentence by sentence.\n\n{}"
 PROMPT_TOKENS = 400  # of a file
 NUM_DRAFTS = 5
+DEMO = ROOT / "examples" / "demo_model"
+DEMO_DRAFTS = 3
+TRAINED = ("medusa", "eagle", "mtp")
+BEGINNINGS = (
+    "def read_config(path):\n",
+    'class Stack:\n    """A simple stack."""\n',
+    "import os\n\ndef main(",
+    "    def __init__(self, name, value=None):\n",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +61,7 @@ class Row:
         ratio: of tokens per second, with guesses over without.
         acceptance_length: tokens that a request got of a step with guesses.
         share_computed: steps' requests that had guesses computed, of all.
+        why: so many guesses were computed at the end, where they are chosen.
     """
 
     name: str
@@ -57,6 +71,7 @@ class Row:
     acceptance_length: float
     share_computed: float
     equal: bool
+    why: str = ""
 
 
 def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
@@ -120,19 +135,23 @@ def compare(
         acceptance_length=1 + num_accepted / max(num_steps, 1),
         share_computed=num_steps / max(num_tokens - num_accepted, 1),
         equal=equal,
+        why=guessing.engine.why_drafts(),
     )
+
+
+def load_peer(model: Path) -> Any:
+    """A folder, or a GGUF file, by `transformers`."""
+    where: dict[str, Any] = {"gguf_file": model.name} if model.is_file() else {}
+    folder = model.parent if model.is_file() else model
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
 
 
 def compare_transformers(
-    name: str, model: str, prompts: list[list[int]], arguments: argparse.Namespace
+    name: str, peer: Any, prompts: list[list[int]], arguments: argparse.Namespace, **guesses: Any
 ) -> Row:
-    """`transformers` at batch 1, with its prompt lookup over without; prompts are computed, too."""
-    file = Path(model)
-    peer = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
+    """`transformers` at batch 1, with guesses over without; prompts are computed, too."""
 
-    def complete(**options: int) -> list[tuple[int, ...]]:
+    def complete(**options: Any) -> list[tuple[int, ...]]:
         outputs = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
@@ -144,11 +163,55 @@ def compare_transformers(
         return outputs
 
     speed, expected = timed(complete)
-    guessed, found = timed(lambda: complete(prompt_lookup_num_tokens=NUM_DRAFTS))
+    guessed, found = timed(lambda: complete(**guesses))
     return Row(
         name=f"transformers: {name}", batch=1, tokens_per_s=guessed, ratio=guessed / speed,
         acceptance_length=0.0, share_computed=0.0, equal=found == expected,
     )  # fmt: skip
+
+
+def first_layers(folder: Path, to: Path, num_layers: int) -> Path:
+    """A model of a model's first layers, which guesses for it."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = num_layers
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:num_layers]
+    (to / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    stored = load_file(folder / "model.safetensors")
+    gone = tuple(f"model.layers.{index}." for index in range(num_layers, 100))
+    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(gone)}
+    save_file(kept, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def compare_drafters(
+    add: Callable[[Row], None], draft_model: Path, arguments: argparse.Namespace
+) -> None:
+    """Drafters with weights, of the demo model."""
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**28}
+    plain = LLM(str(DEMO), **options)
+    assert plain.tokenizer is not None
+    prompts = [plain.tokenizer.encode(text) for text in BEGINNINGS[: arguments.prompts]]
+    for method in (*TRAINED, "draft_model"):
+        folder = draft_model if method == "draft_model" else DEMO / method
+        guesses = {
+            "speculative_method": method,
+            "speculative_model": str(folder),
+            "num_speculative_tokens": DEMO_DRAFTS,
+        }
+        adaptive = LLM(str(DEMO), **options, **guesses)
+        fixed = LLM(str(DEMO), **options, **guesses, adaptive_speculation=False)
+        name = f"demo model, {method}"
+        add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 1, arguments))
+        add(compare(f"{name}, all guesses", plain, fixed, prompts, 1, arguments))
+        add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 32, arguments))
+    if not arguments.without_transformers:
+        peer, assistant = load_peer(DEMO), load_peer(draft_model)
+        assistant.generation_config.num_assistant_tokens = DEMO_DRAFTS
+        given = {"assistant_model": assistant}
+        add(compare_transformers("demo model, assisted", peer, prompts, arguments, **given))
+        lookup = {"prompt_lookup_num_tokens": DEMO_DRAFTS}
+        add(compare_transformers("demo model, prompt lookup", peer, prompts, arguments, **lookup))
 
 
 def main() -> None:
@@ -179,11 +242,15 @@ def main() -> None:
         rows.append(row)
         console.print(row)
 
+    with tempfile.TemporaryDirectory() as made:
+        compare_drafters(add, first_layers(DEMO, Path(made), 4), arguments)
+    peer = None if arguments.without_transformers else load_peer(Path(model))
     for name, prompts in tasks.items():
         add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 1, arguments))
         add(compare(f"{name}, all guesses", plain, fixed, prompts, 1, arguments))
-        if not arguments.without_transformers:
-            add(compare_transformers(name, str(model), prompts, arguments))
+        if peer is not None:
+            lookup = {"prompt_lookup_num_tokens": NUM_DRAFTS}
+            add(compare_transformers(name, peer, prompts, arguments, **lookup))
         add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 32, arguments))
     table = Table("", "batch", "tokens/s", "ratio", "acceptance length", "with guesses", "equal")
     for row in rows:

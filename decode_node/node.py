@@ -279,7 +279,7 @@ class DecodeNode:
                 job.steps_until_first = self.engine.num_steps - job.reservation.committed_at_step
             receipt = None
             if output.finish_reason is not None:
-                receipt = _receipt(job)
+                receipt = _receipt(job, self.engine.why_drafts())
                 self._drop_job(output.request_id, receipt=receipt)
                 logger.debug(
                     "ended (%s) after %d tokens",
@@ -357,7 +357,7 @@ class DecodeNode:
                 self._fail(job.reservation, "DEADLINE_EXCEEDED", "deadline passed")
 
 
-def _receipt(job: _Job) -> DecodeReceipt:
+def _receipt(job: _Job, why_drafts: str) -> DecodeReceipt:
     reservation, request = job.reservation, job.request
     assert reservation.receipt is not None
     return DecodeReceipt(
@@ -371,4 +371,5 @@ def _receipt(job: _Job) -> DecodeReceipt:
         num_cached_tokens=request.num_cached_tokens,
         num_drafts=request.num_drafts,
         num_accepted_drafts=request.num_accepted_drafts,
+        why_drafts=why_drafts,
     )

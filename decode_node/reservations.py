@@ -189,6 +189,7 @@ class Reservations:
                     engine_id=reservation.engine_id,
                     block_ids=granted.block_ids,
                     first_block=granted.first_block,
+                    groups=granted.groups,
                 )
             )
 

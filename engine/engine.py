@@ -26,7 +26,7 @@ from engine.core.scheduler import Scheduler
 from engine.executors import EXECUTORS
 from engine.executors.base import PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.speculation.speculation import make_speculation
+from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
 
 _NOBODYS: Mapping[str, str] = MappingProxyType({})
 AfterLayer = Callable[[int], None]
@@ -60,6 +60,7 @@ class Engine:
             ModelLoadError: the folder is missing, incomplete or unsupported.
             ConfigError: an option does not fit the model or the machine.
         """
+        config = find_drafter(config)
         self.executor = executor = EXECUTORS.load(config.executor_name)(model_folder, config)
         config = executor.config
         self.model_config, self.dtype = executor.model_config, executor.dtype
@@ -74,6 +75,8 @@ class Engine:
             "block_size": str(config.block_size),
             "kv_layout": self.kv_memory.manifest.layout,
         }
+        if config.num_lookahead_drafts:  # its KV lies beside the model's
+            self.compatibility["drafter"] = drafter_identity(config, model_folder)
         namespace = cache_namespace(self.compatibility)
         kv_cache_manager = KVCacheManager(
             self.num_blocks,
@@ -90,6 +93,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             preemption=config.preemption,
+            guesses_in_steps=config.num_lookahead_drafts > 0,
         )
         self._speculation = make_speculation(config, self.model_config.vocab_size)
         self._has_prefix_cache = config.prefix_cache
@@ -171,6 +175,11 @@ class Engine:
         """Guess what comes behind a request that another node goes on with."""
         return () if self._speculation is None else self._speculation.first_drafts(request)
 
+    def why_drafts(self) -> str:
+        """Why the latest step had so many drafts, for people; empty where nobody chooses."""
+        choice = None if self._speculation is None else self._speculation.choice
+        return "" if choice is None else str(choice)
+
     def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
         """The grammar of a request to come, if it has one; waits for it.
 
@@ -228,7 +237,10 @@ class Engine:
         started = time.monotonic()
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
-        scheduled = self._scheduler.schedule()
+        num_drafts = 0
+        if self._speculation is not None:
+            num_drafts = self._speculation.num_to_guess(self._scheduler.num_running)
+        scheduled = self._scheduler.schedule(num_drafts)
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
 
@@ -292,13 +304,15 @@ class Engine:
         computed_s = output.ended_at - max(output.started_at, self._busy_until)
         self._scheduler.counters.forward_s += computed_s
         if self._speculation is not None:
-            self._speculation.note_step(scheduled, output.ended_at - self._busy_until)
+            seconds = output.ended_at - self._busy_until
+            self._speculation.note_step(scheduled, seconds, output.drafting_s)
         self._busy_until = output.ended_at
         self.num_steps += 1
         self._scheduler.counters.note_step(scheduled.num_scheduled_tokens)
         result = self._scheduler.update(scheduled, output)
         if self._speculation is not None:
-            drafts = self._speculation.after_step(result, self.requests)
+            guessed = output.draft_token_ids
+            drafts = self._speculation.after_step(result, self.requests, guessed)
             self._scheduler.keep_drafts(result.outputs, drafts)
         return result
 

@@ -75,6 +75,8 @@ class KVReservation:
         block_ids: of the decode node, in order: one per block of the prompt that travels, from
             ``first_block`` on.
         first_block: how many of these the decode node has already.
+        groups: of each block of the prompt that travels, those before ``first_block`` too, its KV
+            group; empty: there is one.
     """
 
     request_id: str
@@ -82,6 +84,7 @@ class KVReservation:
     engine_id: str
     block_ids: tuple[int, ...]
     first_block: int = 0
+    groups: tuple[int, ...] = ()
 
 
 class TransferEventKind(Enum):

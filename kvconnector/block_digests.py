@@ -1,17 +1,40 @@
-"""BlockDigests: keyed digests of KV blocks, read from the memory that they lie in."""
+"""BlockDigests: keyed digests of KV blocks, read from the memory that they lie in.
+
+Between nodes of several ranks: a digest for each slice of a block, made by the ranks at both ends
+of it, and of these one for the block.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
+from baton.kv_manifest import RankCopy
 from kvconnector.blocks import LayerRange
 from kvconnector.layout import KVMemory
 from kvconnector.protocol.digests import Written
-from kvconnector.protocol.pair_keys import BlockKey
+from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
+from kvconnector.ranks.messages import DigestSlices
+from kvconnector.slices import Ranges, Slices
 from kvconnector.transports.side_stream import SideStream
+
+# A key must see no number twice: each slice of a block has one of its own, and all of them another.
+_PAIR_BITS = 20
+_ALL_PAIRS = (1 << _PAIR_BITS) - 1
+
+
+class AskedRanks(Protocol):
+    """The other ranks of a node (`RanksTransport`)."""
+
+    def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
+        """What each of them finds, by rank."""
+
+
+def _ranges(copies: Sequence[RankCopy], writes: bool) -> Ranges:
+    return tuple((copy.source if writes else copy.target, copy.num_bytes) for copy in copies)
 
 
 class BlockDigests:
@@ -19,19 +42,37 @@ class BlockDigests:
 
     Args:
         memory: where the blocks lie.
+        ranks: the node's others, if there are any.
     """
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: KVMemory, ranks: AskedRanks | None = None) -> None:
         kv_cache = memory.tensor
-        num_blocks, self.num_layers = kv_cache.shape[:2]
-        self._layers = kv_cache.view(num_blocks, self.num_layers, -1).view(torch.uint8)
+        self._rank, self._ranks = memory.rank, ranks
+        num_blocks, self.num_local_layers = kv_cache.shape[:2]
+        self.num_layers = memory.manifest.layers_per_unit
+        self._layers = kv_cache.view(num_blocks, self.num_local_layers, -1).view(torch.uint8)
         self._layer_bytes = self._layers.shape[2]
         self._side_stream = SideStream(kv_cache)
         # A slice of it costs a tenth of one of the tensor, and they are cut by the thousand.
         self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
 
-    def of(self, block_ids: Sequence[int], written: Written, key: BlockKey) -> bytes:
-        """``DIGEST_BYTES`` for each block."""
+    def of(
+        self,
+        block_ids: Sequence[int],
+        written: Written,
+        key: BlockKey,
+        slices: Slices | None = None,
+        *,
+        writes: bool = True,
+    ) -> bytes:
+        """``DIGEST_BYTES`` for each block.
+
+        Args:
+            slices: between the node that writes and the one that reads; None: a block is one.
+            writes: whether this node is the one that writes.
+        """
+        if slices is not None and not slices.is_whole:
+            return self._of_all_slices(block_ids, written, key, slices, writes)
         parts = zip(
             written.numbers,
             written.contexts(),
@@ -40,6 +81,105 @@ class BlockDigests:
         )
         return b"".join(key.digest(number, context, part) for number, context, part in parts)
 
+    def of_slices(
+        self,
+        block_ids: Sequence[int],
+        groups: Sequence[int],
+        layers: LayerRange,
+        written: Sequence[tuple[int, bytes]],
+        key: BlockKey,
+        slices: Slices,
+        *,
+        writes: bool,
+    ) -> list[bytes]:
+        """Of each block, a digest of each slice of it that this rank has, by the order of pairs.
+
+        Args:
+            groups: of each block; empty: there is one.
+            written: number and context of each block.
+            writes: whether this rank is of the node that writes.
+        """
+        digests = [b""] * len(block_ids)
+        for kind, places in slices.sorted_by_kind(groups, len(block_ids)):
+            ranges = [
+                (slices.pairs.index(pair), _ranges(copies, writes))
+                for pair, copies in slices.of(kind, layers).items()
+                if (pair.writer if writes else pair.reader) == self._rank
+            ]
+            for place in places:
+                number, context = written[place]
+                block = self._whole(block_ids[place])
+                digests[place] = b"".join(
+                    key.digest(number << _PAIR_BITS | pair, context, memoryview(
+                        b"".join(block[first : first + size] for first, size in parts)
+                    ))
+                    for pair, parts in ranges
+                )  # fmt: skip
+        return digests
+
+    def _of_all_slices(
+        self,
+        block_ids: Sequence[int],
+        written: Written,
+        key: BlockKey,
+        slices: Slices,
+        writes: bool,
+    ) -> bytes:
+        """Of each block, a digest of the digests of its slices, of whichever ranks."""
+        named = list(zip(written.numbers, written.contexts(), strict=True))
+        own = self.of_slices(
+            block_ids, written.groups, written.layers, named, key, slices, writes=writes
+        )
+        by_rank = {self._rank: own, **self._ask(block_ids, written, named, key, slices, writes)}
+        whole: list[bytes] = [b""] * len(block_ids)
+        for kind, places in slices.sorted_by_kind(written.groups, len(block_ids)):
+            ranks = [p.writer if writes else p.reader for p in slices.of(kind, written.layers)]
+            for place in places:
+                left = {rank: by_rank[rank][place] for rank in set(ranks)}
+                parts = bytearray()
+                for rank in ranks:  # in the order of the pairs on both sides
+                    parts += left[rank][:DIGEST_BYTES]
+                    left[rank] = left[rank][DIGEST_BYTES:]
+                number, context = named[place]
+                last = number << _PAIR_BITS | _ALL_PAIRS
+                whole[place] = key.digest(last, context, memoryview(parts))
+        return b"".join(whole)
+
+    def _ask(
+        self,
+        block_ids: Sequence[int],
+        written: Written,
+        named: Sequence[tuple[int, bytes]],
+        key: BlockKey,
+        slices: Slices,
+        writes: bool,
+    ) -> dict[int, list[bytes]]:
+        """What the other ranks find of their slices."""
+        if self._ranks is None:
+            return {}
+        return self._ranks.digest(
+            lambda call: DigestSlices(
+                call,
+                written.peer,
+                writes,
+                list(block_ids),
+                list(written.groups),
+                written.layers,
+                [number for number, _ in named],
+                [context for _, context in named],
+                key.secret,
+            )
+        )
+
+    def _whole(self, block_id: int) -> memoryview:
+        """All bytes of a block of this rank."""
+        size = self.num_local_layers * self._layer_bytes
+        if self._memory is not None:
+            return self._memory[block_id * size : (block_id + 1) * size]
+        with self._side_stream.entered():
+            copied = self._layers[block_id].cpu()
+        return memoryview(copied.view(-1).numpy().data)
+
     def _read(self, block_ids: Sequence[int], layers: LayerRange) -> Iterator[memoryview]:
         first, end = (layer * self._layer_bytes for layer in layers)
         if self._memory is None:
@@ -47,7 +187,7 @@ class BlockDigests:
                 copied = self._layers[list(block_ids), slice(*layers)].cpu()
             yield from (block.data for block in copied.view(len(block_ids), -1).numpy())
             return
-        block_bytes = self.num_layers * self._layer_bytes
+        block_bytes = self.num_local_layers * self._layer_bytes
         for block_id in block_ids:
             yield self._memory[block_id * block_bytes + first : block_id * block_bytes + end]
 

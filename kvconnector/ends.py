@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -109,7 +109,7 @@ class Sender(_End):
         teller = None
         if digests is not None:
             sent = SentDigests(digests, own.engine_id)
-            teller = DigestTeller(self.machine, sent, channels)
+            teller = DigestTeller(self.machine, sent, channels, own.manifest)
         self.loop = IoLoop(
             transport,
             self.machine,
@@ -121,14 +121,22 @@ class Sender(_End):
         )
 
     def start(
-        self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
+        self,
+        request_id: str,
+        epoch: int,
+        engine_id: str,
+        *,
+        num_tokens: int,
+        num_blocks: int,
+        groups: Sequence[int] = (),
     ) -> None:
         """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it.
 
         Args:
             num_blocks: that will travel, but for those that the decode node has already.
+            groups: of each of them, its KV group; empty: there is one.
         """
-        self.loop.submit(Begin((request_id, epoch), engine_id, num_tokens, num_blocks))
+        self.loop.submit(Begin((request_id, epoch), engine_id, num_tokens, num_blocks, groups))
 
     def push(self, push: BlockPush) -> None:
         """Write blocks as soon as they are granted; the caller holds them until the end event.
@@ -173,7 +181,9 @@ class Receiver(_End):
         self.machine = ReceiveMachine(own)
         self.verifier = None
         if digests is not None:
-            self.verifier = DigestVerifier(self.machine, digests, own.engine_id, channels)
+            self.verifier = DigestVerifier(
+                self.machine, digests, own.engine_id, channels, own.manifest
+            )
         self.loop = IoLoop(
             transport,
             self.machine,

@@ -317,6 +317,7 @@ class IoLoop:
                 action.remote_block_ids,
                 action.piece.layers,
                 action.key,
+                action.groups,
             )
             posting_s = self._clock() - started
             is_done = place not in self._writes and pending.is_done()

@@ -1,10 +1,10 @@
 """Where a block lies in a KV cache's memory. The one other place that knows the cache's layout.
 
-The cache is block-major (`engine/worker/kv_cache.py`), so block i is one contiguous range, and so
-are its layers a to b:
+The cache is block-major (`engine/worker/kv_cache.py`), so block i is one contiguous range, and what
+travels of it are ranges within:
 
     base_address + i * block_bytes  ..  base_address + (i + 1) * block_bytes
-        + a * layer_bytes  ..  + b * layer_bytes
+        + first  ..  + first + num_bytes
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from baton.kv_manifest import KVManifest
-from kvconnector.blocks import LayerRange
+from kvconnector.slices import Ranges
 
 
 class KVMemory(Protocol):
@@ -25,7 +25,11 @@ class KVMemory(Protocol):
 
     @property
     def manifest(self) -> KVManifest:
-        """What lies in a block."""
+        """What lies in a block, of all ranks together."""
+
+    @property
+    def rank(self) -> int:
+        """Of the worker, among those that share the model."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -38,14 +42,12 @@ class KVLayout:
 
     Attributes:
         device_id: of a GPU's memory; 0 in host memory.
-        num_layers: in a block.
     """
 
     base_address: int
     block_bytes: int
     num_blocks: int
     device_id: int
-    num_layers: int = 1
 
     @classmethod
     def of(cls, kv_cache: torch.Tensor) -> KVLayout:
@@ -56,16 +58,17 @@ class KVLayout:
             block_bytes=kv_cache[0].nbytes,
             num_blocks=len(kv_cache),
             device_id=max(kv_cache.get_device(), 0),
-            num_layers=kv_cache.shape[1],
         )
 
-    def descriptors(self, layers: LayerRange | None = None) -> npt.NDArray[np.uint64]:
-        """(address, bytes, device) of every block, or of these layers of it, `[num_blocks, 3]`."""
-        first, end = layers or (0, self.num_layers)
-        layer_bytes = self.block_bytes // self.num_layers
-        table = np.empty((self.num_blocks, 3), dtype=np.uint64)
-        table[:, 0] = self.base_address + np.arange(self.num_blocks) * self.block_bytes
-        table[:, 0] += np.uint64(first * layer_bytes)
-        table[:, 1] = (end - first) * layer_bytes
-        table[:, 2] = self.device_id
-        return table
+    def descriptors(self, ranges: Ranges | None = None) -> npt.NDArray[np.uint64]:
+        """(address, bytes, device) of every block, or of these ranges of each, block by block.
+
+        `[num_blocks * len(ranges), 3]`
+        """
+        within = np.array(ranges or ((0, self.block_bytes),), dtype=np.uint64)
+        blocks = np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)
+        table = np.empty((self.num_blocks, len(within), 3), dtype=np.uint64)
+        table[:, :, 0] = np.uint64(self.base_address) + blocks[:, None] + within[:, 0]
+        table[:, :, 1] = within[:, 1]
+        table[:, :, 2] = self.device_id
+        return table.reshape(-1, 3)

@@ -7,7 +7,7 @@ That is against accidents. Who may say it is decided by the links to the router 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
@@ -34,12 +34,24 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
         base_address: of block 0.
         device_id: of a GPU's memory; 0 in host memory.
         scratch_address: of the memory for self-tests (`Scratch`), on the same device.
+        host, pid, started_at: of its process, as in `PeerInfo`; pid 0: that is the node's own.
     """
 
     agent_metadata: bytes = b""
     base_address: Address = 0
     device_id: Number = 0
     scratch_address: Address = 0
+    host: str = ""
+    pid: Number = 0
+    started_at: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+
+
+class ProcessPlace(NamedTuple):
+    """One process of a node: see `PeerInfo`."""
+
+    host: str
+    pid: int
+    started_at: int
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +80,14 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     scratch_bytes: Size = 1
     public_key: bytes = b""
     started_at: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+
+    def processes(self) -> list[ProcessPlace]:
+        """The process of each rank: nothing is written any more when all of them have ended."""
+        own = ProcessPlace(self.host, self.pid, self.started_at)
+        return [
+            ProcessPlace(rank.host, rank.pid, rank.started_at) if rank.pid else own
+            for rank in self.ranks
+        ]
 
     def encode(self) -> bytes:
         """Framed bytes."""
@@ -116,12 +136,13 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         differs = difference(self.manifest, peer.manifest)
         if differs:
             raise TransferError(f"{peer.engine_id} has {differs}")
-        if len(peer.ranks) != len(self.ranks):  # `rank_copies` knows how; nobody posts it yet
-            raise TransferError(
-                f"{peer.engine_id} has {len(peer.ranks)} ranks, not {len(self.ranks)}"
-            )
         if peer.scratch_bytes != self.scratch_bytes:
             raise TransferError(f"{peer.engine_id} has other scratch memory")
+
+
+def agent_name(engine_id: str, rank: int, leader: int) -> str:
+    """Return what a rank's transport is called: as its node, if it speaks for it."""
+    return engine_id if rank == leader else f"{engine_id}/{rank}"
 
 
 def host_identity() -> str:

@@ -1,4 +1,4 @@
-"""PeerProcess: whether a peer's process has ended, by a proof that holds where /proc hides others.
+"""PeerProcess: whether all processes of a peer have ended, by a proof that holds in containers.
 
 A pidfd is opened when the peer is met, while it lives and says which process it is; the process is
 that one if its start time is the one that the peer tells. From then on the descriptor says when all
@@ -13,29 +13,32 @@ import os
 import select
 from pathlib import Path
 
-from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.peer_info import PeerInfo, ProcessPlace, host_identity
 
 
 class PeerProcess:
-    """One peer's process, met while it lived.
+    """One peer's processes, one for each rank, met while they lived.
 
     Args:
-        peer: that says which process it is.
+        peer: that says which processes they are.
     """
 
     def __init__(self, peer: PeerInfo) -> None:
         self.engine_id = peer.engine_id
-        self._pidfd = _open(peer)
+        self._pidfds = [_open(place) for place in set(peer.processes())]
 
     def has_ended(self) -> bool:
-        """Whether all of it certainly has; a zombie writes nothing any more."""
-        return self._pidfd is not None and _has_ended(self._pidfd)
+        """Whether all of them certainly have; a zombie writes nothing any more."""
+        return bool(self._pidfds) and all(
+            pidfd is not None and _has_ended(pidfd) for pidfd in self._pidfds
+        )
 
     def close(self) -> None:
-        """Watch it no more."""
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        """Watch them no more."""
+        for pidfd in self._pidfds:
+            if pidfd is not None:
+                os.close(pidfd)
+        self._pidfds = []
 
 
 def start_time(pid: int) -> int:
@@ -47,17 +50,17 @@ def start_time(pid: int) -> int:
         return 0
 
 
-def _open(peer: PeerInfo) -> int | None:
-    """A descriptor of a peer's process; None where it is not certain that it is that one."""
-    is_near = peer.host != "" and peer.host == host_identity()
-    if not is_near or peer.pid == 0 or peer.started_at == 0 or not hasattr(os, "pidfd_open"):
+def _open(place: ProcessPlace) -> int | None:
+    """A descriptor of a process; None where it is not certain that it is that one."""
+    is_near = place.host != "" and place.host == host_identity()
+    if not is_near or place.pid == 0 or place.started_at == 0 or not hasattr(os, "pidfd_open"):
         return None
     try:
-        pidfd = os.pidfd_open(peer.pid)
+        pidfd = os.pidfd_open(place.pid)
     except OSError:
         return None
     # Read while the process lives, so the number cannot have passed on to another in between.
-    if start_time(peer.pid) == peer.started_at and not _has_ended(pidfd):
+    if start_time(place.pid) == place.started_at and not _has_ended(pidfd):
         return pidfd
     os.close(pidfd)
     return None

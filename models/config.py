@@ -7,7 +7,7 @@ Refuses to know: tensors, weights, what a forward pass is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +16,35 @@ from models.dialects import Dialect, dialect_of
 from models.fields import Fields
 from models.lfm2_config import ShortConvConfig, common_fields, parse_short_conv
 from models.mla_config import MLAConfig, parse_mla
-from models.moe_config import MoeConfig, parse_moe
+from models.moe_config import EXPERT_SIZE, MoeConfig, parse_moe
+from models.nemotron_config import NemotronConfig, parse_nemotron
+from models.nemotron_config import common_fields as nemotron_fields
 from models.quantization import QuantizationConfig, parse_quantization
-from models.recurrent_config import Mamba2Config, parse_bamba
+from models.recurrent_config import (
+    DeltaNetConfig,
+    Mamba2Config,
+    parse_bamba,
+    parse_delta_net,
+    parse_granite,
+)
 from models.registry import MODELS
 from models.rope_config import RopeConfig, parse_ropes
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _TURNING = {"BambaForCausalLM": 0.5}  # the part of a head that turns, where it is not all
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+# Models that see images, too, keep what is said of the text in an object of its own.
+_WITH_IMAGES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+_DELTA_NETS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    *_WITH_IMAGES,
+)
+_GRANITE_HYBRID = "GraniteMoeHybridForCausalLM"
+_NEMOTRON = "NemotronHForCausalLM"
 _LFM2 = "Lfm2ForCausalLM"
+_TIED = "tie_word_embeddings"  # of both it is the whole's that counts
 _LFM2_LAYER_TYPES = ("full_attention", "conv")
 
 
@@ -75,7 +94,16 @@ class ModelConfig:
     num_mtp_layers: int = 0  # behind the model's own in a checkpoint, for predicting several tokens
     moe: MoeConfig | None = None  # None: no layer has experts
     mamba2: Mamba2Config | None = None  # of layers that do not attend; None: all do
+    delta_net: DeltaNetConfig | None = None  # of layers that do not attend; None: all do
     mla: MLAConfig | None = None  # None: layers keep keys and values
+    nemotron: NemotronConfig | None = None  # of Nemotron-H, whose layers are of one or two parts
+
+    def attends(self, layer: int) -> bool:
+        """Say whether a layer attends; others carry a state."""
+        if self.short_conv is not None and self.layer_types is not None:
+            return self.layer_types[layer] != "conv"
+        recurrent = self.mamba2 or self.delta_net
+        return recurrent is None or not recurrent.recurrent_layers[layer]
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, max_model_len: int | None = None) -> ModelConfig:
@@ -110,19 +138,17 @@ class ModelConfig:
 
 def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> ModelConfig:
     architecture = _architecture(fields)
-    short_conv = None
-    if architecture == _LFM2:
-        short_conv, fields = parse_short_conv(fields), common_fields(fields)
+    nemotron = parse_nemotron(fields) if architecture == _NEMOTRON else None
+    short_conv = parse_short_conv(fields) if architecture == _LFM2 else None
+    fields = _IN_OWN_WORDS.get(architecture, _as_written)(fields)
     dialect, fields = _dialect(fields, architecture)
     num_heads = fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers")
     mla = parse_mla(fields, architecture)
     head_dim = _head_dim(fields, num_heads) if mla is None else mla.qk_rope_head_dim
     max_position_embeddings = _max_position_embeddings(fields, max_model_len)
-    options = (dialect.ropes_by_layer_type, dialect.partial_rotary)
-    turning = _TURNING.get(architecture, 1.0)
-    lengths = (max_position_embeddings, max_model_len)
-    rope, sliding_rope = parse_ropes(fields, head_dim, *lengths, *options, turning)
+    lengths = (max_position_embeddings, max_model_len, *_rope_options(architecture))
+    rope, sliding_rope = parse_ropes(fields, head_dim, *lengths)
     limits = (max_model_len or max_position_embeddings, rope.max_len or max_position_embeddings)
     return ModelConfig(
         architecture=architecture,
@@ -165,16 +191,62 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         quantization=parse_quantization(fields),
         use_qk_norm=fields.boolean("use_qk_norm", False),
         num_mtp_layers=_num_mtp_layers(fields),
-        moe=parse_moe(fields, architecture),
-        mamba2=_mamba2(fields, architecture, num_layers),
+        moe=nemotron.moe if nemotron else parse_moe(fields, architecture),
+        mamba2=nemotron.mamba2 if nemotron else _mamba2(fields, architecture, num_layers),
+        delta_net=_delta_net(fields, architecture, num_layers),
         mla=mla,
+        nemotron=nemotron,
     )
 
 
+def _rope_options(architecture: str) -> tuple[bool, bool, float]:
+    dialect = dialect_of(architecture)
+    turning = _TURNING.get(architecture, 1.0)
+    return dialect.ropes_by_layer_type, dialect.partial_rotary, turning
+
+
+def _of_text(fields: Fields) -> Fields:
+    """Return what is said of the text, with what is said of the whole where it says nothing."""
+    text = fields.child("text_config")
+    whole = [name for name in fields.names() if name not in text.names() or name == _TIED]
+    shared = {name: fields.get(name) for name in whole}
+    return text.with_values(shared)
+
+
+def _of_granite(fields: Fields) -> Fields:
+    """Return the fields by the names that other families have for them."""
+    turning = fields.text("position_embedding_type", "nope")
+    if turning not in ("nope", "rope"):
+        problem = f"{turning!r} is not supported; supported: nope, rope"
+        raise fields.wrong("position_embedding_type", problem)
+    values: dict[str, object] = {
+        EXPERT_SIZE: fields.integer("intermediate_size"),
+        "intermediate_size": fields.integer("shared_intermediate_size", 1024),
+        "no_rope_layers": [int(turning == "rope")] * fields.integer("num_hidden_layers"),
+    }
+    return fields.with_values(values)
+
+
+def _as_written(fields: Fields) -> Fields:
+    return fields
+
+
+# How the fields of a file come by the names that other families have for them.
+_IN_OWN_WORDS: Mapping[str, Callable[[Fields], Fields]] = {
+    _LFM2: common_fields,
+    _NEMOTRON: nemotron_fields,
+    _GRANITE_HYBRID: _of_granite,
+    **dict.fromkeys(_WITH_IMAGES, _of_text),
+}
+
+
+def _delta_net(fields: Fields, architecture: str, num_layers: int) -> DeltaNetConfig | None:
+    return parse_delta_net(fields, num_layers) if architecture in _DELTA_NETS else None
+
+
 def _mamba2(fields: Fields, architecture: str, num_layers: int) -> Mamba2Config | None:
-    if architecture != "BambaForCausalLM":
-        return None
-    return parse_bamba(fields, fields.integer("hidden_size"), num_layers)
+    parse = {"BambaForCausalLM": parse_bamba, _GRANITE_HYBRID: parse_granite}.get(architecture)
+    return parse and parse(fields, fields.integer("hidden_size"), num_layers)
 
 
 def _architecture(fields: Fields) -> str:
@@ -224,8 +296,8 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
 
 
 def _layer_types(fields: Fields, num_layers: int, architecture: str) -> tuple[str, ...] | None:
-    if not fields.has("layer_types"):
-        return None
+    if not fields.has("layer_types") or architecture in (*_DELTA_NETS, _GRANITE_HYBRID):
+        return None  # the latter's are with the rest of their states
     layer_types = fields.texts("layer_types")
     for name in layer_types:
         if name not in (_LFM2_LAYER_TYPES if architecture == _LFM2 else _LAYER_TYPES):

@@ -7,7 +7,7 @@ Refuses to know: torch, what a field means for a network.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from models.fields import Fields
 
@@ -85,7 +85,21 @@ _GLM4 = Dialect(
     defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128},
     partial_rotary=True,
 )
+_GRANITE = frozenset(
+    {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+)
+_QWEN3_NEXT = Dialect(
+    defaults={"partial_rotary_factor": 0.25, "head_dim": 256, "rms_norm_eps": 1e-6},
+    partial_rotary=True,
+)
+# Whose files say no size of what no layer has.
+_QWEN3_5_MOE = replace(_QWEN3_NEXT, defaults={**_QWEN3_NEXT.defaults, "intermediate_size": 1})
 _DIALECTS: Mapping[str, Dialect] = {
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_NEXT,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
     "LlamaForCausalLM": _GATED,
     "MistralForCausalLM": _GATED,
     "Qwen2ForCausalLM": _GATED,
@@ -147,16 +161,11 @@ _DIALECTS: Mapping[str, Dialect] = {
         attention_sinks=True,
     ),
     "GraniteForCausalLM": Dialect(
-        defaults={"attention_multiplier": 1.0},
-        reads=frozenset(
-            {
-                "embedding_multiplier",
-                "residual_multiplier",
-                "attention_multiplier",
-                "logits_scaling",
-            }
-        ),
-        activations=_GELU,
+        defaults={"attention_multiplier": 1.0}, reads=_GRANITE, activations=_GELU
+    ),
+    "GraniteMoeHybridForCausalLM": Dialect(
+        defaults={"attention_multiplier": 1.0, "rms_norm_eps": 1e-6},
+        reads=_GRANITE | {"no_rope_layers"},
     ),
     "Olmo2ForCausalLM": _GATED,
     "Olmo3ForCausalLM": Dialect(

@@ -14,6 +14,7 @@ from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
 from baton.engine_config import WEIGHTS
 from models.config import ModelConfig
 from models.mla_config import MLAConfig
+from models.moe_config import RELU2
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of the formats: bytes of a weight, and of what each group of inputs of an output has besides.
@@ -83,7 +84,7 @@ def memory_needs(
         native_kernels: without them ``auto`` keeps all weights in ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
-    num_attending = sum(_attends(config, index) for index in range(config.num_layers))
+    num_attending = sum(config.attends(index) for index in range(config.num_layers))
     width = 2 * config.num_kv_heads * config.head_dim if config.mla is None else config.mla.width
     kv_token_bytes = num_attending * width * value_bytes
     weights = {
@@ -172,28 +173,35 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool 
     return _OF_DTYPES[config.dtype if dtype == "float32" else dtype]
 
 
-def _attends(config: ModelConfig, layer: int) -> bool:
-    if config.short_conv is not None and config.layer_types is not None:
-        return config.layer_types[layer] != "conv"
-    return config.mamba2 is None or not config.mamba2.recurrent_layers[layer]
-
-
 def _layer(config: ModelConfig, layer: int) -> list[_Matrix]:
     """Return the linear layers of one layer, but for experts and those that are never rounded."""
     query, key = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     hidden, moe = config.hidden_size, config.moe
     mixer = [(query + 2 * key, hidden), (hidden, query)]
-    if config.mamba2 is not None and not _attends(config, layer):
+    if config.delta_net is not None:
+        net, gates = config.delta_net, query  # of attention
+        values = net.num_value_heads * net.value_dim
+        size = net.num_channels + values + 2 * net.num_value_heads
+        mixer = [(query + 2 * key + gates, hidden), (hidden, query)]
+        if not config.attends(layer):
+            mixer = [(size, hidden), (hidden, values)]
+    if config.mamba2 is not None and not config.attends(layer):
         inner_size = config.mamba2.inner_size
         size = inner_size + config.mamba2.num_channels + config.mamba2.num_heads
         mixer = [(size, hidden), (hidden, inner_size)]
     if config.mla is not None:
         mixer = _latent_attention(config, config.mla)
-    if config.short_conv is not None and not _attends(config, layer):
+    if config.short_conv is not None and not config.attends(layer):
         mixer = [(3 * hidden, hidden), (hidden, hidden)]
+    if config.nemotron is not None and config.nemotron.places[layer].feed_forward is None:
+        return mixer
+    is_gated = config.nemotron is None
     if moe is None or layer in moe.dense_layers:
-        return [*mixer, *_mlp(hidden, config.intermediate_size)]
-    return [*mixer, *_mlp(hidden, moe.shared_size)]
+        return [*mixer, *_mlp(hidden, config.intermediate_size, is_gated=is_gated)]
+    latent = (
+        [] if moe.latent_size is None else [(moe.latent_size, hidden), (hidden, moe.latent_size)]
+    )
+    return [*mixer, *latent, *_mlp(hidden, moe.shared_size, is_gated=is_gated)]
 
 
 def _experts(config: ModelConfig, layer: int) -> list[_Matrix]:
@@ -201,7 +209,9 @@ def _experts(config: ModelConfig, layer: int) -> list[_Matrix]:
     moe = config.moe
     if moe is None or layer in moe.dense_layers:
         return []
-    return _mlp(config.hidden_size, moe.inner_size) * moe.num_experts
+    width = config.hidden_size if moe.latent_size is None else moe.latent_size
+    is_gated = moe.activation != RELU2
+    return _mlp(width, moe.inner_size, is_gated=is_gated) * moe.num_experts
 
 
 def _latent_attention(config: ModelConfig, mla: MLAConfig) -> list[_Matrix]:
@@ -212,8 +222,10 @@ def _latent_attention(config: ModelConfig, mla: MLAConfig) -> list[_Matrix]:
     return [*queries, (mla.width, hidden), (hidden, heads * mla.v_head_dim)]
 
 
-def _mlp(hidden_size: int, inner_size: int) -> list[_Matrix]:
-    return [(2 * inner_size, hidden_size), (hidden_size, inner_size)] if inner_size else []
+def _mlp(hidden_size: int, inner_size: int, *, is_gated: bool = True) -> list[_Matrix]:
+    if not inner_size:
+        return []
+    return [((1 + is_gated) * inner_size, hidden_size), (hidden_size, inner_size)]
 
 
 def _exact_bytes(config: ModelConfig, format_: str, dtype: str) -> int:

@@ -10,6 +10,11 @@ from dataclasses import dataclass, replace
 
 from models.fields import Fields
 
+# Where the size of experts is put, where a file says it by the name of a MLP's.
+EXPERT_SIZE = "expert_intermediate_size"
+# The activation of experts, and MLPs, without gates.
+RELU2 = "relu2"
+
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
@@ -29,9 +34,11 @@ class MoeConfig:
         shared_size: of the gated middle of what every token goes through besides; 0: nothing.
         has_shared_gate: whether a token's logit says how much of that it gets.
         dense_layers: layers that have one MLP in place of experts.
-        activation: of the experts, see ``baton_kernels.gated_mul``.
+        activation: of the experts, see ``baton_kernels.experts``.
         has_biases: whether router and experts add one to each product.
+        latent_size: of what experts read and make, where that is not the stream; None: it is.
         stored_by_turns: checkpoints have fused experts, gates and ups by turns.
+        stored_as_linears: checkpoints have fused experts, and what all share, as two layers each.
     """
 
     num_experts: int
@@ -49,7 +56,9 @@ class MoeConfig:
     dense_layers: frozenset[int] = frozenset()
     activation: str = "silu"
     has_biases: bool = False
+    latent_size: int | None = None
     stored_by_turns: bool = False
+    stored_as_linears: bool = False
 
 
 def parse_moe(fields: Fields, architecture: str) -> MoeConfig | None:
@@ -62,6 +71,13 @@ def parse_moe(fields: Fields, architecture: str) -> MoeConfig | None:
     if parse is None:
         return None
     moe = parse(fields)
+    if moe is not None:
+        check_moe(fields, moe)
+    return moe
+
+
+def check_moe(fields: Fields, moe: MoeConfig) -> None:
+    """Raise ModelLoadError if its numbers do not go together."""
     if moe.top_k > moe.num_experts:
         problem = f"{moe.top_k}, but there are {moe.num_experts} experts"
         raise fields.wrong("num_experts_per_tok", problem)
@@ -70,7 +86,6 @@ def parse_moe(fields: Fields, architecture: str) -> MoeConfig | None:
     chosen = moe.num_experts // moe.num_groups * moe.top_groups
     if moe.top_groups > moe.num_groups or moe.top_k > chosen:
         raise fields.wrong("topk_group", f"{moe.top_groups} groups of {moe.num_groups}")
-    return moe
 
 
 def _mixtral(fields: Fields) -> MoeConfig:
@@ -99,6 +114,18 @@ def _qwen2(fields: Fields) -> MoeConfig:
     """Yang et al., arXiv:2407.10671."""
     shared_size = fields.integer("shared_expert_intermediate_size")
     return replace(_qwen3(fields), shared_size=shared_size, has_shared_gate=True)
+
+
+def _qwen3_next(fields: Fields) -> MoeConfig:
+    """Qwen2's, whose weights sum to 1 unless the file says otherwise."""
+    return replace(_qwen2(fields), normalize=fields.boolean("norm_topk_prob", True))
+
+
+def _qwen3_5(fields: Fields) -> MoeConfig:
+    """Qwen3-Next's in every layer, whose weights always sum to 1."""
+    if fields.get("norm_topk_prob") not in (None, True):
+        raise fields.wrong("norm_topk_prob", "only true is supported for this architecture")
+    return replace(_qwen2(fields), normalize=True, dense_layers=frozenset())
 
 
 def _deepseek_v2(fields: Fields) -> MoeConfig:
@@ -136,6 +163,20 @@ def _gpt_oss(fields: Fields) -> MoeConfig:
         activation="clamped_swiglu",
         has_biases=True,
         stored_by_turns=True,
+    )
+
+
+def _granite(fields: Fields) -> MoeConfig | None:
+    """Granite 4's, beside a MLP that all tokens go through; some sizes have that alone."""
+    if fields.integer("num_local_experts", 8, minimum=0) == 0:
+        return None
+    return MoeConfig(
+        num_experts=fields.integer("num_local_experts", 8),
+        inner_size=fields.integer(EXPERT_SIZE),
+        top_k=fields.integer("num_experts_per_tok", 2),
+        scoring="softmax of the chosen",
+        shared_size=fields.integer("intermediate_size"),
+        stored_as_linears=True,
     )
 
 
@@ -181,10 +222,14 @@ def _dense_layers_of_steps(fields: Fields) -> frozenset[int]:
     return frozenset(layer for layer in layers if layer in named or (layer + 1) % step)
 
 
-_DIALECTS: dict[str, Callable[[Fields], MoeConfig]] = {
+_DIALECTS: dict[str, Callable[[Fields], MoeConfig | None]] = {
+    "GraniteMoeHybridForCausalLM": _granite,
     "MixtralForCausalLM": _mixtral,
     "Qwen2MoeForCausalLM": _qwen2,
     "Qwen3MoeForCausalLM": _qwen3,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5MoeForCausalLM": _qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "GptOssForCausalLM": _gpt_oss,

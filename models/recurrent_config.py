@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from models.fields import Fields
 
+# What layers are called in config.json, and whether they carry a state.
+_KINDS = {"full_attention": False, "attention": False, "linear_attention": True, "mamba": True}
+
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
@@ -56,6 +59,7 @@ class DeltaNetConfig:
         key_dim: rows of a head's state, each of ``value_dim``.
         value_dim: of a head's values and results.
         kernel_size: of the convolution.
+        recurrent_layers: whether each layer has such a mixer; else it attends.
     """
 
     num_key_heads: int
@@ -63,6 +67,12 @@ class DeltaNetConfig:
     key_dim: int
     value_dim: int
     kernel_size: int
+    recurrent_layers: tuple[bool, ...]
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
 def parse_bamba(fields: Fields, hidden_size: int, num_layers: int) -> Mamba2Config:
@@ -88,7 +98,7 @@ def parse_mamba2(
     Raises:
         ModelLoadError: sizes that do not fit, or a limit that is not computed here.
     """
-    _refuse_time_step_limit(fields)
+    refuse_time_step_limit(fields)
     num_heads = fields.integer("mamba_n_heads", 128)
     inner_size = fields.integer("mamba_expand", 2) * hidden_size
     if inner_size % num_heads:
@@ -113,7 +123,16 @@ def parse_mamba2(
     )
 
 
-def _refuse_time_step_limit(fields: Fields) -> None:
+def parse_granite(fields: Fields, hidden_size: int, num_layers: int) -> Mamba2Config:
+    """Read the mixers of Granite 4.
+
+    Raises:
+        ModelLoadError: as `parse_mamba2` and `recurrent_layers`.
+    """
+    return parse_mamba2(fields, hidden_size, recurrent_layers(fields, num_layers, interval=0))
+
+
+def refuse_time_step_limit(fields: Fields) -> None:
     """Refuse a limit: transformers applies it to prompts and not to the tokens behind them."""
     if not fields.has("time_step_limit"):
         return
@@ -122,12 +141,14 @@ def _refuse_time_step_limit(fields: Fields) -> None:
         raise fields.wrong("time_step_limit", f"{found} is not supported")
 
 
-def parse_delta_net(fields: Fields) -> DeltaNetConfig:
-    """Read the fields ``linear_...`` of Qwen3-Next.
+def parse_delta_net(fields: Fields, num_layers: int) -> DeltaNetConfig:
+    """Read the fields ``linear_...`` of Qwen3-Next, and which layers these are of.
 
     Raises:
-        ModelLoadError: sizes that do not fit.
+        ModelLoadError: sizes that do not fit, or no layer attends.
     """
+    if fields.get("attn_output_gate") not in (None, True):
+        raise fields.wrong("attn_output_gate", "only true is supported with this architecture")
     num_key_heads = fields.integer("linear_num_key_heads", 16)
     num_value_heads = fields.integer("linear_num_value_heads", 32)
     if num_value_heads % num_key_heads:
@@ -139,4 +160,32 @@ def parse_delta_net(fields: Fields) -> DeltaNetConfig:
         key_dim=fields.integer("linear_key_head_dim", 128),
         value_dim=fields.integer("linear_value_head_dim", 128),
         kernel_size=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
+        recurrent_layers=recurrent_layers(fields, num_layers),
     )
+
+
+def recurrent_layers(fields: Fields, num_layers: int, *, interval: int = 4) -> tuple[bool, ...]:
+    """Read which layers carry a state, of ``layer_types``.
+
+    Args:
+        fields: of config.json.
+        num_layers: of the model.
+        interval: where no types are given, one layer of so many attends; 0: none does.
+
+    Raises:
+        ModelLoadError: a kind that there is not, another number of layers, or none attends.
+    """
+    if not fields.has("layer_types"):
+        interval = interval and fields.integer("full_attention_interval", interval)
+        recurrent = tuple(not interval or (i + 1) % interval != 0 for i in range(num_layers))
+    else:
+        names = fields.texts("layer_types")
+        for name in names:
+            if name not in _KINDS:
+                raise fields.wrong("layer_types", f"{name!r} is not supported")
+        if len(names) != num_layers:
+            raise fields.wrong("layer_types", f"{len(names)} entries for {num_layers} layers")
+        recurrent = tuple(_KINDS[name] for name in names)
+    if all(recurrent):
+        raise fields.wrong("layer_types", f"some of {num_layers} layers have to attend")
+    return recurrent

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.api.errors import ConfigError
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
 from baton.engine_config import EngineConfig
@@ -39,7 +38,8 @@ class LoadedEngine:
         self, node_name: str, role: NodeRole, address: str, peer_info: bytes
     ) -> NodeRegistration:
         """What the node tells the router of itself."""
-        spec = self.engine.kv_memory.spec
+        spec, manifest = self.engine.kv_memory.spec, self.engine.kv_memory.manifest
+        bytes_of_all = sum(manifest.unit_bytes(rank) for rank in range(manifest.num_ranks))
         return NodeRegistration(
             node_name=node_name,
             engine_id=self.engine_id,
@@ -53,7 +53,9 @@ class LoadedEngine:
             block_size=spec.block_size,
             prefix_hash=self.prefix_hash,
             computes_prompts=role is NodeRole.DECODE,
-            kv_bytes_per_token=spec.block_bytes * spec.num_groups / spec.block_size,
+            tensor_parallel_size=manifest.stage_size,
+            pipeline_parallel_size=manifest.num_stages,
+            kv_bytes_per_token=bytes_of_all * spec.num_groups / spec.block_size,
         )
 
 
@@ -67,12 +69,6 @@ def load_engine(
     revision: str = "",
 ) -> LoadedEngine:
     """Load a model for a node; raises ModelLoadError or ConfigError."""
-    if config.num_ranks > 1:
-        name = "tensor" if config.tensor_parallel_size > 1 else "pipeline"
-        raise ConfigError(
-            f"{name}_parallel_size: several ranks are for `LLM` alone so far; a node's KV is "
-            f"handed over by one"
-        )
     folder = find_model_folder(model)
     identity = folder_identity(folder)
     if "weights" not in identity:  # an index names files that are not needed

@@ -22,6 +22,11 @@ def check_options(options: NodeOptions) -> None:
     if options.metrics_listen:
         check_is_free("metrics_listen", options.metrics_listen)
     KV_CONNECTORS.check(options.kv_connector)
+    if options.kv_connector == "tls" and options.engine.num_ranks > 1:
+        raise ConfigError(
+            f"kv_connector: tls is of one rank alone, and there are {options.engine.num_ranks}; "
+            f"use nixl"
+        )
     if options.kv_listen:
         if options.kv_connector != "tls":
             raise ConfigError(

@@ -47,11 +47,14 @@ class LayerTail:
         return self.num_groups_pushed == len(self._layer_groups)
 
     def after_layer(self, layer: int) -> None:
-        """Push the group of layers that ends with this one."""
-        if self.is_complete or layer + 1 != self._layer_groups[self.num_groups_pushed][1]:
+        """Push the groups of layers that end with this one, or in a stage before this process's."""
+        if self.is_complete or layer + 1 < self._layer_groups[self.num_groups_pushed][1]:
             return
-        layers = self._layer_groups[self.num_groups_pushed]
         is_computed = self._fence()
-        for push in self._pushes:
-            self._sender.push(dataclasses.replace(push, layers=layers, is_computed=is_computed))
-        self.num_groups_pushed += 1
+        while not self.is_complete:
+            layers = self._layer_groups[self.num_groups_pushed]
+            if layers[1] > layer + 1:
+                return
+            for push in self._pushes:
+                self._sender.push(dataclasses.replace(push, layers=layers, is_computed=is_computed))
+            self.num_groups_pushed += 1

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.access.tls import TlsFiles
 from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
 from baton.telemetry.tracing import Tracing
-from kvconnector import KV_CONNECTORS
-from kvconnector.block_digests import BlockDigests, digests_are_wanted
+from kvconnector.block_digests import digests_are_wanted
 from kvconnector.ends import Sender
-from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.fault_file import faults_of
-from kvconnector.transports.faults import FaultSpec, FaultyTransport
+from kvconnector.transports.faults import FaultSpec
 from node_runtime.node_engine import load_engine
+from node_runtime.node_transport import open_transport
 from node_runtime.threads import NodeThreads
 from prefill_node.node import PrefillNode
 from prefill_node.options import PrefillOptions
@@ -36,12 +34,7 @@ def make_program(
         ConfigError: an option does not fit the model or the machine.
     """
     faults = faults_of(options.inject_faults, options.name)
-    make_transport = KV_CONNECTORS.load(options.kv_connector)
     kv_digests = digests_are_wanted(options.kv_digests, options.kv_connector)
-    transport_options = TransportOptions(
-        listen=options.kv_listen or NO_OPTIONS.listen,
-        tls=TlsFiles(options.tls) if options.tls.verifies_clients else None,
-    )
     loaded = load_engine(
         options.model,
         options.engine,
@@ -58,11 +51,7 @@ def make_program(
     )
 
     def make_node(wake: Callable[[], None]) -> tuple[PrefillNode, Sender]:
-        memory = loaded.engine.kv_memory
-        transport = make_transport(loaded.engine_id, memory, transport_options)
-        if faults is not None:
-            transport = FaultyTransport(transport, memory, faults)
-        digests = BlockDigests(memory) if kv_digests else None
+        transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
         sender = Sender(transport, on_event=wake, on_death=on_death, digests=digests)
         sender.loop.start()
         node = PrefillNode(

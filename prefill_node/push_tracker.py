@@ -103,7 +103,10 @@ class PushTracker:
         self._sender = sender
         self._mode = mode
         self._layer_groups = layer_groups(engine.kv_memory.layers_per_group, num_layer_groups)
-        self._has_tail = mode is PushMode.LAYERS and engine.kv_memory.spec.num_groups == 1
+        memory = engine.kv_memory
+        num_layers = len(memory.spec.groups[0].layers)
+        can_cut = memory.spec.num_groups == 1 and memory.layers_per_group == num_layers
+        self._has_tail = mode is PushMode.LAYERS and can_cut
         self._block_size = engine.kv_memory.spec.block_size
         self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
@@ -148,6 +151,9 @@ class PushTracker:
                     handoff.engine_id,
                     num_tokens=request.num_initial_tokens,
                     num_blocks=len(handoff.indices),
+                    groups=[index % self._num_groups for index in handoff.indices]
+                    if self._num_groups > 1
+                    else (),
                 )
             if request.num_preemptions != handoff.num_preemptions:  # computed anew elsewhere
                 handoff.num_preemptions = request.num_preemptions

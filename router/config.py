@@ -15,6 +15,7 @@ from baton.telemetry.log_options import LogOptions
 from baton.telemetry.trace_options import TraceOptions
 from router.connection_budget import ConnectionOptions
 from router.gate.admission_options import AdmissionOptions
+from router.gate.scaling_options import ScalingOptions
 from router.intake.text_options import TextOptions
 from router.policies import POLICIES
 
@@ -65,6 +66,7 @@ class RouterConfig:
         "of its kind, seconds.",
     )
     admission: AdmissionOptions = group(AdmissionOptions)
+    scaling: ScalingOptions = group(ScalingOptions)
     node_token: str = option(
         "",
         is_secret=True,

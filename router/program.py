@@ -9,6 +9,7 @@ import logging
 import math
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from baton.link.words import BEAT_INTERVAL_S
 from baton.processes.process import num_descriptors_allowed, stop_event
 from baton.serving.access_log import AccessLog
 from baton.serving.call_gate import CallGate
-from baton.serving.connection_limits import ConnectionLimits, RpcLimits
+from baton.serving.connection_limits import RpcLimits
 from baton.serving.rpc import RpcServer
 from baton.telemetry.tracing import Tracing
 from baton.v1 import (
@@ -48,7 +49,9 @@ from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
 from router.gate.overload import Level, Overload
 from router.gate.resources import watch_resources
+from router.gate.scaling import ScalingSignals
 from router.intake.cache_salts import make_salts
+from router.intake.fleet_metrics import ScalingCollector
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.policies import POLICIES
@@ -71,6 +74,28 @@ def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodeP
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What a router is made of, for what serves it."""
+
+    config: RouterConfig
+    dispatcher: Dispatcher
+    intake: Intake
+    metrics: RouterMetrics
+    access: Access
+    budget: ConnectionBudget
+    overload: Overload
+    files: TlsFiles | None
+    tracing: Tracing
+    admin: AdminService
+    scaling: ScalingSignals
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.config.served_model_name or self.config.model
+
+
 async def serve(config: RouterConfig) -> None:
     """Serve until told to stop; raises ConfigError when something is wrong at the start."""
     check_exposure(config)
@@ -87,13 +112,34 @@ async def serve(config: RouterConfig) -> None:
     metrics = RouterMetrics(pool, admission, overload, dispatcher.suspects)
     if config.metrics_compat == "vllm":
         metrics.show_names_of(config.served_model_name or config.model)
+    scaling = _make_scaling(config, pool, admission)
+    metrics.show(ScalingCollector(scaling))
     tracing = _make_tracing(config, dispatcher)
     intake = _make_intake(config, folder, limits, dispatcher, metrics)
     intake.start()
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
-    budget = share_descriptors(num_descriptors, config.connections, own_address_for_nodes=is_split)
-    access = _make_access(config)
-    servers = _make_servers(config, dispatcher, intake, access, budget, overload, files, tracing)
+    parts = _Parts(
+        config=config,
+        dispatcher=dispatcher,
+        intake=intake,
+        metrics=metrics,
+        access=_make_access(config),
+        budget=share_descriptors(
+            num_descriptors, config.connections, own_address_for_nodes=is_split
+        ),
+        overload=overload,
+        files=files,
+        tracing=tracing,
+        admin=_make_admin(config, dispatcher, intake, overload),
+        scaling=scaling,
+    )
+    await _run(parts)
+
+
+async def _run(parts: _Parts) -> None:
+    """Serve until told to stop."""
+    config, access, dispatcher = parts.config, parts.access, parts.dispatcher
+    servers = _make_servers(parts)
     stopping = stop_event(loop := asyncio.get_running_loop())
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
@@ -102,12 +148,12 @@ async def serve(config: RouterConfig) -> None:
             await server.set_serving(True)
             logger.info("router of %s listens on %s", config.model, address)
         async with (
-            _watching(pool),
-            _serving_http(
-                config, intake, pool, metrics, access, budget.http, overload, files, tracing
-            ) as http,
+            _watching(dispatcher.pool, parts.scaling),
+            _serving_http(parts) as http,
             _in_background(
-                watch_resources(overload, _share_at_work(http), config.memory_limit_mib * 2**20)
+                watch_resources(
+                    parts.overload, _share_at_work(http), config.memory_limit_mib * 2**20
+                )
             ),
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
@@ -121,8 +167,8 @@ async def serve(config: RouterConfig) -> None:
             )
     finally:
         await asyncio.gather(*(server.stop(0) for server in servers.values()))
-        intake.close()
-        for last in (tracing.close, access.audit.close):
+        parts.intake.close()
+        for last in (parts.tracing.close, access.audit.close):
             await asyncio.to_thread(last)
 
 
@@ -174,6 +220,14 @@ def _make_tracing(config: RouterConfig, dispatcher: Dispatcher) -> Tracing:
     return tracing
 
 
+def _make_scaling(config: RouterConfig, pool: NodePool, admission: Admission) -> ScalingSignals:
+    def queue_s() -> float:
+        state = admission.state()
+        return state.expected_wait_s if state.num_queued else 0.0
+
+    return ScalingSignals(pool, config.scaling, queue_s=queue_s, clock=pool.clock)
+
+
 def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
     return lambda: 0.0 if http is None else http.share_at_work
 
@@ -188,60 +242,60 @@ def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
 
 
 @contextlib.asynccontextmanager
-async def _serving_http(
-    config: RouterConfig,
-    intake: Intake,
-    pool: NodePool,
-    metrics: RouterMetrics,
-    access: Access,
-    limits: ConnectionLimits,
-    overload: Overload,
-    files: TlsFiles | None,
-    tracing: Tracing,
-) -> AsyncIterator[HttpApi | None]:
+async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
     """Gives the HTTP API; None where there is none."""
+    config, dispatcher, files = parts.config, parts.dispatcher, parts.files
     if not config.http_listen:
         yield None
         return
     # Imported here: who serves no HTTP does not wait for it.
     from router.api.http_server import HttpServer
+    from router.api.ui.page import StatusPage
 
     tls = None
     if files is not None:
         tls = ServerContext.of(files, require_client_certs=config.tls.require_client_certs)
-    model_name = config.served_model_name or config.model
+    page = StatusPage(
+        dispatcher,
+        model=parts.model_name,
+        policy=lambda: parts.admin.policy,
+        overload=parts.overload,
+    )
     server = HttpServer(
-        intake,
-        pool,
-        metrics,
-        model_name=model_name,
+        parts.intake,
+        dispatcher.pool,
+        parts.metrics,
+        model_name=parts.model_name,
         strict_fields=config.strict_fields,
-        access=access,
+        access=parts.access,
         cors_origin=config.http_cors_origin,
         grace_s=LAST_WORDS_S,
-        limits=limits,
-        overload=overload,
+        limits=parts.budget.http,
+        overload=parts.overload,
         tls=tls,
-        access_log=AccessLog(model_name, is_on=config.access_log),
-        tracing=tracing,
+        access_log=AccessLog(parts.model_name, is_on=config.access_log),
+        status_page=page,
+        tracing=parts.tracing,
     )
-    metrics.show_connections(server.connections)
+    parts.metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)
     logger.info("HTTP API on %s://%s", "https" if files else "http", address)
     try:
-        yield server
+        async with _in_background(page.history.run()):
+            yield server
     finally:
         await server.stop()
 
 
 @contextlib.asynccontextmanager
-async def _watching(pool: NodePool) -> AsyncIterator[None]:
-    """Notice nodes that are silent: stopped, or behind a network that swallows all."""
+async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[None]:
+    """Notice nodes that are silent: stopped, or behind a dead network; and those that are busy."""
 
     async def count() -> None:
         while True:
             await asyncio.sleep(BEAT_INTERVAL_S)
             pool.count_missed_beats()
+            scaling.tick()
 
     async with _in_background(count()):
         yield
@@ -257,26 +311,17 @@ async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]
         task.cancel()
 
 
-def _make_servers(
-    config: RouterConfig,
-    dispatcher: Dispatcher,
-    intake: Intake,
-    access: Access,
-    budget: ConnectionBudget,
-    overload: Overload,
-    files: TlsFiles | None,
-    tracing: Tracing,
-) -> dict[str, RpcServer]:
+def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
     """By address: one for all; or one for the public and one for nodes (and operators)."""
+    config, budget = parts.config, parts.budget
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     link = node_pb2.DESCRIPTOR.services_by_name["NodeLink"]
     admin = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
     journal = Journal(JournalOptions(grace_s=config.resume_grace_s))
-    model_name = config.served_model_name or config.model
     service = InferenceService(
-        intake,
-        model=model_name,
+        parts.intake,
+        model=parts.model_name,
         journal=journal,
         max_timeout_s=config.max_request_timeout_s,
     )
@@ -285,10 +330,9 @@ def _make_servers(
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_private(server: object) -> None:
-        links = NodeLinkService(dispatcher.pool, access)
+        links = NodeLinkService(parts.dispatcher.pool, parts.access)
         node_pb2_grpc.add_NodeLinkServicer_to_server(links, server)  # type: ignore[no-untyped-call]  # generated
-        admin_service = _make_admin(config, dispatcher, intake, overload)
-        admin_pb2_grpc.add_AdminServicer_to_server(admin_service, server)  # type: ignore[no-untyped-call]  # generated
+        admin_pb2_grpc.add_AdminServicer_to_server(parts.admin, server)  # type: ignore[no-untyped-call]  # generated
 
     def add_all(server: object) -> None:
         add_public(server)
@@ -301,19 +345,19 @@ def _make_servers(
             services,
             add,
             CallGate(
-                access,
+                parts.access,
                 ANYBODY if is_public("listen", listen) else ANYBODY_HERE,
-                check_load=overload.check,
+                check_load=parts.overload.check,
                 access_log=access_log,
-                tracing=tracing,
+                tracing=parts.tracing,
             ),
             limits=limits,
-            tls=files,
+            tls=parts.files,
             require_client_certs=requires_client_certs(config, listen),
             **options,
         )
 
-    access_log = AccessLog(model_name, is_on=config.access_log)
+    access_log = AccessLog(parts.model_name, is_on=config.access_log)
     private = config.node_listen or config.listen
     if not config.node_listen:
         return {private: make(private, [inference, link, admin], add_all, budget.public)}

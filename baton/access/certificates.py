@@ -3,6 +3,7 @@
     spiffe://TRUST-DOMAIN/ROLES/NAME                   a caller of a tenant of its own
     spiffe://TRUST-DOMAIN/tenant/TENANT/ROLES/NAME     one of several callers of a tenant
     spiffe://TRUST-DOMAIN/node/prefill/NAME            a prefill node (decode: a decode node)
+    spiffe://TRUST-DOMAIN/nodes/prefill/NAME           prefill nodes NAME-..., of one workload
     spiffe://TRUST-DOMAIN/node/sim/NAME                simulated nodes, NAME-p0, NAME-d0 and so on
 
 ROLES is ``infer``, ``look`` or ``operate``, or several of them joined by ``-``. The trust domain
@@ -29,20 +30,30 @@ _CALLER = re.compile(
     rf"(?P<roles>(?:infer|look|operate)(?:-(?:infer|look|operate))*)/(?P<name>{_WORD})",
     re.ASCII,
 )
-_NODE = re.compile(rf"spiffe://{_WORD}/node/(?P<kind>prefill|decode|sim)/(?P<name>{_WORD})")
+_NODE = re.compile(
+    rf"spiffe://{_WORD}/(?:node/(?P<kind>prefill|decode|sim)|nodes/(?P<many>prefill|decode))/"
+    rf"(?P<name>{_WORD})"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeName:
-    """A node, or the simulated nodes of a process, that may join."""
+    """A node, or the simulated nodes of a process, or the nodes of a workload, that may join.
+
+    Attributes:
+        is_many: nodes whose names begin with this one and a hyphen.
+    """
 
     kind: str
     name: str
+    is_many: bool = False
 
     def covers(self, role: str, name: str) -> bool:
         """Say whether a node that registers so is (one of) these."""
         if self.kind == "sim":
             return re.fullmatch(rf"{re.escape(self.name)}-{role[0]}\d+", name, re.ASCII) is not None
+        if self.is_many:
+            return self.kind == role and name.startswith(f"{self.name}-")
         return (self.kind, self.name) == (role, name)
 
 
@@ -73,7 +84,11 @@ class CertificateIdentity:
 
 def identity_of(subject: str, uris: Sequence[str], not_after: datetime) -> CertificateIdentity:
     """Read the URIs of a certificate; raises UnauthenticatedError when they contradict."""
-    nodes = [NodeName(m["kind"], m["name"]) for m in map(_NODE.fullmatch, uris) if m]
+    nodes = [
+        NodeName(m["kind"] or m["many"], m["name"], is_many=bool(m["many"]))
+        for m in map(_NODE.fullmatch, uris)
+        if m
+    ]
     callers = [match for match in map(_CALLER.fullmatch, uris) if match]
     owners = {(match["name"], match["tenant"] or match["name"]) for match in callers}
     if len(owners) > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -36,6 +38,22 @@ def http_credentials(request: web.BaseRequest) -> Credentials:
     shown = request.headers.getall(_AUTHORIZATION, [])
     shown += [f"Bearer {key}" for key in request.headers.getall(_API_KEY, [])]
     return _credentials(shown, request.transport, request.remote or "")
+
+
+def page_credentials(request: web.BaseRequest) -> Credentials:
+    """Read the credentials of somebody who opens a page: browsers ask for a name and a password.
+
+    The password is the API key, whatever the name is.
+    """
+    shown = http_credentials(request)
+    scheme, _, given = shown.authorization.partition(" ")
+    if scheme.lower() != "basic":
+        return shown
+    try:
+        _, _, key = base64.b64decode(given, validate=True).decode().partition(":")
+    except ValueError:  # refused as what it is
+        return shown
+    return dataclasses.replace(shown, authorization=f"Bearer {key}")
 
 
 def address_of(peer: str) -> str:

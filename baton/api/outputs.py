@@ -92,6 +92,7 @@ class DecodeReceipt:
         num_cached_tokens: that its own prefix cache had, so that they did not travel.
         num_drafts: guesses of next tokens that it computed.
         num_accepted_drafts: of them, those that the output goes on with.
+        why_drafts: so many in its last step, for people; empty where nobody chooses.
     """
 
     parked_s: float
@@ -104,6 +105,7 @@ class DecodeReceipt:
     num_cached_tokens: int = 0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    why_drafts: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

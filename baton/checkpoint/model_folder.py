@@ -122,8 +122,13 @@ class ModelLimits:
 
 
 def read_limits(folder: Path) -> ModelLimits:
-    """Read limits from `config.json`; raises ModelLoadError naming a missing or wrong field."""
-    config = _read_config(folder)
+    """Read limits from `config.json`; raises ModelLoadError naming a missing or wrong field.
+
+    Models that see images, too, say them of their text.
+    """
+    whole = _read_config(folder)
+    of_text = whole.get("text_config")
+    config = {**whole, **of_text} if isinstance(of_text, dict) else whole
     values = []
     for name in ("vocab_size", "max_position_embeddings"):
         value = config.get(name)

@@ -91,6 +91,8 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             kv_bytes_per_token=registration.kv_bytes_per_token,
             computes_prompts=registration.computes_prompts,
             process_key=registration.process_key,
+            tensor_parallel_size=registration.tensor_parallel_size,
+            pipeline_parallel_size=registration.pipeline_parallel_size,
             protocol=registration.protocol,
         )
     )
@@ -116,6 +118,8 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         kv_bytes_per_token=message.kv_bytes_per_token,
         computes_prompts=message.computes_prompts,
         process_key=message.process_key,
+        tensor_parallel_size=message.tensor_parallel_size or 1,
+        pipeline_parallel_size=message.pipeline_parallel_size or 1,
         protocol=message.protocol or link.FIRST_PROTOCOL,
     )
 

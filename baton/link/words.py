@@ -52,6 +52,8 @@ class NodeRegistration:
     Attributes:
         prefix_hash: algorithm that names blocks (`baton/block_hash.py`); empty: no prefix cache.
         kv_bytes_per_token: of all layers; 0: unknown.
+        tensor_parallel_size: ranks that share each layer of its model.
+        pipeline_parallel_size: stages that share its layers, each of so many ranks.
         computes_prompts: a decode node that takes requests without a prefill node.
         process_key: known to this process and its routers only; empty: it has none.
         protocol: version of the link's messages that it speaks.
@@ -69,6 +71,8 @@ class NodeRegistration:
     block_size: int
     prefix_hash: str = ""
     kv_bytes_per_token: float = 0.0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     computes_prompts: bool = False
     process_key: bytes = field(default=b"", repr=False)
     protocol: int = PROTOCOL

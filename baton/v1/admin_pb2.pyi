@@ -61,7 +61,7 @@ class ListNodesResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeDescription, _Mapping]]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests", "lost", "version", "num_blocks", "block_size", "max_model_len", "health", "health_why", "weight", "prefill_tokens_per_s", "step_s", "revision")
+    __slots__ = ("node_name", "engine_id", "role", "address", "beat", "peers", "num_requests", "lost", "version", "num_blocks", "block_size", "max_model_len", "health", "health_why", "weight", "prefill_tokens_per_s", "step_s", "tensor_parallel_size", "pipeline_parallel_size", "revision")
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,8 @@ class NodeDescription(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
@@ -97,8 +99,10 @@ class NodeDescription(_message.Message):
     weight: float
     prefill_tokens_per_s: float
     step_s: float
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
     revision: str
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ..., version: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., health: _Optional[str] = ..., health_why: _Optional[str] = ..., weight: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., revision: _Optional[str] = ...) -> None: ...
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., address: _Optional[str] = ..., beat: _Optional[_Union[_node_pb2.NodeBeat, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., num_requests: _Optional[int] = ..., lost: bool = ..., version: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., health: _Optional[str] = ..., health_why: _Optional[str] = ..., weight: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
     __slots__ = ("node_name", "connected", "transport", "problem", "bandwidth_bytes_per_s")

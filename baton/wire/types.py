@@ -174,6 +174,7 @@ def decode_receipt_to_proto(receipt: DecodeReceipt) -> types_pb2.DecodeReceipt:
         num_cached_tokens=receipt.num_cached_tokens,
         num_drafts=receipt.num_drafts,
         num_accepted_drafts=receipt.num_accepted_drafts,
+        why_drafts=receipt.why_drafts,
     )
 
 
@@ -196,6 +197,7 @@ def decode_receipt_from_proto(message: types_pb2.DecodeReceipt) -> DecodeReceipt
         num_cached_tokens=message.num_cached_tokens,
         num_drafts=message.num_drafts,
         num_accepted_drafts=message.num_accepted_drafts,
+        why_drafts=message.why_drafts,
     )
 
 

@@ -24,10 +24,12 @@ class GrantedBlocks:
         first_block: how many of the blocks that travel (`KVCacheManager.handoff_indices`) are here
             already; the others are to be written.
         block_ids: of those others, in order.
+        groups: of each block that travels, its KV cache group; empty: there is one.
     """
 
     first_block: int
     block_ids: tuple[int, ...]
+    groups: tuple[int, ...] = ()
 
 
 class KVCacheManager:
@@ -214,7 +216,10 @@ class KVCacheManager:
         """What of a request with blocks for its hand-off has no name yet, hence must arrive."""
         places = self.handoff_indices(request.num_initial_tokens)
         first = bisect.bisect_left(places, request.num_cached_blocks * self.num_groups)
-        return GrantedBlocks(first, tuple(request.block_ids[place] for place in places[first:]))
+        block_ids = tuple(request.block_ids[place] for place in places[first:])
+        several = self.num_groups > 1
+        groups = tuple(place % self.num_groups for place in places) if several else ()
+        return GrantedBlocks(first, block_ids, groups)
 
     def keep_received(self, request: Request, num_tokens: int) -> tuple[int, ...]:
         """Name the full blocks that arrived for a granted request, which is about to be aborted.

@@ -35,11 +35,13 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     Attributes:
         has_drafts: whether any request may have some, so that most steps need not look for them.
+        num_drafts: how many to guess behind what each request samples.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
     has_drafts: bool = False
+    num_drafts: int = 0
 
     @property
     def may_run_ahead(self) -> bool:
@@ -57,7 +59,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         """What is still to be computed of a step that was scheduled ahead."""
         left = tuple(item for item in self.scheduled if not item.request.status.is_finished)
         num_tokens = sum(item.num_scheduled_tokens for item in left)
-        return SchedulerOutput(left, num_tokens, self.has_drafts)
+        return SchedulerOutput(left, num_tokens, self.has_drafts, self.num_drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class ModelRunnerOutput:
         draft_token_ids: what may come behind the sampled tokens, by request id; the next step may
             compute it, and tells.
         started_at, ended_at: when it was computed, by the monotonic clock.
+        drafting_s: seconds of that in which the drafts were guessed.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]]
@@ -88,6 +91,7 @@ class ModelRunnerOutput:
     draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     started_at: float = field(default=0.0, compare=False)
     ended_at: float = field(default=0.0, compare=False)
+    drafting_s: float = field(default=0.0, compare=False)
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -42,6 +42,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens in a step.
         long_prefill_token_threshold: most tokens of one request in a step.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
+        guesses_in_steps: whoever computes steps guesses what comes behind them, too.
 
     Attributes:
         num_preemptions: since the start.
@@ -59,6 +60,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int,
         preemption: str = "recompute",
+        guesses_in_steps: bool = False,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.requests: dict[str, Request] = {}
@@ -72,7 +74,7 @@ class Scheduler:
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom()
-        self._planner = StepPlanner(max_num_requests)
+        self._planner = StepPlanner(max_num_requests, tells_behind=guesses_in_steps)
         self._running: list[Request] = []  # by rank: the last one is preempted first
         # Of running requests, for the step behind the one that was updated last.
         self._drafts: dict[str, tuple[int, ...]] = {}
@@ -183,13 +185,17 @@ class Scheduler:
         """Requests that could run, were there room; parked ones are not among them."""
         return len(self._room)
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, num_drafts: int = 0) -> SchedulerOutput:
         """Choose what the next step computes, and give it blocks.
 
         May be called while a step runs (between `begin` and `update`): each request that samples
         in it is taken to get one more token, whatever that will be. Only who computes drafts in it,
         or is to get some of it, is left for the next step. Nobody is preempted then, for
         the step writes into the blocks: where memory is short, nothing is scheduled until it ends.
+
+        Args:
+            num_drafts: how many the step is to guess behind what each request samples. Requests get
+                blocks for them, in so far as there are any.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
@@ -203,14 +209,16 @@ class Scheduler:
         has_drafts = bool(self._drafts)
         if has_drafts:
             budget = self._add_drafts(scheduled, budget)
+        if num_drafts:
+            self._look_ahead(scheduled, num_drafts)
         num_tokens = self._max_num_batched_tokens - budget
-        return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts)
+        return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts, num_drafts)
 
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
     ) -> tuple[StepPlan, StepHooks]:
         """Tell a worker what to compute, and what to call meanwhile; right before `begin`."""
-        plan = self._planner.plan(scheduled.scheduled)
+        plan = self._planner.plan(scheduled.scheduled, scheduled.num_drafts)
         if not plan.constrained:
             return plan, StepHooks(after_layer)
         drafts = {item.request.request_id: item.draft_token_ids for item in scheduled.scheduled}
@@ -396,6 +404,24 @@ class Scheduler:
                 scheduled[index] = ScheduledRequest(item.request, num_tokens, drafts)
                 budget -= len(drafts)
         return budget
+
+    def _look_ahead(self, scheduled: Sequence[ScheduledRequest], num_drafts: int) -> None:
+        """Give requests blocks for what is guessed behind this step's tokens, if many are free:
+
+        so many that every request of the step has one for its next token all the same. A guess
+        needs none for the last token that it may give, as nothing comes behind that.
+        """
+        manager = self.kv_cache_manager
+        spare = len(scheduled) * manager.num_groups
+        for item in scheduled:
+            request = item.request
+            if manager.block_pool.num_free <= spare + manager.num_blocks_for(num_drafts):
+                return
+            num_left = request.sampling_params.max_tokens - request.num_output_tokens
+            ahead = min(num_drafts, num_left - 1)
+            if ahead > 0 and item.samples:
+                start = request.num_computed_tokens + request.num_tokens_in_flight
+                manager.allocate(request, start + item.num_scheduled_tokens + ahead)
 
     def _num_drafts(self, item: ScheduledRequest, drafts: tuple[int, ...], budget: int) -> int:
         """How many of the drafts a request may compute; it has blocks for them then."""

@@ -62,6 +62,9 @@ class StepPlan:
             that are computed behind it are drafts, and behind each of them one more is sampled.
         token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` stands for some.
         constrained: request ids of those that sample by a grammar: `StepHooks.allowed_bits`.
+        num_drafts: how many to guess behind each token that is sampled last.
+        behind: for whoever guesses, of each request the token behind those that are computed;
+            `UNKNOWN_TOKEN` where the step samples it. Empty where nobody does.
     """
 
     new_rows: tuple[NewRow, ...]
@@ -69,6 +72,8 @@ class StepPlan:
     shares: list[int]
     token_ids: list[int]
     constrained: tuple[str, ...] = ()
+    num_drafts: int = 0
+    behind: tuple[int, ...] = ()
 
     @property
     def num_requests(self) -> int:
@@ -95,12 +100,14 @@ class StepPlanner:
 
     Args:
         max_num_requests: rows.
+        tells_behind: whether plans say which tokens are behind those that are computed.
     """
 
-    def __init__(self, max_num_requests: int) -> None:
+    def __init__(self, max_num_requests: int, *, tells_behind: bool = False) -> None:
         self._free_rows = list(range(max_num_requests))
+        self._tells_behind = tells_behind
 
-    def plan(self, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
+    def plan(self, scheduled: Sequence[ScheduledRequest], num_drafts: int = 0) -> StepPlan:
         """Tell a worker of a step, when the one before has been planned and begun.
 
         The only loop over the requests of every step: it runs once per output token.
@@ -129,13 +136,28 @@ class StepPlanner:
             shares += (row, start, num_tokens, num_known)
             if request.grammar is not None and start + num_tokens >= num_known:
                 constrained.append(request.request_id)
-        return StepPlan(tuple(new_rows), tuple(new_blocks), shares, token_ids, tuple(constrained))
+        return StepPlan(
+            tuple(new_rows),
+            tuple(new_blocks),
+            shares,
+            token_ids,
+            tuple(constrained),
+            num_drafts,
+            tuple(map(_behind, scheduled)) if self._tells_behind else (),
+        )
 
     def leave(self, request: Request) -> None:
         """A request needs its row no more, if it has one; it gets a new one if it comes back."""
         if request.row >= 0:
             self._free_rows.append(request.row)
             request.row, request.num_planned_blocks = -1, 0
+
+
+def _behind(item: ScheduledRequest) -> int:
+    request = item.request
+    start = request.num_computed_tokens + request.num_tokens_in_flight
+    end, known = start + item.num_scheduled_tokens, request.token_ids
+    return known[end] if end < len(known) else UNKNOWN_TOKEN
 
 
 def _new_row(request: Request) -> NewRow:

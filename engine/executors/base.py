@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,6 +56,17 @@ class Executor(Protocol):
 
         Raises TimeoutError when one has answered later than ``timeout_s``, or not at all. A worker
         of this process cannot be left waiting: there it is raised when the call has ended.
+        """
+
+    def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
+        """Have each other worker run a function on a thread of its own, beside its steps.
+
+        Args:
+            entry: ``"package.module:function"``, called with a connection to this process, the
+                worker's KV memory and the argument.
+
+        Returns:
+            The connections, by rank; once in an executor's life.
         """
 
     def check_health(self) -> None:

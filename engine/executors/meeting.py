@@ -1,7 +1,7 @@
 """Meeting: where ranks that others started, maybe on other machines, come to the engine's process.
 
-    rank 0 ── messages, line of life ──> the engine's process ──> plans
-    rank 1 ── messages, line of life ──>
+    rank 0 ── messages, line of life, a link beside ──> the engine's process ──> plans
+    rank 1 ── messages, line of life, a link beside ──>
 
 A rank says a key first, which whoever started it was given; after that nothing is unpickled.
 Refuses to know: how ranks are started.
@@ -33,7 +33,8 @@ from models.parallel.torch_group import host_store
 logger = logging.getLogger(__name__)
 
 _KEY_BYTES = 32
-_HELLO = struct.Struct(f"<{_KEY_BYTES}sI?")  # key, rank, whether this is the line of life
+_HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, which link this is
+_MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
 _BEAT_S = 0.2
 # A machine that is busy with other things is silent for a while, too.
@@ -69,8 +70,10 @@ class Invitation(msgspec.Struct, frozen=True):
 class RemoteRank:
     """A rank that has come; see `engine.executors.ranks.OtherRank`."""
 
-    def __init__(self, rank: int, messages: Connection, life_line: Connection) -> None:
-        self.rank, self.messages = rank, messages
+    def __init__(
+        self, rank: int, messages: Connection, life_line: Connection, beside: Connection
+    ) -> None:
+        self.rank, self.messages, self.beside = rank, messages, beside
         self._life_line = life_line
         self._heard_at = time.monotonic()
 
@@ -102,12 +105,12 @@ class Meeting:
 
     def __init__(self, host: str, ranks: Collection[int]) -> None:
         self._ranks = ranks
-        self._listener = socket.create_server(("", 0), backlog=2 * len(ranks) + 8)
+        self._listener = socket.create_server(("", 0), backlog=3 * len(ranks) + 8)
         self._store, store_port = host_store(host)
         self.address = f"tcp://{host}:{store_port}"
         port = self._listener.getsockname()[1]
         self.invitation = Invitation(host, port, store_port, secrets.token_bytes(_KEY_BYTES))
-        self._arrived: queue.Queue[tuple[int, bool, socket.socket]] = queue.Queue()
+        self._arrived: queue.Queue[tuple[int, int, socket.socket]] = queue.Queue()
         threading.Thread(target=self._accept, name="meeting", daemon=True).start()
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> list[RemoteRank]:
@@ -120,17 +123,17 @@ class Meeting:
             EngineDeadError: some have not come in time.
         """
         deadline = time.monotonic() + timeout_s
-        links: dict[tuple[int, bool], socket.socket] = {}
+        links: dict[tuple[int, int], socket.socket] = {}
         try:
-            while len(links) < 2 * len(self._ranks):
+            while len(links) < len(_LINKS) * len(self._ranks):
                 check()
                 if time.monotonic() > deadline:
                     here = {rank for rank, _ in links}
                     missing = ", ".join(str(rank) for rank in self._ranks if rank not in here)
                     raise EngineDeadError(f"ranks {missing} have not come within {timeout_s:g} s")
                 with contextlib.suppress(queue.Empty):
-                    rank, is_life_line, link = self._arrived.get(timeout=_BEAT_S)
-                    if links.setdefault((rank, is_life_line), link) is not link:
+                    rank, kind, link = self._arrived.get(timeout=_BEAT_S)
+                    if links.setdefault((rank, kind), link) is not link:
                         link.close()  # it has come already
         except BaseException:
             for link in links.values():
@@ -139,9 +142,7 @@ class Meeting:
         finally:
             self._listener.close()
         return [
-            RemoteRank(
-                rank, *(Connection(links[rank, is_life].detach()) for is_life in (False, True))
-            )
+            RemoteRank(rank, *(Connection(links[rank, kind].detach()) for kind in _LINKS))
             for rank in sorted(self._ranks)
         ]
 
@@ -154,15 +155,17 @@ class Meeting:
     def _let_in(self, link: socket.socket) -> None:
         try:
             link.settimeout(_HELLO_TIMEOUT_S)
-            key, rank, is_life_line = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
+            key, rank, kind = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
             if not hmac.compare_digest(key, self.invitation.key) or rank not in self._ranks:
                 raise ValueError("a wrong key")
+            if kind not in _LINKS:
+                raise ValueError("no such link")
         except (OSError, ValueError, struct.error) as error:
             logger.warning("somebody came to the ranks' port who is no rank: %s", error)
             link.close()
             return
         _set_up(link)
-        self._arrived.put((rank, is_life_line, link))
+        self._arrived.put((rank, kind, link))
 
 
 def start_all(
@@ -181,13 +184,13 @@ def attend(invitation: Invitation, rank: int, model_folder: Path | None = None) 
     Args:
         model_folder: on this machine; None: as the engine's process has it.
     """
-    messages, life_line = (_come(invitation, rank, is_life) for is_life in (False, True))
-    serve(messages, functools.partial(_live, life_line), model_folder)
+    messages, life_line, beside = (_come(invitation, rank, kind) for kind in _LINKS)
+    serve(messages, beside, functools.partial(_live, life_line), model_folder)
 
 
-def _come(invitation: Invitation, rank: int, is_life_line: bool) -> Connection:
+def _come(invitation: Invitation, rank: int, kind: int) -> Connection:
     link = socket.create_connection((invitation.host, invitation.port), _HELLO_TIMEOUT_S)
-    link.sendall(_HELLO.pack(invitation.key, rank, is_life_line))
+    link.sendall(_HELLO.pack(invitation.key, rank, kind))
     _set_up(link)
     return Connection(link.detach())
 

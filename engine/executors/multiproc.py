@@ -1,6 +1,6 @@
 """MultiprocExecutor: the other ranks are processes of this machine that this one starts.
 
-Each inherits a socket pair, which nobody else can write to, and a pipe as line of life.
+Each inherits two socket pairs, which nobody else can write to, and a pipe as line of life.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from pathlib import Path
 import torch
 
 from baton.engine_config import EngineConfig
-from engine.executors.rank_process import ENCODER, Start
+from engine.executors.rank_process import ENCODER, STOPPED, Start, process_state
 from engine.executors.ranks import OtherRanks, RanksExecutor
+from models.parallel.shared_group import open_shared
 from models.parallel.torch_group import connect
-
-_STOPPED = ("T", "t")  # in /proc/PID/stat: by a signal, or by a debugger
 
 
 class RankProcess:
     """One rank in a process of its own, as this process sees it.
 
     Args:
-        start: what it is to be.
+        start: what it is to be; it inherits the memory that is named there.
     """
 
     def __init__(self, start: Start) -> None:
         self.rank = start.rank
         self.messages, theirs = Pipe()
+        self.beside, beside = Pipe()
         read_end, self._life_line = os.pipe()
+        descriptors = theirs.fileno(), read_end, beside.fileno()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.executors.rank_process",
-                 str(theirs.fileno()), str(read_end)],
-                pass_fds=(theirs.fileno(), read_end),
+                [sys.executable, "-m", "engine.executors.rank_process", *map(str, descriptors)],
+                pass_fds=[*descriptors, *([] if start.shared is None else [start.shared])],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )  # fmt: skip
+            )
         finally:
             theirs.close()
+            beside.close()
             os.close(read_end)
         self.messages.send_bytes(ENCODER.encode(start))
 
@@ -55,7 +56,7 @@ class RankProcess:
         code = self.process.poll()
         if code is not None:
             return f"rank {self.rank} (process {self.process.pid}) ended with {code}"
-        if _state(self.process.pid) in _STOPPED:
+        if process_state(self.process.pid) in STOPPED:
             return f"rank {self.rank} (process {self.process.pid}) was stopped"
         return None
 
@@ -68,22 +69,15 @@ class RankProcess:
         self.process.wait()
 
 
-def _state(pid: int) -> str:
-    """Of a process, as the kernel calls it; empty where nobody can say."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
 class MultiprocExecutor(RanksExecutor):
     """See `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
-        folder = tempfile.mkdtemp(prefix="baton-ranks-")
+        folder = tempfile.mkdtemp(prefix=f"baton-ranks-{os.getpid()}-")
         level = logging.getLogger().getEffectiveLevel()
+        shared = open_shared(config.pipeline_parallel_size, config.tensor_parallel_size)
         ranks = [
-            RankProcess(Start(str(model_folder), config, rank, folder, level))
+            RankProcess(Start(str(model_folder), config, rank, folder, level, shared))
             for rank in range(config.num_ranks)
             if rank != config.leader
         ]
@@ -91,5 +85,7 @@ class MultiprocExecutor(RanksExecutor):
         size, stage_size = config.num_ranks, config.tensor_parallel_size
         super().__init__(
             *(model_folder, config, others),
-            lambda: connect(config.leader, size, stage_size, folder, torch.device("cpu")),
+            lambda: connect(config.leader, size, stage_size, folder, torch.device("cpu"), shared),
         )
+        if shared is not None:
+            os.close(shared)  # it is mapped now

@@ -1,18 +1,23 @@
 """A rank in a process of its own: computes the plans that the engine's process sends.
 
-    python -m engine.executors.rank_process 7 9      (7: messages, 9: the line of life)
+    python -m engine.executors.rank_process 7 9 11      (7: messages, 9: the line of life,
+                                                         11: for what runs beside the steps)
 
-Both are ends of what the engine's process made and this one inherited. Refuses to know: requests,
+All are ends of what the engine's process made and this one inherited. Refuses to know: requests,
 and who else there is.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
+import shutil
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +34,10 @@ from models.parallel.torch_group import connect
 
 logger = logging.getLogger(__name__)
 
+STOPPED = ("T", "t")  # in /proc/PID/stat: by a signal, or by a debugger
 _ABORT_GRACE_S = 0.5
+_LOOK_EVERY_S = 0.2
+_MOST_LOOKS = 3  # at a leader that is stopped; whoever continues a whole group continues it, too
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -40,6 +48,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     rank: int
     meeting: str
     log_level: int
+    shared: int | None = None  # descriptor of memory that all ranks share
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -56,6 +65,13 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     args: list[Any]
 
 
+class Attach(msgspec.Struct, tag=True, frozen=True):
+    """Run ``"package.module:function"`` beside the steps; see `Executor.attach`."""
+
+    entry: str
+    argument: bytes
+
+
 class Answer(msgspec.Struct, tag=True, frozen=True):
     """What a call returned, or that the rank has started."""
 
@@ -70,17 +86,21 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
 
 
 ENCODER = msgspec.msgpack.Encoder()
-TO_RANK = msgspec.msgpack.Decoder(Start | Step | Call)
+TO_RANK = msgspec.msgpack.Decoder(Start | Step | Call | Attach)
 FROM_RANK = msgspec.msgpack.Decoder(Answer | Failure)
 
 
 def serve(
-    messages: Connection, until_over: Callable[[], object], model_folder: Path | None = None
+    messages: Connection,
+    beside: Connection,
+    until_over: Callable[[], object],
+    model_folder: Path | None = None,
 ) -> None:
     """Be a rank until the engine's process is gone.
 
     Args:
         messages: from the engine's process, and answers to it.
+        beside: for what is attached.
         until_over: returns when that process is gone; called on a thread of its own.
         model_folder: where this machine has it; None: as the engine's process says.
     """
@@ -91,12 +111,14 @@ def serve(
         format=f"%(asctime)s %(levelname)s rank {start.rank} %(name)s: %(message)s",
     )
     done = threading.Event()
-    threading.Thread(target=_end_with, args=(until_over, done), daemon=True).start()
+    end = until_over, done, Path(start.meeting)
+    threading.Thread(target=_end_with, args=end, daemon=True).start()
     try:
         config = start.config
         ranks = connect(
             *(start.rank, config.num_ranks, config.tensor_parallel_size, start.meeting),
             device=torch.device(config.device if config.device != "auto" else "cpu"),
+            shared=start.shared,
         )
         worker = Worker(model_folder or Path(start.model_folder), config, ranks)
     except Exception as error:
@@ -105,18 +127,24 @@ def serve(
     messages.send_bytes(ENCODER.encode(Answer(worker.kv_memory.num_blocks)))
     try:
         while True:
-            _do(worker, messages, TO_RANK.decode(messages.recv_bytes()))
+            message = TO_RANK.decode(messages.recv_bytes())
+            if isinstance(message, Attach):
+                _attach(message, beside, worker)
+                messages.send_bytes(ENCODER.encode(Answer()))
+            else:
+                _do(worker, messages, message)
     except EOFError:  # the engine has ended
         return
     finally:
         done.set()
-        ranks.everyone.abort()
+        ranks.abort()
 
 
 def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> None:
     if isinstance(message, Step):
         prepared = worker.runner.prepare(message.plan, eager=message.eager)
-        worker.launch(prepared, StepHooks())
+        # As on the rank that leads, whose layers cannot be replayed then.
+        worker.launch(prepared, StepHooks(after_layer=_ignore if message.eager else None))
         return
     assert isinstance(message, Call)
     answer: Answer | Failure
@@ -127,21 +155,65 @@ def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> N
     messages.send_bytes(ENCODER.encode(answer))
 
 
+def _ignore(layer: int) -> None:
+    """A layer has been computed."""
+
+
+def _attach(message: Attach, beside: Connection, worker: Worker) -> None:
+    """Run it on a thread; what it raises ends this process, and so all ranks."""
+    module, _, name = message.entry.partition(":")
+    function = getattr(importlib.import_module(module), name)
+
+    def run() -> None:
+        try:
+            function(beside, worker.kv_memory, message.argument)
+        except BaseException:
+            logger.critical("%s cannot go on", message.entry, exc_info=True)
+            os._exit(1)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
 def _failure(error: Exception) -> Failure:
     name = type(error).__name__ if isinstance(error, BatonError) else "EngineDeadError"
     return Failure(name, str(error))
 
 
-def _end_with(until_over: Callable[[], object], done: threading.Event) -> None:
-    """End this process, whatever it does, when the engine's is gone."""
+def _end_with(until_over: Callable[[], object], done: threading.Event, meeting: Path) -> None:
+    """End this process, whatever it does, when the engine's is gone, and clean up behind that."""
     until_over()
+    if meeting.is_dir():
+        shutil.rmtree(meeting, ignore_errors=True)
     if not done.wait(_ABORT_GRACE_S):  # it may be ending by itself
         os._exit(1)
 
 
+def process_state(pid: int) -> str:
+    """Of a process, as the kernel calls it; empty where nobody can say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _end_if_stopped(engine_pid: int) -> None:
+    """End the engine's process when it has been stopped for a while, and so all ranks."""
+    num_looks = 0
+    while num_looks < _MOST_LOOKS:
+        time.sleep(_LOOK_EVERY_S)
+        num_looks = num_looks + 1 if process_state(engine_pid) in STOPPED else 0
+    if os.getppid() == engine_pid:
+        logger.critical("process %d, which leads this rank, was stopped; all end", engine_pid)
+        os.kill(engine_pid, signal.SIGKILL)
+
+
 if __name__ == "__main__":
     try:
-        serve(Connection(int(sys.argv[1])), functools.partial(os.read, int(sys.argv[2]), 1))
+        messages, life_line, beside = map(int, sys.argv[1:4])
+        until_over = functools.partial(os.read, life_line, 1)
+        watch = threading.Thread(target=_end_if_stopped, args=(os.getppid(),), daemon=True)
+        watch.start()
+        serve(Connection(messages), Connection(beside), until_over)
     except Exception:
         logger.critical("this rank cannot go on", exc_info=True)
         os._exit(1)  # without waiting for threads of libraries

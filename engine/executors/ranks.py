@@ -25,7 +25,15 @@ from baton.api.errors import EngineDeadError
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import PendingStep
-from engine.executors.rank_process import ENCODER, FROM_RANK, Answer, Call, Failure, Step
+from engine.executors.rank_process import (
+    ENCODER,
+    FROM_RANK,
+    Answer,
+    Attach,
+    Call,
+    Failure,
+    Step,
+)
 from engine.executors.uniproc import UniprocExecutor
 from models.parallel.group import CollectiveError, Ranks
 
@@ -41,10 +49,12 @@ class OtherRank(Protocol):
     Attributes:
         rank: its number.
         messages: to it and from it.
+        beside: another connection, for what it runs beside its steps.
     """
 
     rank: int
     messages: Connection
+    beside: Connection
 
     def why_gone(self) -> str | None:
         """What became of it; None: it runs. Asked every fifth of a second, by one thread."""
@@ -67,6 +77,7 @@ class OtherRanks:
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self.failure: EngineDeadError | None = None
+        self.on_end: Callable[[], None] | None = None  # lets this process's rank wait no more
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def _watch(self) -> None:
@@ -78,7 +89,7 @@ class OtherRanks:
                 self.end()
                 return
 
-    def send(self, message: Step | Call) -> None:
+    def send(self, message: Step | Call | Attach) -> None:
         """Tell all of them."""
         content = ENCODER.encode(message)
         for rank in self.ranks:
@@ -113,6 +124,8 @@ class OtherRanks:
         with self._lock:
             if not self._ending.is_set():
                 self._ending.set()
+                if self.on_end is not None:
+                    self.on_end()
                 for rank in self.ranks:
                     rank.end()
                 self._clean()
@@ -163,7 +176,9 @@ class RanksExecutor:
         weakref.finalize(self, others.end)
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
-            self._local = local = UniprocExecutor(model_folder, config, meet())
+            ranks = meet()
+            others.on_end = ranks.abort
+            self._local = local = UniprocExecutor(model_folder, config, ranks)
             others.answers(deadline)
         except (CollectiveError, RuntimeError) as error:
             with contextlib.suppress(TimeoutError):  # one may have said why
@@ -201,6 +216,12 @@ class RanksExecutor:
             self._others.fail(str(error))
             raise
         return values[: self._leader] + own + values[self._leader :]
+
+    def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
+        self.check_health()
+        self._others.send(Attach(entry, argument))
+        self._others.answers(time.monotonic() + START_TIMEOUT_S)
+        return {rank.rank: rank.beside for rank in self._others.ranks}
 
     def check_health(self) -> None:
         if self._others.failure is not None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,6 +73,9 @@ class UniprocExecutor:
             self._failure = f"{method} took longer than {timeout_s} s"
             raise TimeoutError(self._failure)
         return [value]
+
+    def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
+        return {}
 
     def check_health(self) -> None:
         if self._failure is not None:

@@ -48,7 +48,7 @@ def sample(
     """
     parameters, keys = sampling.parameters, sampling.keys
     if not sampling.adjusted:
-        return _as_list(_choose(logits, parameters, keys))
+        return _as_list(choose(logits, parameters, keys))
     token_ids = np.empty(len(logits), dtype=np.int64)
     adjusted = np.fromiter(sampling.adjusted, dtype=np.int64)
     plain = np.delete(np.arange(len(logits)), adjusted)
@@ -59,9 +59,9 @@ def sample(
         for mask in islice(allowed.get(sampling.request_ids[row], ()), 1)  # a row's own, if any
     }
     changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()), bits)
-    token_ids[adjusted] = _choose(changed, parameters[adjusted], keys[adjusted])
+    token_ids[adjusted] = choose(changed, parameters[adjusted], keys[adjusted])
     if len(plain):
-        token_ids[plain] = _choose(_rows(logits, plain), parameters[plain], keys[plain])
+        token_ids[plain] = choose(_rows(logits, plain), parameters[plain], keys[plain])
     return _as_list(token_ids)
 
 
@@ -70,24 +70,24 @@ def _as_list(token_ids: TokenIds) -> list[int]:
     return as_list
 
 
-def _choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
+def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """The most probable token of greedy requests, a drawn one of the others."""
     if logits.is_cuda and _HAS_TRITON:
         return _choose_by_kernel(logits, parameters, keys)
     filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
     ways = np.where(parameters["temperature"] == 0, 0, 1 + filtered)
-    choose = (_most_probable, _draw, _draw_filtered)
+    by_way = (_most_probable, _draw, _draw_filtered)
     if len(ways) == 1 or (ways == ways[0]).all():
-        return choose[ways[0]](logits, parameters, keys)
+        return by_way[ways[0]](logits, parameters, keys)
     token_ids = np.empty(len(logits), dtype=np.int64)
     for way in np.unique(ways):
         rows = (ways == way).nonzero()[0]
-        token_ids[rows] = choose[way](_rows(logits, rows), parameters[rows], keys[rows])
+        token_ids[rows] = by_way[way](_rows(logits, rows), parameters[rows], keys[rows])
     return token_ids
 
 
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """`_choose` where the logits are: all parameters go there in one copy, and token ids return."""
+    """`choose` where the logits are: all parameters go there in one copy, and token ids return."""
     tensors = upload_parameters(parameters, keys, logits.device)
     token_ids: TokenIds = sample_on_device(logits.float(), tensors).cpu().numpy()
     return token_ids
@@ -120,7 +120,7 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """With the noise that it has without filters, so that the winner is the same if it is kept."""
     temperatures = _temperatures(parameters)
-    least = _least_kept(logits, parameters)[:, None]
+    least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:
         gone = logits < torch.from_numpy(least).to(logits)
         return draw(logits.masked_fill(gone, -torch.inf), temperatures, keys)
@@ -134,7 +134,7 @@ def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words
     return best_scores(len(host), rows, token_ids, values, temperatures, keys)
 
 
-def _least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
+def least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
     """The least logit that each request keeps: `[num_requests]`.
 
     Top-p looks at the distribution that top-k left and keeps the token that crosses the threshold;

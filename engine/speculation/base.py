@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from baton.engine_config import EngineConfig
@@ -18,6 +18,9 @@ class Proposer(Protocol):
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError or ModelLoadError where it cannot guess with these options."""
+
+    def take(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+        """Take what whoever computed the latest step guesses behind it, by request id."""
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
         """Guess, for each request, up to ``num_drafts`` tokens behind its ``token_ids``."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+_ENOUGH = 5  # samples; of fewer the least counts: a size that is new is prepared for, once
 _SAMPLES = 7  # latest ones of a size, whose median counts: a machine has other things to do
 _FORGET_AFTER = 1000  # steps; then a size is tried again, should it look as if it could pay
 _MEMORY = 0.93  # of a request's acceptance, per draft that was looked at
@@ -44,19 +46,42 @@ class StepCosts:
     def seconds(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of steps of so many tokens, rising numbers; the first is about what is being computed.
 
-        Between measured sizes: a line. Beyond the largest: the line that leads there, or, where
-        one size alone is known, the same up to twice as many tokens, and beyond that too much.
+        Between measured sizes: a line. Beyond the largest: the line from the smallest to there, or,
+        where one size alone is known, the same: what is not known is tried, and is known then.
         """
         sizes = sorted(self._samples)
         if not sizes:
             return np.ones(len(num_tokens))
-        costs = [statistics.median(self._samples[size]) for size in sizes]
+        costs = [_typical(self._samples[size]) for size in sizes]
         found = np.interp(num_tokens, sizes, costs)
         beyond = num_tokens > sizes[-1]
         if len(sizes) > 1:
-            slope = max(costs[-1] - costs[-2], 0.0) / (sizes[-1] - sizes[-2])
+            slope = max(costs[-1] - costs[0], 0.0) / (sizes[-1] - sizes[0])
             return np.where(beyond, costs[-1] + slope * (num_tokens - sizes[-1]), found)
-        return np.where(num_tokens > 2 * sizes[-1], np.inf, found)
+        return found
+
+
+def _typical(samples: Sequence[float]) -> float:
+    return statistics.median(samples) if len(samples) >= _ENOUGH else min(samples)
+
+
+class DraftingCosts:
+    """Seconds in which so many drafts of so many requests are guessed, as far as was measured."""
+
+    def __init__(self) -> None:
+        self._costs: dict[int, StepCosts] = {}  # by number of drafts
+
+    def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """A step guessed so many drafts behind each of its requests, and took so long for it."""
+        self._costs.setdefault(num_drafts, StepCosts()).note(num_rows, seconds)
+
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        """Of so many drafts; where these were not measured, as if each took the same."""
+        if not num_drafts or not self._costs:
+            return 0.0
+        measured = min(self._costs, key=lambda num: abs(num - num_drafts))
+        [found] = self._costs[measured].seconds(np.array([num_rows]))
+        return float(found) * num_drafts / measured
 
 
 def _size_class(num_tokens: int) -> int:
@@ -84,8 +109,8 @@ class Acceptance:
 
 def choose_lengths(
     costs: StepCosts, num_rows: int, num_drafts: Sequence[int], rates: Sequence[float]
-) -> list[int]:
-    """How many drafts of each request the next step should compute.
+) -> tuple[list[int], Choice]:
+    """How many drafts of each request the next step should compute, and why.
 
     Args:
         num_rows: requests that it computes, those without drafts included.
@@ -97,9 +122,64 @@ def choose_lengths(
     chances = np.asarray(rates)[requests] ** places
     order = np.argsort(-chances, kind="stable")  # of one request, earlier drafts come first
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
-    speed = tokens / costs.seconds(num_rows + np.arange(len(tokens)))
+    seconds = costs.seconds(num_rows + np.arange(len(tokens)))
+    speed = tokens / seconds
     best = int(np.argmax(speed))
     if speed[best] < _MARGIN * speed[0]:
         best = 0
     lengths: list[int] = np.bincount(requests[order[:best]], minlength=len(num_drafts)).tolist()
-    return lengths
+    step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
+    return lengths, Choice(best, len(order), num_rows, sum(rates) / len(rates), step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many drafts were found to pay, and by what.
+
+    Attributes:
+        num_drafts: in the step, of all its requests.
+        num_possible: that there were.
+        num_rows: requests in the step.
+        rate: see `Acceptance.rate`, the mean of those that had drafts.
+        step_s: of a step with none of the drafts, with those chosen, and with all.
+        drafting_s: of guessing them, where that takes time.
+    """
+
+    num_drafts: int
+    num_possible: int
+    num_rows: int
+    rate: float
+    step_s: tuple[float, float, float]
+    drafting_s: float = 0.0
+
+    def __str__(self) -> str:
+        none, chosen, most = (f"{1e3 * seconds:.3g}" for seconds in self.step_s)
+        guessing = f", guessing {1e3 * self.drafting_s:.3g} ms" if self.drafting_s else ""
+        return (
+            f"{self.num_drafts} of {self.num_possible} guesses paid in a step of {self.num_rows} "
+            f"requests: {self.rate:.0%} are right; steps with none, these and all of them take "
+            f"{none}, {chosen} and {most} ms{guessing}"
+        )
+
+
+def choose_num_drafts(
+    costs: StepCosts, drafting: DraftingCosts, num_rows: int, most: int, rate: float
+) -> tuple[int, Choice]:
+    """How many drafts to guess behind each request, where guessing takes time, too; and why.
+
+    Args:
+        num_rows: requests that go on.
+        most: drafts that may be asked for.
+        rate: see `Acceptance.rate`, of all requests.
+    """
+    numbers = np.arange(most + 1)
+    tokens = np.cumsum(rate**numbers)
+    seconds = costs.seconds(num_rows * (1 + numbers))
+    guessing = [drafting.seconds(num_rows, num) for num in range(most + 1)]
+    speed = tokens / (seconds + guessing)
+    best = int(np.argmax(speed))
+    if speed[best] < _MARGIN * speed[0]:
+        best = 0
+    step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
+    possible = (num_rows * best, num_rows * most)
+    return best, Choice(*possible, num_rows, rate, step_s, guessing[best or most])

@@ -6,7 +6,7 @@ Good where an output repeats its prompt: editing, summaries, questions about a t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.engine_config import EngineConfig
 from baton_kernels.lookup import Text
@@ -19,6 +19,9 @@ class NgramProposer:
     def __init__(self, config: EngineConfig) -> None:
         self._least, self._most = config.ngram_min, config.ngram_max
         self._texts: dict[Request, Text] = {}
+
+    def take(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+        assert not drafts, "nobody else guesses"
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
         """Microseconds for each request, with a text of some thousand tokens."""

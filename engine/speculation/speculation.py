@@ -7,49 +7,103 @@ known when they would pay again. Refuses to know: who schedules drafts, who comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 
 from baton.api.outputs import RequestOutput
+from baton.checkpoint.model_folder import config_digest, find_model_folder, weights_digest
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.speculation import PROPOSERS
 from engine.speculation.base import Proposer
-from engine.speculation.draft_lengths import Acceptance, StepCosts, choose_lengths
+from engine.speculation.draft_lengths import (
+    Acceptance,
+    Choice,
+    DraftingCosts,
+    StepCosts,
+    choose_lengths,
+    choose_num_drafts,
+)
 
+TRY_AFTER = 256  # steps in which nothing was guessed, for it did not pay
+_NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # requests that may have ended without a word before anybody looks
 
 
 class Speculation:
     """What is guessed for an engine's requests.
 
+    Attributes:
+        choice: how many drafts the latest step was to have, and why; None: all.
+
     Args:
         proposer: guesses.
         num_drafts: most guesses for a request.
         vocab_size: of the model.
         adaptive: keep back drafts that do not pay.
+        in_steps: whoever computes a step guesses what comes behind it, which takes time, too.
     """
 
     def __init__(
-        self, proposer: Proposer, num_drafts: int, vocab_size: int, *, adaptive: bool = False
+        self,
+        proposer: Proposer,
+        num_drafts: int,
+        vocab_size: int,
+        *,
+        adaptive: bool = False,
+        in_steps: bool = False,
     ) -> None:
         self._proposer = proposer
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
-        self._adaptive = adaptive
+        self._adaptive, self._in_steps = adaptive, in_steps
+        self._num_silent_steps = 0  # in which nothing was guessed, since something was
         self._known: dict[str, Request] = {}  # those that the proposer may keep something of
         self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts behind the known tokens
         self._acceptance: dict[str, Acceptance] = {}
         self._acceptance_of_all = Acceptance()
         self._costs = StepCosts()
+        self._drafting_costs = DraftingCosts()
+        self.choice: Choice | None = None
         self._num_rows = 0  # requests that go on behind the step before
 
+    def num_to_guess(self, num_rows: int) -> int:
+        """How many drafts whoever computes the next step is to guess behind what it samples.
+
+        Where none pay, some are guessed now and then all the same: what they are worth may change.
+
+        Args:
+            num_rows: requests that it may compute.
+        """
+        if not self._in_steps or not self._adaptive:
+            return self._num_drafts if self._in_steps else 0
+        best, self.choice = choose_num_drafts(
+            self._costs,
+            self._drafting_costs,
+            max(num_rows, 1),
+            self._num_drafts,
+            self._acceptance_of_all.rate(),
+        )
+        self._num_silent_steps = 0 if best else self._num_silent_steps + 1
+        if self._num_silent_steps > TRY_AFTER:
+            self._num_silent_steps, best = 0, self._num_drafts
+        return best
+
     def after_step(
-        self, result: StepResult, requests: Mapping[str, Request]
+        self,
+        result: StepResult,
+        requests: Mapping[str, Request],
+        guessed: Mapping[str, tuple[int, ...]] = _NOTHING,
     ) -> dict[str, tuple[int, ...]]:
         """Guess what comes behind the tokens of a step, by request id.
 
         Args:
             requests: that have not ended.
+            guessed: by whoever computed the step.
         """
+        if self._in_steps:
+            self._proposer.take(guessed)
         self._forget_ended(requests)
         for output in result.outputs:
             self._look_at(output)
@@ -65,10 +119,19 @@ class Speculation:
         self._proposed |= (drafts := self._propose(going_on))
         return self._what_pays(drafts, self._num_rows)
 
-    def note_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
-        """A step ended so long after the one before it; call it before `after_step`."""
+    def note_step(
+        self, scheduled: SchedulerOutput, seconds: float, drafting_s: float = 0.0
+    ) -> None:
+        """A step ended so long after the one before it; call it before `after_step`.
+
+        Args:
+            drafting_s: of these, in which it guessed what comes behind it.
+        """
         if self._num_rows and all(_only_decodes(item) for item in scheduled.scheduled):
-            self._costs.note(scheduled.num_scheduled_tokens, seconds)
+            self._costs.note(scheduled.num_scheduled_tokens, seconds - drafting_s)
+            if scheduled.num_drafts:
+                num_rows = len(scheduled.scheduled)
+                self._drafting_costs.note(num_rows, scheduled.num_drafts, drafting_s)
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
         """Guess for a node that goes on with a request, which ends here."""
@@ -105,7 +168,10 @@ class Speculation:
         prior = self._acceptance_of_all.rate()
         unknown = Acceptance()
         rates = [self._acceptance.get(name, unknown).rate(prior) for name in drafts]
-        lengths = choose_lengths(self._costs, num_rows, [*map(len, drafts.values())], rates)
+        numbers = [*map(len, drafts.values())]
+        lengths, choice = choose_lengths(self._costs, num_rows, numbers, rates)
+        if not self._in_steps:  # there the choice has been made, and this one is about what is left
+            self.choice = choice
         return {
             name: own[:length]
             for (name, own), length in zip(drafts.items(), lengths, strict=True)
@@ -143,11 +209,36 @@ def _only_decodes(item: ScheduledRequest) -> bool:
     return item.num_scheduled_tokens == 1 + len(item.draft_token_ids)
 
 
+def drafter_identity(config: EngineConfig, model_folder: Path) -> str:
+    """Tell drafters apart: their guesses, and where they have layers, the KV that they keep.
+
+    Raises ModelLoadError when a file cannot be read.
+    """
+    folder = Path(config.speculative_model) if config.speculative_model else model_folder
+    pickled = [f"{path.name}:{path.stat().st_size}" for path in sorted(folder.glob("*.[pb][ti]*"))]
+    digests = (config_digest(folder), weights_digest(folder), *pickled)
+    return " ".join((config.speculative_method, *digests))
+
+
+def find_drafter(config: EngineConfig) -> EngineConfig:
+    """Put the folder of what guesses in place of what a user gave, such as a hub id.
+
+    Raises ModelLoadError where there is none.
+    """
+    if not config.speculative_model:
+        return config
+    return replace(config, speculative_model=str(find_model_folder(config.speculative_model)))
+
+
 def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | None:
     """What the options ask for; None: nobody guesses."""
     if not config.max_num_drafts:
         return None
     proposer = PROPOSERS.load(config.speculative_method)(config)
     return Speculation(
-        proposer, config.max_num_drafts, vocab_size, adaptive=config.adaptive_speculation
+        proposer,
+        config.max_num_drafts,
+        vocab_size,
+        adaptive=config.adaptive_speculation,
+        in_steps=config.num_lookahead_drafts > 0,
     )

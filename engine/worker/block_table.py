@@ -56,6 +56,10 @@ class BlockTable:
         """Blocks that hold so many tokens of one request."""
         return -(-num_tokens // self._block_size)
 
+    def num_held(self, row: int) -> int:
+        """Tokens that the blocks of a row have room for."""
+        return self._num_blocks[row] * self._block_size
+
     def clear(self, row: int) -> None:
         """The row is another request's from now on, or its request has other blocks."""
         self._num_blocks[row] = self._num_null[row] = 0
@@ -107,6 +111,10 @@ class BlockTable:
         """
         blocks: npt.NDArray[np.int32] = self._flat[rows * self._rows.shape[1] + indices]
         return blocks
+
+    def copy_rows(self, rows: Sequence[int], num_blocks: int) -> npt.NDArray[np.int32]:
+        """The first blocks of some rows, copied: `[n, num_blocks]`."""
+        return self._rows[list(rows), :num_blocks]
 
     def gather(self, rows: npt.NDArray[np.int64], num_blocks: int, out: Tensor) -> Tensor:
         """The first blocks of some rows: `[num_requests, num_blocks]` int32, a view of ``out``.

@@ -30,7 +30,7 @@ from models.base import CausalLM, ForwardContext, LayerCache
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 # Backends whose decode steps launch the same kernels whatever the lengths are.
-CAPTURABLE_BACKENDS = ("triton",)
+CAPTURABLE_BACKENDS = ("triton", "flash_triton")
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:

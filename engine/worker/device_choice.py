@@ -132,6 +132,7 @@ def choose_backends(
             fp8=config.kv_cache_dtype == "fp8",
             latent=kind is KVKind.LATENT,
             sinks=model.attention_sinks,
+            half=spec.dtype.itemsize == 2,
         )
         logger.info("attention backend %s for %s layers: %s", chosen[kind], kind.value, reason)
     return tuple(chosen[group.kv.kind] for group in spec.groups)

@@ -17,6 +17,7 @@ from baton.engine_config import EngineConfig
 from engine.worker.chunks.chunk_graphs import reason_against_chunks
 from engine.worker.cuda_graphs import reason_against_graphs
 from engine.worker.device_choice import BackendNames
+from engine.worker.drafting.base import Drafting
 from engine.worker.kv_cache import KVCacheSpec
 from engine.worker.model_runner import ModelRunner, make_model_runner
 from models.base import CausalLM
@@ -128,6 +129,8 @@ def make_captured_runner(
     ranks: Ranks = ALONE,
     *,
     tells_tokens: bool = False,
+    drafting: Drafting | None = None,
+    rejects: bool = False,
 ) -> ModelRunner:
     """A runner whose decode steps are captured where they can be; a log line tells of it."""
     reason_against = reason_against_graphs(config, kv_cache.device, backend_names)
@@ -136,6 +139,7 @@ def make_captured_runner(
         model, kv_cache, spec, config, backend_names, max_model_len,
         with_graphs=reason_against is None, with_chunks=against_chunks is None, ranks=ranks,
         tells_tokens=tells_tokens,
+        drafting=drafting, rejects=rejects,
     )  # fmt: skip
     if reason_against is None:
         _capture("decode steps", "requests", lambda: runner.capture_graphs(DeviceCapture()))

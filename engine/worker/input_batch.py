@@ -23,6 +23,7 @@ from engine.sampling.sampling_input import (
     parameters_row,
 )
 from engine.worker.block_table import BlockTable
+from engine.worker.drafting.drafting_step import DraftingStep
 from engine.worker.graph_inputs import GraphInputs, StagedStep
 
 Ints = npt.NDArray[np.int64]
@@ -284,6 +285,27 @@ class InputBatch:
             self._block_tables,
             self._kernel_parameters,
             self._sampling_input(columns),
+        )
+
+    def drafting_step(self, plan: StepPlan) -> DraftingStep:
+        """Copy what a plan, which was just filled in, says to whoever guesses behind it."""
+        columns = [tuple(plan.shares[first::SHARE]) for first in range(SHARE)]
+        rows, starts, num_tokens, num_known = columns
+        num_held = tuple(map(self._block_tables[0].num_held, rows))
+        width = max(num_held) // self._block_size
+        return DraftingStep(
+            num_drafts=plan.num_drafts,
+            new_rows=frozenset(new.row for new in plan.new_rows),
+            request_ids=tuple(self._request_ids[row] for row in rows),
+            rows=rows,
+            starts=starts,
+            num_tokens=num_tokens,
+            num_known=num_known,
+            token_ids=plan.token_ids,
+            behind=plan.behind or (UNKNOWN_TOKEN,) * len(rows),
+            parameters=self._parameters.take(rows),
+            block_tables=tuple(table.copy_rows(rows, width) for table in self._block_tables),
+            num_held=num_held,
         )
 
     def _sampling_input(self, columns: _Columns) -> SamplingInput:

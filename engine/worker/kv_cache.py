@@ -4,6 +4,7 @@ Block-major: all layers of a block are one contiguous range, which is what a pus
 wants. In a uniform model there is one group, and a block holds all layers:
 
     [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]
+    [num_blocks, 1, num_kv_heads, layers_per_group, 2, block_size, head_dim]     ordered by heads
 
 Where layers keep unlike things (latents, states, other heads), a block is bytes, and each layer has
 a view of its own in each of them. Blocks of all groups are of equal bytes; what a group does not
@@ -26,8 +27,8 @@ from torch import Tensor
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.kv_layers import LayerKV
-from baton.kv_manifest import KVGroup, KVKind, KVManifest, array_offsets
+from baton.kv_layers import LayerKV, PagedKV
+from baton.kv_manifest import KVGroup, KVKind, KVManifest, KVOrder, array_offsets
 from engine.core.kv_cache_groups import KVCacheGroup, group_layers, smallest_block_size
 from models.base import LayerCache
 from models.config import ModelConfig
@@ -43,9 +44,11 @@ class KVCacheSpec:
         dtype: of keys, values and latents.
         compute_dtype: of activations, and of states that do not say another.
         kv_scales: digest of what numbers are multiplied with; empty: with nothing.
-        rank: of the ranks that share the model's layers, and so what blocks hold: this one.
+        rank: of the ranks that share a stage's layers, and so what blocks hold: this one.
         num_ranks: how many there are.
-        own_layers: of the model, those of this rank's stage; None: all.
+        stage: of this rank.
+        num_stages: that share the model's layers.
+        by_heads: keys and values lie head by head, and not layer by layer, where they can.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -55,7 +58,9 @@ class KVCacheSpec:
     kv_scales: str = ""
     rank: int = 0
     num_ranks: int = 1
-    own_layers: range | None = None
+    stage: int = 0
+    num_stages: int = 1
+    by_heads: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -104,29 +109,40 @@ class KVCacheSpec:
         if len({group.arrays for group in groups}) == 1:  # a short one has the places of the others
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
-        return KVManifest(groups=tuple(groups), num_ranks=self.num_ranks)
+            if self.by_heads and all(isinstance(group.kv, PagedKV) for group in self.groups):
+                groups = [msgspec.structs.replace(g, order=KVOrder.HEADS) for g in groups]
+        return KVManifest(
+            groups=tuple(groups),
+            num_ranks=self.num_ranks * self.num_stages,
+            num_stages=self.num_stages,
+        )
+
+    @property
+    def node_rank(self) -> int:
+        """This rank among those of all stages."""
+        return self.stage * self.num_ranks + self.rank
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of this rank, the same in all groups."""
-        manifest = self.manifest
-        if self.own_layers is None:
-            return manifest.unit_bytes(self.rank)
-        return max(
-            self._num_places(group) * group.layer_bytes(self.rank, self.num_ranks)
-            for group in manifest.groups
-        )
-
-    def _num_places(self, group: KVGroup) -> int:
-        """For layers of this rank's stage in a unit of a group; one at least."""
-        if self.own_layers is None:
-            return group.num_places
-        return max(1, sum(layer in self.own_layers for layer in group.layers))
+        return self.manifest.unit_bytes(self.node_rank)
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Of a block in the tensor: ``(layers, *shape)``, or ``(1, bytes)`` of unlike layers."""
-        return self._plain or (1, self.block_bytes)
+        """Of a block in the tensor: ``(layers, *shape)``, or ``(1, bytes)`` of unlike layers;
+
+        ordered by heads: ``(1, heads, layers, 2, block_size, head_dim)``.
+        """
+        if self._plain is None:
+            return (1, self.block_bytes)
+        if self._is_by_heads:
+            layers, two, heads, *shape = self._plain
+            return (1, heads, layers, two, *shape)
+        return self._plain
+
+    @property
+    def _is_by_heads(self) -> bool:
+        return self.manifest.groups[0].order is KVOrder.HEADS
 
     @property
     def tensor_dtype(self) -> torch.dtype:
@@ -136,10 +152,11 @@ class KVCacheSpec:
     @property
     def _plain(self) -> tuple[int, ...] | None:
         """``(layers, *shape)`` where each layer of each group keeps one and the same array."""
-        first, *others = self.manifest.groups
+        manifest = self.manifest
+        first, *others = manifest.groups
         if len(first.arrays) > 1 or any(group.arrays != first.arrays for group in others):
             return None
-        num_places = max(self._num_places(group) for group in (first, *others))
+        num_places = manifest.num_places(self.stage)
         return (num_places, *first.arrays[0].rank_shape(self.rank, self.num_ranks))
 
     def layer_caches(self, tensor: Tensor) -> tuple[LayerCache, ...]:
@@ -151,13 +168,17 @@ class KVCacheSpec:
         Args:
             tensor: from `allocate_kv_cache`.
         """
-        plain = self._plain is not None
+        plain, by_heads = self._plain is not None, self._is_by_heads
         caches: dict[int, LayerCache] = {}
-        for group, described in zip(self.groups, self.manifest.groups, strict=True):
-            own = self.own_layers or range(len(self.layer_groups))
+        manifest = self.manifest
+        for group, described in zip(self.groups, manifest.groups, strict=True):
             caches |= dict.fromkeys(group.layers, tensor[:0])
-            for place, layer in enumerate(layer for layer in group.layers if layer in own):
-                views = (tensor[:, place],) if plain else self._views(tensor, described, place)
+            own = [p for p in manifest.places(described, self.stage) if p < len(group.layers)]
+            for place, layer in enumerate(group.layers[index] for index in own):
+                if by_heads:
+                    views: tuple[Tensor, ...] = (tensor[:, 0, :, place].transpose(1, 2),)
+                else:
+                    views = (tensor[:, place],) if plain else self._views(tensor, described, place)
                 caches[layer] = views if described.kind is KVKind.STATE else views[0]
         return tuple(caches[layer] for layer in range(len(caches)))
 
@@ -196,9 +217,14 @@ class KVMemory:
         return len(self.tensor)
 
     @property
+    def rank(self) -> int:
+        """Whose it is."""
+        return self.spec.node_rank
+
+    @property
     def layers_per_group(self) -> int:
-        """Layers in a block, or 1 where blocks cannot be cut into them."""
-        return self.spec.block_shape[0]
+        """Layers in a block of all stages together, or 1 where blocks cannot be cut into them."""
+        return self.manifest.layers_per_unit if self.spec.tensor_dtype == self.spec.dtype else 1
 
     @property
     def dtype(self) -> str:
@@ -223,7 +249,9 @@ def kv_cache_spec(
     scales: Sequence[tuple[float, float]] = (),
     compute_dtype: torch.dtype | None = None,
     ranks: tuple[int, int] = (0, 1),
-    own_layers: range | None = None,
+    stages: tuple[int, int] = (0, 1),
+    *,
+    by_heads: bool = False,
 ) -> KVCacheSpec:
     """The cache that a model needs.
 
@@ -232,8 +260,10 @@ def kv_cache_spec(
         block_size: tokens of a block; 0: 16, or what the states of a model ask for.
         scales: of the keys and values of each layer, where the cache is of float8.
         compute_dtype: of activations; None: ``dtype``.
-        ranks: which one this is, of how many; groups are those of the whole model on each.
-        own_layers: those of this rank's stage; None: all.
+        ranks: which one of its stage this is, of how many; groups are those of the whole model on
+            each.
+        stages: which stage, of how many.
+        by_heads: keys and values lie head by head, where they can.
 
     Raises:
         ConfigError: blocks of that size cannot hold the model's states, or no cache of ours can.
@@ -250,7 +280,9 @@ def kv_cache_spec(
 
     block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
     groups = group_layers(kv_layers, block_size, layer_bytes)
-    return KVCacheSpec(groups, block_size, dtype, compute_dtype, digest, *ranks, own_layers)
+    return KVCacheSpec(
+        groups, block_size, dtype, compute_dtype, digest, *ranks, *stages, by_heads=by_heads
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -18,6 +19,7 @@ from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
 from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
+from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_input import SamplingInput
 from engine.worker.chunks.chunk_graphs import (
@@ -29,6 +31,8 @@ from engine.worker.chunks.chunk_graphs import (
 from engine.worker.chunks.chunk_inputs import ChunkInputs
 from engine.worker.cuda_graphs import Capture, GraphContext, StepGraphs, captured_sizes
 from engine.worker.device_choice import BackendNames
+from engine.worker.drafting.base import Drafting
+from engine.worker.drafting.drafting_step import DraftingStep
 from engine.worker.graph_inputs import GraphInputs, StagedStep
 from engine.worker.input_batch import InputBatch, ModelInput, PreparedStep
 from engine.worker.kv_cache import KVCacheSpec
@@ -69,6 +73,8 @@ class LaunchedStep:
             sampled,
             output.logprobs,
             output.prompt_logprobs,
+            output.draft_token_ids,
+            drafting_s=output.drafting_s,
             started_at=self.started_at,
             ended_at=self.ended_at or time.monotonic(),
         )
@@ -95,6 +101,8 @@ class ModelRunner:
         ranks: that share the model; the leader samples for all.
         tells_tokens: whether it tells the others what it sampled: a step may be launched before
             that is known to whoever plans it.
+        drafting: guesses what comes behind each step, when its tokens are known; None: nobody here.
+        rejects: drafts are kept by rejection sampling, and not where they are what is sampled.
     """
 
     def __init__(
@@ -107,8 +115,12 @@ class ModelRunner:
         samples_on_device: bool = False,
         ranks: Ranks = ALONE,
         tells_tokens: bool = False,
+        drafting: Drafting | None = None,
+        rejects: bool = False,
     ) -> None:
         self._context = context
+        self._drafting, self._rejects = drafting, rejects
+        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, and not launched
         self._model = context.model
         self._input_batch = input_batch
         self._graph_inputs, self._chunk_inputs = graph_inputs, chunk_inputs
@@ -189,9 +201,12 @@ class ModelRunner:
         Args:
             eager: it will be launched with a callback, and cannot be replayed.
         """
-        if eager or self._graphs is None:
-            return self._input_batch.fill(plan)
-        return self._input_batch.fill_or_stage(plan)
+        batch = self._input_batch
+        prepare = batch.fill if eager or self._graphs is None else batch.fill_or_stage
+        prepared = prepare(plan)
+        if self._drafting is not None:
+            self._drafting_steps.append(batch.drafting_step(plan))
+        return prepared
 
     @torch.inference_mode()
     def launch(self, prepared: AnyPreparedStep, hooks: StepHooks = NO_HOOKS) -> LaunchedStep:
@@ -201,15 +216,16 @@ class ModelRunner:
             assert self._graphs is not None
             assert hooks.after_layer is None, "the step was prepared for a replay"
             hidden, token_ids = self._graphs.replay(prepared)
-            if not prepared.sampling.needs_host:
-                return self._launched(prepared.sampling, token_ids, {}, started_at)
+            if not self._needs_host(prepared.sampling):
+                launched = self._launched(prepared.sampling, token_ids, {}, started_at)
+                return self._drafted(launched, hidden, hooks)
             # Rather once more than room for all rows' logits in every step.
             logits = self._model.compute_logits(hidden)
             launched, token_ids = self._sampled_on_host(
                 prepared.sampling, logits, {}, hooks, started_at
             )
             self._graphs.correct(prepared, token_ids)
-            return launched
+            return self._drafted(launched, hidden, hooks)
         return self._launch_eagerly(prepared, hooks, started_at)
 
     def _launch_eagerly(
@@ -232,11 +248,12 @@ class ModelRunner:
             hidden_states, self._model.compute_logits, prepared.prompt_rows
         )
         if not sampling.request_ids:
-            return self._launched(sampling, None, prompt_logprobs, started_at)
+            launched = self._launched(sampling, None, prompt_logprobs, started_at)
+            return self._drafted(launched, hidden_states, hooks)
         logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
         if not self._ranks.leads:
             return self._launched(sampling, None, prompt_logprobs, started_at)
-        if self._samples_on_device and not sampling.needs_host:
+        if self._samples_on_device and not self._needs_host(sampling):
             tensors = upload_parameters(sampling.parameters, sampling.keys, self._device)
             token_ids = sample_on_device(logits, tensors)
             launched = self._launched(sampling, token_ids, prompt_logprobs, started_at)
@@ -249,7 +266,29 @@ class ModelRunner:
                 if rank != self._ranks.leader:
                     self._ranks.everyone.send(token_ids, rank)
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
-        return launched
+        return self._drafted(launched, hidden_states, hooks)
+
+    def _needs_host(self, sampling: SamplingInput) -> bool:
+        return sampling.needs_host or (self._rejects and bool(sampling.draft_token_ids))
+
+    def _drafted(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
+        """Guess what comes behind a launched step, which waits for it; nothing if nobody guesses.
+
+        Args:
+            hidden: `[num_tokens, hidden_size]`, of the step.
+        """
+        if self._drafting is None:
+            return launched
+        step, layers = self._drafting_steps.popleft(), hooks.after_layer
+        output = launched.wait()
+        started_at = time.monotonic()
+        # What a graph has left is written over by its next replay.
+        replays = self._graphs is not None or self._chunks is not None
+        states = hidden.clone() if replays else hidden
+        drafts = self._drafting.after_step(step, states, output.sampled_token_ids, layers)
+        ended_at = time.monotonic()
+        output = replace(output, draft_token_ids=drafts, drafting_s=ended_at - started_at)
+        return LaunchedStep(launched.sampling, output, None, None, launched.started_at, ended_at)
 
     def _forward(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:
         context = self._context
@@ -303,7 +342,13 @@ class ModelRunner:
     ) -> tuple[LaunchedStep, Tensor]:
         """A step that has been waited for, and its tokens on the device."""
         logits = logits.float()  # the sampling kernel reads any dtype, the host this one
-        token_ids = sample(logits, sampling, hooks.allowed_bits)
+        if self._rejects and sampling.draft_token_ids:
+            proposed = None
+            if self._drafting is not None:
+                proposed = self._drafting.chooser.take(self._drafting_steps[0])
+            token_ids = sample_with_rejection(logits, sampling, hooks.allowed_bits, proposed)
+        else:
+            token_ids = sample(logits, sampling, hooks.allowed_bits)
         output = ModelRunnerOutput(
             sampling.accept(token_ids),
             compute_logprobs(logits, sampling, token_ids),
@@ -326,6 +371,8 @@ def make_model_runner(
     samples_on_device: bool | None = None,
     ranks: Ranks = ALONE,
     tells_tokens: bool = False,
+    drafting: Drafting | None = None,
+    rejects: bool = False,
 ) -> ModelRunner:
     """A runner with its own attention backends and buffers, on the device of the cache.
 
@@ -335,7 +382,7 @@ def make_model_runner(
         samples_on_device: None: on a GPU with Triton.
     """
     device = kv_cache.device
-    max_blocks = -(-max_model_len // spec.block_size) + 1
+    max_blocks = -(-(max_model_len + config.num_lookahead_drafts) // spec.block_size) + 1
     most = min(config.max_decode_rows, config.cuda_graph_max_batch)
     graph_inputs = None
     if with_graphs:
@@ -382,6 +429,8 @@ def make_model_runner(
         samples_on_device=samples_on_device,
         ranks=ranks,
         tells_tokens=tells_tokens,
+        drafting=drafting,
+        rejects=rejects,
     )
 
 

@@ -16,12 +16,19 @@ from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.worker.cores import use_cores
 from engine.worker.device_choice import (
+    BackendNames,
     choose_backends,
     choose_device,
     choose_dtype,
     choose_kv_cache_dtype,
     choose_packer,
     make_current,
+)
+from engine.worker.drafting.make_drafting import (
+    AnyDrafter,
+    layers_of,
+    load_drafter,
+    make_drafting,
 )
 from engine.worker.graph_capture import make_captured_runner
 from engine.worker.host_memory import read_host_memory
@@ -34,12 +41,12 @@ from engine.worker.kv_cache import (
 )
 from engine.worker.memory_check import check_memory
 from engine.worker.memory_profile import measure_kv_cache_bytes
-from engine.worker.model_runner import AnyPreparedStep, LaunchedStep
+from engine.worker.model_runner import AnyPreparedStep, LaunchedStep, ModelRunner
 from engine.worker.warm_up import warm_up
 from models import load_model
+from models.base import CausalLM
 from models.config import ModelConfig
 from models.parallel.group import ALONE, Ranks
-from models.parallel.shards import stage_layers
 
 logger = logging.getLogger(__name__)
 
@@ -89,16 +96,16 @@ class Worker:
         self.model_config = model.config
         if ranks.num_stages > 1 and config.kv_cache_dtype == "fp8":
             raise ConfigError("kv_cache_dtype: fp8 is not supported with pipeline_parallel_size")
+        drafter = load_drafter(config, model_folder, model, self.dtype, device)
         spec = kv_cache_spec(
-            model.kv_layers,
+            (*model.kv_layers, *layers_of(drafter)),
             config.block_size,
             choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
-            model.kv_scales,
+            (*model.kv_scales, *[(1.0, 1.0)] * len(layers_of(drafter))),
             self.dtype,
             (ranks.group.rank, ranks.group.size),
-            None
-            if ranks.num_stages == 1
-            else range(*stage_layers(len(model.kv_layers), ranks.stage, ranks.num_stages)),
+            (ranks.stage, ranks.num_stages),
+            by_heads=config.kv_layout == "heads",
         )
         if not config.block_size:
             logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)
@@ -118,9 +125,22 @@ class Worker:
         if device.type == "cuda":
             warm_up(model, spec, config, device, backends, self.max_model_len)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
-        self.runner = make_captured_runner(
-            *(model, self.kv_memory.tensor, spec, config, backends, self.max_model_len, ranks),
+        self.runner = self._make_runner(model, drafter, backends, ranks)
+
+    def _make_runner(
+        self, model: CausalLM, drafter: AnyDrafter | None, backends: BackendNames, ranks: Ranks
+    ) -> ModelRunner:
+        config, memory = self.config, self.kv_memory
+        rejects = config.draft_acceptance == "rejection"
+        if getattr(drafter, "state_layers", ()):
+            config = replace(config, cuda_graphs=False)  # which keep no states between layers
+        return make_captured_runner(
+            *(model, memory.tensor, memory.spec, config, backends, self.max_model_len, ranks),
             tells_tokens=self.runs_ahead,
+            drafting=make_drafting(
+                *(drafter, model, memory, backends, self.max_model_len), rejects=rejects
+            ),
+            rejects=rejects,
         )
 
     def num_blocks(self) -> int:

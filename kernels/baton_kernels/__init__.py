@@ -54,6 +54,12 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
     return gated
 
 
+def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * x``."""
+    gated: Tensor = ops_for(x).gate_mul(gate, x, activation)
+    return gated
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """``cap * tanh(x / cap)``."""
     capped: Tensor = ops_for(x).soft_cap(x, cap)
@@ -276,6 +282,7 @@ __all__ = [
     "add_rms_norm",
     "causal_conv",
     "experts",
+    "gate_mul",
     "gated_delta_rule",
     "gated_mul",
     "gated_rms_norm",

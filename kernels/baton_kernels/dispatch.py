@@ -61,6 +61,7 @@ _TRITON = {
     "add_rms_norm": "norm",
     "silu_mul": "silu_mul",
     "gated_mul": "silu_mul",
+    "gate_mul": "silu_mul",
     "norm_rotary_store": "norm_rotary_store",
     "gated_rms_norm": "recurrent.gated_norm",
     "causal_conv": "recurrent.causal_conv",

@@ -36,6 +36,8 @@ def _clamped_swish(gate: Tensor) -> Tensor:
     return (wide * (SWIGLU_ALPHA * wide).sigmoid()).to(gate.dtype)
 
 
+# Of experts and MLPs without gates: the square of the positive part.
+RELU2 = "relu2"
 # What a gate goes through; "gelu_tanh" is the approximation (Hendrycks and Gimpel,
 # arXiv:1606.08415).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -43,6 +45,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "gelu": functional.gelu,
     CLAMPED_SWIGLU: _clamped_swish,
+    "sigmoid": torch.sigmoid,
+    "relu": functional.relu,
 }
 
 
@@ -155,6 +159,17 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
+def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * x``; of ``relu`` and one tensor, its positive part squared.
+
+    Args:
+        gate: ``[num_rows, size]``, rows of any stride.
+        x: the same.
+        activation: one of ``ACTIVATIONS``, but ``CLAMPED_SWIGLU``.
+    """
+    return ACTIVATIONS[activation](gate) * x
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """``cap * tanh(x / cap)`` of logits (Gemma 2, arXiv:2408.00118), computed in float32.
 
@@ -223,7 +238,8 @@ def norm_rotary_store(
     """Do all that lies between the joined projection and attention: norms, rotation, storing.
 
     Args:
-        qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads.
+        qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;
+            what rows have behind these is not read, and is of whole heads.
         num_heads: query heads; ``kv_cache`` tells the rest of the shape.
         cos: see :func:`rotary`.
         sin: see :func:`rotary`.
@@ -242,7 +258,7 @@ def norm_rotary_store(
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     heads = qkv.view(len(qkv), -1, head_dim)  # [num_tokens, heads, head_dim]
     query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
-    value = heads[:, -num_kv_heads:]
+    value = heads[:, num_heads + num_kv_heads : num_heads + 2 * num_kv_heads]
     if query_weight is not None:
         query = _norm_of_heads(query, query_weight, eps)
     if key_weight is not None:
@@ -425,12 +441,13 @@ def experts(
         x: ``[num_tokens, hidden_size]``.
         ids: ``[num_tokens, top_k]`` int64, each token's experts.
         weights: ``[num_tokens, top_k]`` float32, factors on their results.
-        gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups.
+        gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups; with ``RELU2``
+            ``[num_experts, inner_size, hidden_size]``.
         down: ``[num_experts, hidden_size, inner_size]``.
         base: ``[num_tokens, hidden_size]``, what is added to; of shared experts.
         base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate) * base`` is added to.
         biases: ``[num_experts, 2 * inner_size]`` and ``[num_experts, hidden_size]``, of both.
-        activation: see ``gated_mul``.
+        activation: see ``gated_mul``; or ``RELU2``, of experts without gates.
 
     Returns:
         ``[num_tokens, hidden_size]``; added in the order of ``ids``, in float32.
@@ -439,7 +456,7 @@ def experts(
     def compute(expert: int, rows: Tensor) -> Tensor:
         of_halves, of_down = (None, None) if biases is None else (one[expert] for one in biases)
         halves = functional.linear(rows, gate_up[expert], of_halves)
-        return functional.linear(gated_mul(halves, activation), down[expert], of_down)
+        return functional.linear(_middle(halves, activation), down[expert], of_down)
 
     return _mix_experts(x, ids, weights, compute, base, base_gate)
 
@@ -460,7 +477,7 @@ def packed_experts(
     Inputs of each product are rounded where weights are codes, see ``rounded_inputs``. Biases are
     the packed weights' own.
     """
-    hidden, inner = x.shape[1], down.in_features
+    hidden = x.shape[1]
     all_halves, all_downs = gate_up.unpacked(), down.unpacked()
 
     def multiply(rows: Tensor, weight: PackedWeight, every: Tensor, part: slice) -> Tensor:
@@ -469,12 +486,19 @@ def packed_experts(
         return functional.linear(inputs, every[part], bias).to(rows.dtype)
 
     def compute(expert: int, rows: Tensor) -> Tensor:
-        of_inner = slice(2 * expert * inner, 2 * (expert + 1) * inner)
+        size = len(all_halves) // (len(all_downs) // hidden)  # of one expert's middle, and gates
+        of_inner = slice(expert * size, (expert + 1) * size)
         of_hidden = slice(expert * hidden, (expert + 1) * hidden)
         halves = multiply(rows, gate_up, all_halves, of_inner)
-        return multiply(gated_mul(halves, activation), down, all_downs, of_hidden)
+        return multiply(_middle(halves, activation), down, all_downs, of_hidden)
 
     return _mix_experts(x, ids, weights, compute, base, base_gate)
+
+
+def _middle(halves: Tensor, activation: str) -> Tensor:
+    if activation == RELU2:
+        return gate_mul(halves, halves, "relu")
+    return gated_mul(halves, activation)
 
 
 def _mix_experts(

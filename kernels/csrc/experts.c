@@ -18,6 +18,7 @@ enum { PACKED = 0, SHARED = 1, PLAN = 2 }; /* slots of scratch memory, PACKED as
 typedef struct {
     linear_call gate_up, down; /* of the first expert; x, out and num_rows are set here */
     int64_t num_tokens, num_experts, top_k, hidden, num_threads, x_stride;
+    int64_t squares;      /* no gates: the middle's positive part is squared */
     const int64_t *ids;   /* [num_tokens, top_k] */
     const float *weights; /* [num_tokens, top_k] */
     const void *x;        /* [num_tokens, hidden], of `gate_up.x_type`, as everything here */
@@ -105,6 +106,16 @@ static void scatter(const experts_call *c, const plan *p, const job *j) {
         memcpy(p->results + p->order[j->first + i] * row_bytes, j->down.out + i * row_bytes, row_bytes);
 }
 
+/* The middle of a job, where it has no gates: as torch rounds it, once. */
+static void square_middle(const experts_call *c, const job *j) {
+    int type = c->gate_up.x_type;
+    if (!c->squares) return;
+    for (int64_t i = 0; i < j->count * inner(c); i += LANES) {
+        vec x = activate(RELU, load(type, j->down.x, i));
+        store_as(type, (void *)j->down.x, i, x * x);
+    }
+}
+
 static int job_alone(const experts_call *c, const plan *p, int64_t token, const job *j) {
     int64_t bytes = max64(baton_packed_bytes(&j->gate_up), baton_packed_bytes(&j->down));
     void *packed = baton_scratch(PACKED, bytes);
@@ -112,6 +123,7 @@ static int job_alone(const experts_call *c, const plan *p, int64_t token, const 
     gather(c, p, token, j);
     baton_pack_input(&j->gate_up, packed);
     baton_linear_panels(&j->gate_up, 0, inner(c) / PANEL, packed);
+    square_middle(c, j);
     baton_pack_input(&j->down, packed);
     baton_linear_panels(&j->down, 0, c->hidden / PANEL, packed);
     scatter(c, p, j);
@@ -134,7 +146,10 @@ static void jobs_together(const experts_call *c, const plan *p, int64_t token) {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < p->num_jobs; i++) {
             const job *j = &p->jobs[i];
-            if (!is_down) gather(c, p, token, j);
+            if (is_down)
+                square_middle(c, j);
+            else
+                gather(c, p, token, j);
             baton_pack_input(is_down ? &j->down : &j->gate_up, p->packed + j->packed_at);
         }
         int64_t each = (is_down ? c->hidden : inner(c)) / PANEL, all = each * p->num_jobs;

@@ -103,17 +103,20 @@ INLINE void gated_mul_row(int type, int64_t kind, int64_t size, const void *gate
 
 typedef struct {
     int64_t type, num_threads, num_rows, size; /* size: of the output's rows */
-    const void *gate_up;
+    int64_t gate_stride, up_stride;            /* in elements, from one row to the next */
+    const void *gate, *up;
     void *out;
     int64_t kind; /* SILU and so on */
 } gated_call;
 
+/* gated_mul and gate_mul. */
 int baton_gated_mul(const gated_call *c) {
     int64_t type = c->type, size = c->size;
     int team = threads_for(c->num_threads, c->num_rows * size);
 #pragma omp parallel for num_threads(team) if (team > 1)
     for (int64_t i = 0; i < c->num_rows; i++) {
-        const void *gate = at(type, c->gate_up, 2 * i * size), *up = at(type, gate, size);
+        const void *gate = at(type, c->gate, i * c->gate_stride);
+        const void *up = at(type, c->up, i * c->up_stride);
         void *to = (void *)at(type, c->out, i * size);
         if (type == BFLOAT16)
             gated_mul_row(BFLOAT16, c->kind, size, gate, up, to);

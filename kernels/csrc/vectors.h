@@ -360,7 +360,7 @@ INLINE vec exp_of_negative(vec x) { return keep(~(x < splat(-87.3f)), exp_within
 INLINE vec silu(vec x) { return keep(~(x < -88.0f), x / (exp_fast(-x) + 1.0f)); }
 
 /* What makes a gate of the first half of a gated unit; 0 is taken by "not gated". */
-enum { SILU = 1, GELU_TANH = 2, GELU = 3, CLAMPED_SWIGLU = 4 };
+enum { SILU = 1, GELU_TANH = 2, GELU = 3, CLAMPED_SWIGLU = 4, PLAIN_SIGMOID = 5, RELU = 6 };
 #define SWIGLU_LIMIT 7.0f
 #define SWIGLU_ALPHA 1.702f
 
@@ -382,8 +382,12 @@ INLINE vec clamped_swish(vec x) {
     return keep(~(x < -88.0f / SWIGLU_ALPHA), x / (exp_fast(-SWIGLU_ALPHA * x) + 1.0f));
 }
 
+INLINE vec sigmoid(vec x) { return 1.0f / (exp_fast(-x) + 1.0f); }
+
 INLINE vec activate(int64_t kind, vec x) {
     if (kind == CLAMPED_SWIGLU) return clamped_swish(x);
+    if (kind == PLAIN_SIGMOID) return sigmoid(x);
+    if (kind == RELU) return choose(x > 0.0f, x, splat(0.0f));
     return kind == SILU ? silu(x) : kind == GELU_TANH ? gelu_tanh(x) : gelu(x);
 }
 

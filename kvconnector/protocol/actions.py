@@ -43,6 +43,7 @@ class Begin:
     engine_id: str
     num_tokens: int
     num_blocks: int
+    groups: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +188,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write blocks to a peer, into its blocks ``remote_block_ids``."""
+    """Write blocks to a peer, into its blocks ``remote_block_ids``.
+
+    Attributes:
+        groups: of each block, its KV group; empty: nobody has to know.
+    """
 
     engine_id: str
     key: TransferKey
     piece: Piece
     remote_block_ids: Sequence[int]
+    groups: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import msgspec
 
+from baton.kv_manifest import KVManifest
 from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
 from kvconnector.blocks import LayerRange
 from kvconnector.protocol.actions import (
@@ -30,6 +31,7 @@ from kvconnector.protocol.actions import (
     Drop,
     Input,
     Leave,
+    Meet,
     Posted,
     Send,
     StateMachine,
@@ -40,7 +42,7 @@ from kvconnector.protocol.messages import Commit, Digests, Quiet, Resend, Verifi
 from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.protocol.repeats import REPEAT_S
 from kvconnector.protocol.seals import Channels
-from kvconnector.protocol.transfer import Piece
+from kvconnector.slices import Slices
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class Written:
         layers: of each block.
         attempt: at writing them.
         numbers: of the digests.
+        peer: the other node.
+        groups: of each block, its KV group; empty: there is one.
     """
 
     request_id: str
@@ -64,6 +68,8 @@ class Written:
     layers: LayerRange
     attempt: int
     numbers: Sequence[int]
+    peer: str = ""
+    groups: Sequence[int] = ()
 
     def contexts(self) -> Iterator[bytes]:
         """Of each of them."""
@@ -78,8 +84,16 @@ class BlockReader(Protocol):
 
     num_layers: int
 
-    def of(self, block_ids: Sequence[int], written: Written, key: BlockKey) -> bytes:
-        """``DIGEST_BYTES`` for each block."""
+    def of(
+        self,
+        block_ids: Sequence[int],
+        written: Written,
+        key: BlockKey,
+        slices: Slices | None = None,
+        *,
+        writes: bool = True,
+    ) -> bytes:
+        """``DIGEST_BYTES`` for each block; see `BlockDigests`."""
 
 
 class SentDigests:
@@ -95,23 +109,29 @@ class SentDigests:
         self._own_engine_id = own_engine_id
         self._num_digests = 0
 
-    def of(self, request_id: str, epoch: int, piece: Piece, key: BlockKey) -> Digests:
+    def of(self, write: Write, key: BlockKey, slices: Slices | None = None) -> Digests:
         """What the decode node must find once this is written to it.
 
         Args:
             key: of blocks to that node.
+            slices: that it gets of them.
         """
+        piece, (request_id, epoch) = write.piece, write.key
         first = self._num_digests
         self._num_digests += len(piece.block_ids)
         numbers = range(first, self._num_digests)
         layers = piece.layers or (0, self._digests.num_layers)
-        written = Written(request_id, epoch, piece.indices, layers, piece.attempt, numbers)
+        written = Written(
+            *(request_id, epoch, piece.indices, layers, piece.attempt, numbers),
+            write.engine_id,
+            write.groups,
+        )
         return Digests(
             engine_id=self._own_engine_id,
             request_id=request_id,
             epoch=epoch,
             indices=list(piece.indices),
-            digests=self._digests.of(piece.block_ids, written, key),
+            digests=self._digests.of(piece.block_ids, written, key, slices),
             layers=piece.layers,
             attempt=piece.attempt,
             first_number=first,
@@ -125,12 +145,21 @@ class DigestTeller:
         machine: the sender's.
         digests: of its memory.
         channels: with the keys of blocks to each peer.
+        manifest: of the sender's memory; None: all nodes have one rank.
     """
 
-    def __init__(self, machine: StateMachine, digests: SentDigests, channels: Channels) -> None:
+    def __init__(
+        self,
+        machine: StateMachine,
+        digests: SentDigests,
+        channels: Channels,
+        manifest: KVManifest | None = None,
+    ) -> None:
         self._machine = machine
         self._digests = digests
         self._channels = channels
+        self._manifest = manifest
+        self._slices: dict[str, Slices] = {}
         self._posted: defaultdict[tuple[str, TransferKey], deque[Digests]] = defaultdict(deque)
 
     def take(self, item: Input, now: float) -> list[Action]:
@@ -141,6 +170,10 @@ class DigestTeller:
                     told = self._tell(engine_id, key, problem)
             case WriteEnded(engine_id, key, problem) if key != NO_TRANSFER:
                 told = self._tell(engine_id, key, problem)
+            case Meet(peer=peer) if self._manifest is not None:
+                self._slices.setdefault(peer.engine_id, Slices(self._manifest, peer.manifest))
+            case Leave(engine_id=engine_id):
+                self._slices.pop(engine_id, None)
             case _:
                 pass
         actions = self._machine.take(item, now)
@@ -154,7 +187,7 @@ class DigestTeller:
 
     def _note(self, write: Write) -> None:
         key = self._channels[write.engine_id].keys.send_blocks
-        digests = self._digests.of(*write.key, write.piece, key)
+        digests = self._digests.of(write, key, self._slices.get(write.engine_id))
         self._posted[write.engine_id, write.key].append(digests)
 
     def _tell(self, engine_id: str, key: TransferKey, problem: str) -> list[Action]:
@@ -189,6 +222,7 @@ class Arrival:
         watermark: came, but not all that it speaks of is verified.
         commit: likewise.
         asked_at: when that commit came, or anything that had not come was asked for since.
+        groups: of each block, its KV group; empty: there is one.
     """
 
     engine_id: str
@@ -199,6 +233,7 @@ class Arrival:
     watermark: Watermark | None = None
     commit: Commit | None = None
     asked_at: float = -math.inf
+    groups: Sequence[int] = ()
 
     def missing_of(self, index: int) -> list[LayerRange]:
         """The layers of this block that were asked for again and have not come."""
@@ -213,14 +248,22 @@ class DigestVerifier:
         digests: of its memory.
         own_engine_id: of the receiver.
         channels: with the keys of blocks from each peer.
+        manifest: of the receiver's memory; None: all nodes have one rank.
 
     Attributes:
         num_wrong_blocks: that arrived with another digest than they were sent with.
     """
 
     def __init__(
-        self, machine: StateMachine, digests: BlockReader, own_engine_id: str, channels: Channels
+        self,
+        machine: StateMachine,
+        digests: BlockReader,
+        own_engine_id: str,
+        channels: Channels,
+        manifest: KVManifest | None = None,
     ) -> None:
+        self._manifest = manifest
+        self._slices: dict[str, Slices] = {}
         self._machine = machine
         self._digests = digests
         self._all_layers = (1 << digests.num_layers) - 1
@@ -256,6 +299,9 @@ class DigestVerifier:
             case KVReservation():
                 key = (item.request_id, item.epoch)
                 self._expect(key, item.engine_id, item.block_ids, item.first_block)
+                self._arrivals[key].groups = item.groups
+            case Meet(peer=peer) if self._manifest is not None:
+                self._slices.setdefault(peer.engine_id, Slices(peer.manifest, self._manifest))
             case Quiet():
                 self._forget((item.request_id, item.epoch))
             case Drop():
@@ -344,6 +390,7 @@ class DigestVerifier:
         self._arrivals.pop(key, None)
 
     def _forget_peer(self, engine_id: str) -> None:
+        self._slices.pop(engine_id, None)
         for key in [k for k, arrival in self._arrivals.items() if arrival.engine_id == engine_id]:
             del self._arrivals[key]
 
@@ -381,8 +428,16 @@ class DigestVerifier:
             layers,
             message.attempt,
             [message.first_number + place for place in open_places],
+            message.engine_id,
+            [arrival.groups[index] for index in indices] if arrival.groups else (),
         )
-        found = self._digests.of([arrival.block_ids[index] for index in indices], written, key)
+        found = self._digests.of(
+            [arrival.block_ids[index] for index in indices],
+            written,
+            key,
+            self._slices.get(message.engine_id),
+            writes=False,
+        )
         wrong = []
         for number, (place, index) in enumerate(zip(open_places, indices, strict=True)):
             if hmac.compare_digest(_digest(found, number), _digest(message.digests, place)):

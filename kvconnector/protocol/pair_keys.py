@@ -32,6 +32,7 @@ class BlockKey:
     """
 
     def __init__(self, key: bytes) -> None:
+        self.secret = key  # for the other ranks of this node
         self._aead = AESGCM(key)
 
     def digest(self, number: int, context: bytes, data: memoryview) -> bytes:

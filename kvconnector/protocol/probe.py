@@ -169,7 +169,8 @@ class Probes:
         if num_timed == 0 or (room > 0 and left_s > 0):
             self._turn.ask(WriteProbe(peer_id, probe.slot, room, min(left_s, ROUND_S)))
         elif not probe.num_in_flight:
-            num_bytes = num_timed * (self._own.scratch_bytes // (1 + NUM_SLOTS))
+            num_ranks = len(self._peers[peer_id].info.ranks)  # each write fills a slot of each
+            num_bytes = num_timed * num_ranks * (self._own.scratch_bytes // (1 + NUM_SLOTS))
             probe.bandwidth_bytes_per_s = num_bytes / max(now - probe.timed_from, 1e-6)
             probe.duration_s = now - probe.began_at
             self._peers.judge_path(peer_id, probe.bandwidth_bytes_per_s)

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 
 from kvconnector.base import TransferEvent, TransferEventKind, TransferKey
-from kvconnector.blocks import check_block_ids
+from kvconnector.blocks import LayerRange, check_block_ids
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.actions import (
     Abort,
@@ -50,6 +50,7 @@ from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.probe import Probes
 from kvconnector.protocol.repeats import Repeats
 from kvconnector.protocol.transfer import Portions, PushTotals, Transfer, cut
+from kvconnector.slices import Slices
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class SendMachine:
     ) -> None:
         self._own = own
         self._num_layers = own.manifest.layers_per_unit
-        self._layer_bytes = own.manifest.unit_bytes() // self._num_layers
+        self._slices: dict[str, Slices] = {}  # by peer, while there are transfers to it
         self._portions = portions
         self._is_verified = is_verified
         self._turn = Turn()
@@ -156,7 +157,9 @@ class SendMachine:
 
     def _begin(self, wish: Begin) -> None:
         (request_id, epoch), engine_id = wish.key, wish.engine_id
-        transfer = Transfer(request_id, epoch, engine_id, wish.num_blocks, self.totals)
+        transfer = Transfer(
+            request_id, epoch, engine_id, wish.num_blocks, self.totals, groups=wish.groups
+        )
         self.transfers[wish.key] = transfer
         message = Start(
             engine_id=self._own.engine_id,
@@ -175,7 +178,8 @@ class SendMachine:
             return
         if push.record is not None:
             transfer.record, transfer.last_at = push.record, wish.at_s
-        blocks_per_write = self._portions.write_bytes // max(1, self._num_bytes(1, push.layers))
+        block_bytes = self._num_bytes(transfer.engine_id, 1, push.layers)
+        blocks_per_write = self._portions.write_bytes // max(1, block_bytes)
         transfer.pieces += cut(push, max(1, blocks_per_write))
 
     def _leave(self, engine_id: str) -> None:
@@ -256,7 +260,7 @@ class SendMachine:
         for transfer in self.transfers.values():
             room = self._room_bytes.get(transfer.engine_id, self._portions.in_flight_bytes)
             for piece in transfer.writes:
-                room -= self._num_bytes(len(piece.block_ids), piece.layers)
+                room -= self._num_bytes(transfer.engine_id, len(piece.block_ids), piece.layers)
             self._room_bytes[transfer.engine_id] = room
         self._to_post = deque(self.transfers.values())
         self._turn.ask(PAUSE)
@@ -284,7 +288,8 @@ class SendMachine:
             piece = transfer.pieces.popleft().from_place(grant.first_block)
             if piece.indices:  # else the decode node has these
                 remote = [grant.block_ids[index - grant.first_block] for index in piece.indices]
-                return Write(engine_id, (transfer.request_id, transfer.epoch), piece, remote)
+                key = transfer.request_id, transfer.epoch
+                return Write(engine_id, key, piece, remote, transfer.groups_of(piece))
         return None
 
     def _take_posted(self, result: Posted) -> None:
@@ -293,9 +298,11 @@ class SendMachine:
         if result.problem:
             self._fail(transfer, result.problem)
         else:
-            num_bytes = self._num_bytes(len(piece.block_ids), piece.layers)
-            self._room_bytes[action.engine_id] -= num_bytes
-            transfer.note_post(piece, action.remote_block_ids, num_bytes, result.posting_s)
+            peer_id, remote = action.engine_id, action.remote_block_ids
+            num_bytes = self._num_bytes(peer_id, len(piece.block_ids), piece.layers)
+            self._room_bytes[peer_id] -= num_bytes
+            num_ranges = self._slices_to(peer_id).num_ranges(piece.layers)
+            transfer.note_post(piece, remote, num_bytes, result.posting_s, num_ranges)
             transfer.writes.append(piece)
             if result.is_done:
                 self._count_off(transfer)
@@ -328,9 +335,16 @@ class SendMachine:
                 ),
             )
 
-    def _num_bytes(self, num_blocks: int, layers: tuple[int, int] | None) -> int:
-        num_layers = self._num_layers if layers is None else layers[1] - layers[0]
-        return num_blocks * num_layers * self._layer_bytes
+    def _num_bytes(self, engine_id: str, num_blocks: int, layers: LayerRange | None) -> int:
+        """Of blocks, or of these layers of them, all ranks together."""
+        return num_blocks * self._slices_to(engine_id).num_bytes(layers)
+
+    def _slices_to(self, engine_id: str) -> Slices:
+        """What our ranks write to a peer's; of one that is not known, as if it were like us."""
+        if engine_id not in self._slices:
+            theirs = self.peers[engine_id].info if engine_id in self.peers else self._own
+            self._slices[engine_id] = Slices(self._own.manifest, theirs.manifest)
+        return self._slices[engine_id]
 
     def _has_writes(self, engine_id: str) -> bool:
         mine = (t for t in self.transfers.values() if t.engine_id == engine_id)
@@ -391,6 +405,8 @@ class SendMachine:
 
     def _forget_leaving(self) -> None:
         busy = {transfer.engine_id for transfer in self.transfers.values()}
+        for peer_id in self._slices.keys() - busy:
+            del self._slices[peer_id]
         for peer in self.peers:
             peer_id = peer.engine_id
             is_quiet = peer_id not in busy and not self._probes.has_writes(peer_id)

@@ -89,6 +89,7 @@ class Transfer:
     """One attempt at one request.
 
     Attributes:
+        groups: of each block that travels, its KV group; empty: there is one.
         granted: which blocks travel, and into which of the decode node's; once it has said so.
         pieces: not yet posted, in order.
         writes: posted and not yet complete, in order.
@@ -105,6 +106,7 @@ class Transfer:
     engine_id: str
     num_blocks: int
     totals: PushTotals = field(default_factory=PushTotals)
+    groups: Sequence[int] = ()
     granted: Grant | None = None
     pieces: deque[Piece] = field(default_factory=deque)
     writes: deque[Piece] = field(default_factory=deque)
@@ -143,14 +145,30 @@ class Transfer:
             posting_s=self.posting_s,
         )
 
+    def groups_of(self, piece: Piece) -> Sequence[int]:
+        """Of each of its blocks, its KV group; empty: there is one."""
+        return [self.groups[index] for index in piece.indices] if self.groups else ()
+
     def note_post(
-        self, piece: Piece, remote: Sequence[int], num_bytes: int, posting_s: float
+        self,
+        piece: Piece,
+        remote: Sequence[int],
+        num_bytes: int,
+        posting_s: float,
+        num_ranges: int = 1,
     ) -> None:
-        """Count a piece that was posted, in that time, to the decode node's blocks ``remote``."""
+        """Count a piece that was posted, in that time, to the decode node's blocks ``remote``.
+
+        Args:
+            num_ranges: that each of its blocks was cut into, for the ranks of both nodes.
+        """
         self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
         # Layers of neighbouring blocks do not adjoin.
         layers = piece.layers
-        num_descriptors = count_runs(piece.block_ids, remote) if layers is None else len(remote)
+        is_whole = layers is None and num_ranges == 1
+        num_descriptors = (
+            count_runs(piece.block_ids, remote) if is_whole else num_ranges * len(remote)
+        )
         # A block that travels in parts counts once, with its first.
         num_blocks = len(remote) if layers is None or layers[0] == 0 else 0
         if piece.attempt == 0:

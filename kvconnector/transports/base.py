@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange
 from kvconnector.layout import KVMemory
 from kvconnector.peer_info import PeerInfo
-from kvconnector.transports.scratch import Scratch
 
 
 class Certificates(Protocol):
@@ -59,6 +60,20 @@ class PendingWrite(Protocol):
         """Whether all bytes are complete at the peer; raises TransferError if they never will."""
 
 
+class SelfTestMemory(Protocol):
+    """What self-tests are written to: see `Scratch`."""
+
+    @property
+    def memory(self) -> torch.Tensor: ...
+
+    @property
+    def digest(self) -> bytes: ...
+
+    def lend(self, slot: int, engine_id: str) -> None: ...
+
+    def digest_of(self, slot: int) -> bytes: ...
+
+
 class KVTransport(Protocol):
     """Bytes from here to there. All methods are called by one I/O thread; none waits long."""
 
@@ -66,7 +81,7 @@ class KVTransport(Protocol):
     def peer_info(self) -> PeerInfo: ...
 
     @property
-    def scratch(self) -> Scratch:
+    def scratch(self) -> SelfTestMemory:
         """Our memory for self-tests."""
 
     def connect(self, peer: PeerInfo) -> str:
@@ -82,11 +97,13 @@ class KVTransport(Protocol):
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
         transfer: TransferKey = NO_TRANSFER,
+        groups: Sequence[int] = (),
     ) -> PendingWrite:
-        """Post blocks, whole or these layers of them, to a peer's memory.
+        """Post blocks, whole or these layers of them, to a peer's memory: our slices of them.
 
         Args:
             transfer: that the peer has allowed it for (`allow`).
+            groups: of each block, its KV group; empty: they travel alike.
 
         Raises TransferError; ValueError for ids or layers that there are not.
         """

@@ -35,8 +35,7 @@ from kvconnector.protocol.messages import (
     SelfTestResult,
 )
 from kvconnector.protocol.seals import peek
-from kvconnector.transports.base import KVTransport, PendingWrite
-from kvconnector.transports.scratch import Scratch
+from kvconnector.transports.base import KVTransport, PendingWrite, SelfTestMemory
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +218,7 @@ class FaultyTransport:
         return self._transport.peer_info
 
     @property
-    def scratch(self) -> Scratch:
+    def scratch(self) -> SelfTestMemory:
         return self._transport.scratch
 
     def connect(self, peer: PeerInfo) -> str:

@@ -13,7 +13,8 @@ from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange, check_block_ids, check_layers
 from kvconnector.layout import KVMemory
-from kvconnector.peer_info import NUM_SLOTS, PeerInfo, RankMemory, host_identity
+from kvconnector.peer_info import NUM_SLOTS, PeerInfo, RankMemory, agent_name, host_identity
+from kvconnector.slices import Slices, part_of_scratch
 from kvconnector.transports.base import NO_OPTIONS, TransportOptions
 from kvconnector.transports.scratch import Scratch
 
@@ -27,7 +28,7 @@ class InMemoryTransport:
     """Reaches every other InMemoryTransport of this process.
 
     Args:
-        engine_id: name of this end.
+        engine_id: name of this node.
         memory: that peers write to.
     """
 
@@ -38,10 +39,12 @@ class InMemoryTransport:
     def __init__(
         self, engine_id: str, memory: KVMemory, options: TransportOptions = NO_OPTIONS
     ) -> None:
-        self._blocks = memory.tensor
+        self._rank, manifest = memory.rank, memory.manifest
+        self._bytes = memory.tensor.view(len(memory.tensor), -1).view(torch.uint8)
         self.scratch = Scratch(engine_id, memory.tensor)
         self._inbox: deque[tuple[str, bytes]] = deque()
-        self._peers: set[str] = set()
+        self._peers: dict[str, tuple[PeerInfo, Slices]] = {}
+        self._name = agent_name(engine_id, self._rank, manifest.leader)
         self.peer_info = PeerInfo(
             engine_id=engine_id,
             connector="in_memory",
@@ -53,17 +56,18 @@ class InMemoryTransport:
             scratch_bytes=self.scratch.memory.nbytes,
         )
         with self._lock:
-            self._ends[engine_id] = self
+            self._ends[self._name] = self
 
     def connect(self, peer: PeerInfo) -> str:
         self.peer_info.check_pair(peer)
         if peer.engine_id not in self._ends:
             raise TransferError(f"{peer.engine_id} is not in this process")
-        self._peers.add(peer.engine_id)
+        slices = Slices(self.peer_info.manifest, peer.manifest)
+        self._peers.setdefault(peer.engine_id, (peer, slices))
         return "in_memory"
 
     def disconnect(self, engine_id: str) -> None:
-        self._peers.discard(engine_id)
+        self._peers.pop(engine_id, None)
 
     def write(
         self,
@@ -72,14 +76,23 @@ class InMemoryTransport:
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
         transfer: TransferKey = NO_TRANSFER,
+        groups: Sequence[int] = (),
     ) -> _Done:
-        end = self._end(engine_id)
-        check_block_ids(local_block_ids, len(self._blocks))
-        check_block_ids(remote_block_ids, len(end._blocks))
-        check_layers(layers, self._blocks.shape[1])
-        part = slice(None) if layers is None else slice(*layers)
-        with torch.inference_mode():
-            end._blocks[list(remote_block_ids), part] = self._blocks[list(local_block_ids), part]
+        self._end(engine_id)
+        peer, slices = self._peers[engine_id]
+        check_block_ids(local_block_ids, len(self._bytes))
+        check_block_ids(remote_block_ids, peer.num_blocks)
+        check_layers(layers, self.peer_info.manifest.layers_per_unit)
+        for kind, places in slices.sorted_by_kind(groups, len(local_block_ids)):
+            own = [local_block_ids[place] for place in places]
+            theirs = [remote_block_ids[place] for place in places]
+            for pair, copies in slices.of(kind, layers).items():
+                if pair.writer == self._rank:
+                    end = self._end(engine_id, pair.reader)
+                    for _, _, source, target, size in copies:
+                        with torch.inference_mode():
+                            moved = self._bytes[own, source : source + size]
+                            end._bytes[theirs, target : target + size] = moved
         return _Done()
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
@@ -89,10 +102,15 @@ class InMemoryTransport:
         return False
 
     def write_scratch(self, engine_id: str, slot: int) -> _Done:
-        memory = self._end(engine_id).scratch.memory
+        self._end(engine_id)
         check_block_ids([slot], NUM_SLOTS)
-        with torch.inference_mode():
-            memory[1 + slot] = self.scratch.memory[0]
+        own, slices = self.scratch.memory, self._peers[engine_id][1]
+        for reader in slices.readers_of(self._rank):
+            writers = slices.writers_of(reader)
+            first, size = part_of_scratch(own.shape[1], writers, self._rank)
+            part = slice(first, first + size)
+            with torch.inference_mode():
+                self._end(engine_id, reader).scratch.memory[1 + slot, part] = own[0, part]
         return _Done()
 
     def notify(self, engine_id: str, payload: bytes) -> None:
@@ -106,10 +124,15 @@ class InMemoryTransport:
 
     def close(self) -> None:
         with self._lock:
-            self._ends.pop(self.peer_info.engine_id, None)
+            self._ends.pop(self._name, None)
 
-    def _end(self, engine_id: str) -> InMemoryTransport:
-        end = self._ends.get(engine_id)
+    def _end(self, engine_id: str, rank: int | None = None) -> InMemoryTransport:
+        """That of a peer's rank; None: of the one that speaks for it."""
+        name = engine_id
+        if rank is not None:
+            leader = self._peers[engine_id][0].manifest.leader
+            name = agent_name(engine_id, rank, leader)
+        end = self._ends.get(name)
         if engine_id not in self._peers or end is None:
-            raise TransferError(f"{engine_id} is gone")
+            raise TransferError(f"{name} is gone")
         return end

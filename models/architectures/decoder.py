@@ -30,6 +30,7 @@ from models.rope_config import RopeConfig
 
 # Makes a part of one layer, of the model's shape and the layer's index.
 LayerPart = Callable[[ModelConfig, int], nn.Module]
+LastPart = Callable[[ModelConfig, int], nn.Module | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class DecoderOptions:
             config's heads; None: they do.
         mixer: makes what mixes the tokens of a layer, called as ``Attention`` is; None: attention.
         feed_forward: makes what follows, `[num_tokens, hidden_size]` to the same; None: a gated
-            MLP.
+            MLP. What it makes may be None: the layer ends with its mixer.
         ropes: of the rotations that a step's layers choose from; None: the config's one.
         layer_ropes: which of them is each layer's; None: all take the first.
         norms: where a layer's norms stand.
@@ -68,6 +69,7 @@ class DecoderOptions:
         logits_soft_cap: see ``ops.soft_cap``, of the head's results; None: there is none.
         stored_joined: checkpoints have gate and up projections joined.
         stored_names: parts of parameters' names -> what checkpoints have in their place.
+        ignored: what names of a checkpoint begin with that nothing here reads.
     """
 
     attention: AttentionOptions = field(default_factory=AttentionOptions)
@@ -75,7 +77,7 @@ class DecoderOptions:
     sliding_windows: tuple[int | None, ...] | None = None
     kv_layers: tuple[LayerKV, ...] | None = None
     mixer: LayerPart | None = None
-    feed_forward: LayerPart | None = None
+    feed_forward: LastPart | None = None
     ropes: tuple[RopeConfig, ...] | None = None
     layer_ropes: tuple[int, ...] | None = None
     norms: LayerNorms = field(default_factory=LayerNorms)
@@ -86,6 +88,7 @@ class DecoderOptions:
     logits_soft_cap: float | None = None
     stored_joined: bool = False
     stored_names: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     def make_mixer(self, config: ModelConfig, layer_index: int) -> nn.Module:
         """Make the part of a layer in which tokens see others."""
@@ -96,8 +99,8 @@ class DecoderOptions:
         rotation = self.layer_ropes[layer_index] if self.layer_ropes else 0
         return Attention(config, self.attention, layer_index, window, rotation)
 
-    def make_feed_forward(self, config: ModelConfig, layer_index: int) -> nn.Module:
-        """Make the part of a layer that takes each token alone."""
+    def make_feed_forward(self, config: ModelConfig, layer_index: int) -> nn.Module | None:
+        """Make the part of a layer that takes each token alone; None: it has none."""
         if self.feed_forward is not None:
             return self.feed_forward(config, layer_index)
         return GatedMLP(
@@ -132,7 +135,9 @@ class DecoderLayer(nn.Module):
         # A tuple: the modules are registered by the names above, and by no other.
         norms = options.norms
         self._mixer_norms = norm(norms.before_mixer), norm(norms.after_mixer)
-        self._feed_forward_norms = norm(norms.before_feed_forward), norm(norms.after_feed_forward)
+        if self.mlp is not None:
+            last_norms = (norms.before_feed_forward, norms.after_feed_forward)
+            self._feed_forward_norms = norm(last_norms[0]), norm(last_norms[1])
         # Of the ranks that add what they compute of a part.
         self._mixer_group: Collective = SINGLE_RANK
         self._feed_forward_group: Collective = SINGLE_RANK
@@ -143,7 +148,7 @@ class DecoderLayer(nn.Module):
         if _can_share(self.self_attn):
             cast("Shareable", self.self_attn).shard(rank)
             self._mixer_group = group
-        if _can_share(self.mlp):
+        if self.mlp is not None and _can_share(self.mlp):
             cast("Shareable", self.mlp).shard(rank)
             self._feed_forward_group = group
 
@@ -168,6 +173,8 @@ class DecoderLayer(nn.Module):
             normed, residual = before.add(delta, residual, self._residual_scale)
         attended = self._mixer_group.all_reduce(self.self_attn(normed, rotations, step))
         attended = after(attended)  # [num_tokens, hidden_size]
+        if self.mlp is None:
+            return attended, residual
         before, after = self._feed_forward_norms
         normed, residual = before.add(attended, residual, self._residual_scale)
         return after(self._feed_forward_group.all_reduce(self.mlp(normed))), residual
@@ -216,6 +223,10 @@ class Decoder(nn.Module):
         self._vocab_start, self._vocab_size = 0, config.vocab_size
         self._hidden_size = config.hidden_size
         self._own_layers = range(config.num_layers)
+        # For whoever guesses from states between layers: those before which they are kept, and of
+        # the latest step `[num_tokens, len(state_layers) * hidden_size]`.
+        self.state_layers: tuple[int, ...] = ()
+        self.states: Tensor | None = None
 
     def shard(self, ranks: Ranks, vocab: Span, *, needs_embedding: bool) -> None:
         """Keep a rank's share of the layers and of the vocabulary, before there are weights."""
@@ -235,7 +246,7 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""
         if self._ranks.is_first_stage:
-            delta = self._embed(input_ids)  # [num_tokens, hidden_size]
+            delta = self.embed(input_ids)  # [num_tokens, hidden_size]
         else:
             shape = (len(input_ids), self._hidden_size)
             empty = torch.empty(shape, dtype=self.norm.weight.dtype, device=input_ids.device)
@@ -244,14 +255,21 @@ class Decoder(nn.Module):
         for rotary_emb in self.rotary_embs:  # each [num_tokens, rotary_dim]
             inputs += rotary_emb(context.positions, context.max_seq_len, delta.dtype)
         if self.tapes is None:
-            hidden = self._layers(inputs, context)
+            results = self._layers(inputs, context)
         else:
-            hidden = self.tapes.run(self._layers, inputs, context)
+            results = self.tapes.run(self._layers, inputs, context)
+        hidden, *states = results
+        self.states = torch.cat(states, dim=-1) if states else None
         if not self._ranks.is_last_stage:
             self._ranks.pass_on(hidden)
         return hidden
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
+    def kept_states(self) -> Tensor:
+        """Return the states before ``state_layers`` of the latest step."""
+        assert self.states is not None, "none are kept"
+        return self.states
+
+    def embed(self, input_ids: Tensor) -> Tensor:
         """Look tokens up, those of other ranks there (vocab-parallel)."""
         if self._ranks.group.size == 1:
             embedded: Tensor = self.embed_tokens(input_ids)
@@ -264,19 +282,29 @@ class Decoder(nn.Module):
             embedded = embedded * _rounded(self._embedding_scale, embedded.dtype)
         return embedded
 
-    def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> Tensor:
-        """Compute this stage's layers: ``[num_tokens, hidden_size]``, the last with its norm."""
+    def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> tuple[Tensor, ...]:
+        """Compute this stage's layers: ``[num_tokens, hidden_size]``, the last with its norm.
+
+        Behind that, the same of what comes before each of ``state_layers``.
+        """
         delta, *angles = inputs
         rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
         residual: Tensor | None = None
+        states: list[Tensor] = []
         for index in self._own_layers:
+            if index in self.state_layers:
+                states.append(
+                    delta
+                    if residual is None
+                    else ops.scaled_add(delta, residual, self._residual_scale)
+                )
             delta, residual = self.layers[index](delta, residual, rotations, context)
             if context.after_layer is not None:
                 context.after_layer(index)
         assert residual is not None, "a stage has at least one layer"
         if not self._ranks.is_last_stage:
-            return ops.scaled_add(delta, residual, self._residual_scale)
-        return self.norm.add(delta, residual, self._residual_scale)[0]
+            return (ops.scaled_add(delta, residual, self._residual_scale),)
+        return self.norm.add(delta, residual, self._residual_scale)[0], *states
 
 
 @functools.cache
@@ -295,13 +323,14 @@ class DecoderForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.options = config, options
         kv_layers = options.kv_layers or tuple(
             PagedKV(config.num_kv_heads, config.head_dim, window)
             for window in options.sliding_windows or (None,) * config.num_layers
         )
         first, num_mtp_layers = config.num_layers, config.num_mtp_layers
-        self._mtp_layers = tuple(f"model.layers.{first + i}." for i in range(num_mtp_layers))
+        mtp_layers = tuple(f"model.layers.{first + i}." for i in range(num_mtp_layers))
+        self._ignored = options.ignored + mtp_layers
         self._stored_names = options.stored_names
         self._logits_divisor = options.logits_divisor
         self._logits_soft_cap = options.logits_soft_cap
@@ -352,9 +381,10 @@ class DecoderForCausalLM(nn.Module):
     def ignores_weight(self, name: str) -> bool:
         """Say whether a checkpoint may have this weight, which nothing here reads.
 
-        These are layers that predict several tokens: nothing here drafts with them.
+        These are layers that guess what comes behind the next token: a drafter reads them apart;
+        and parts of models that see images, too.
         """
-        return name.startswith(self._mtp_layers)
+        return name.startswith((*self._ignored, "mtp."))
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """See ``CausalLM.forward``."""

@@ -20,7 +20,8 @@ from baton_kernels.state_metadata import StateMetadata
 from models.base import ForwardContext, GroupStep
 
 Inputs = Sequence[Tensor]  # each [num_tokens, ...]
-Layers = Callable[[Inputs, ForwardContext], Tensor]
+Results = tuple[Tensor, ...]  # each [num_tokens, ...]
+Layers = Callable[[Inputs, ForwardContext], Results]
 # Of all tapes together: a row keeps what all layers compute of it.
 MAX_ROWS_KEPT = 64
 _Key = tuple[Any, ...]
@@ -33,7 +34,7 @@ class _Taped:
     tape: Tape
     inputs: Inputs
     metadata: tuple[AttentionMetadata | StateMetadata, ...]
-    result: Tensor  # [num_tokens, hidden_size]
+    results: Results
 
 
 class DecodeTapes:
@@ -52,7 +53,7 @@ class DecodeTapes:
         self._last_key: _Key | None = None
 
     @torch.no_grad()
-    def run(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> Tensor:
+    def run(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> Results:
         """Compute ``layers(inputs, context)``, by a tape if there is one or can be."""
         key = _key(inputs, context) if native_ops() is self._ops else None
         repeated, self._last_key = key == self._last_key, key
@@ -70,7 +71,7 @@ class DecodeTapes:
         for static, (metadata, _) in zip(taped.metadata, context.groups, strict=True):
             _copy_metadata(static, metadata)
         taped.tape.run()
-        return taped.result.clone()
+        return tuple(result.clone() for result in taped.results)
 
     def _record(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> _Taped | None:
         with torch.inference_mode(mode=False):
@@ -78,15 +79,17 @@ class DecodeTapes:
             groups = tuple(_static_group(group) for group in context.groups)
         try:
             _plan(groups)
-            tape, result = self._ops.record(lambda: layers(places, replace(context, groups=groups)))
+            tape, results = self._ops.record(
+                lambda: layers(places, replace(context, groups=groups))
+            )
         except TapeError:
             _plan(context.groups)
             return None
-        return _Taped(tape, places, tuple(metadata for metadata, _ in groups), result)
+        return _Taped(tape, places, tuple(metadata for metadata, _ in groups), results)
 
     def _forget(self) -> None:
         """Delete the least recently used tapes, until few rows are kept."""
-        rows = {key: len(taped.result) for key, taped in self._tapes.items() if taped}
+        rows = {key: len(taped.results[0]) for key, taped in self._tapes.items() if taped}
         for key in list(rows)[:-1]:
             if sum(rows.values()) <= MAX_ROWS_KEPT:
                 break

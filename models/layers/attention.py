@@ -15,6 +15,7 @@ from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.layers.linear import (
     HeadsInPairs,
+    HeadsWithGates,
     JoinedLinear,
     keep_elements,
     keep_inputs,
@@ -36,6 +37,7 @@ class AttentionOptions:
     scale: float | None = None  # of dot products; None: head_dim ** -0.5
     soft_cap: float | None = None  # see AttentionBackend.run
     sinks: bool = False  # a learned sink for each head
+    output_gate: bool = False  # a sigmoid on each result's number, of the query's projection
     stored_joined: bool = False  # checkpoints have query, key and value joined
     stored_in_pairs: bool = False  # their heads turn by neighbours; not joined
 
@@ -76,7 +78,12 @@ class Attention(nn.Module):
         kv_size = config.num_kv_heads * config.head_dim
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj: JoinedLinear
-        if options.stored_in_pairs:
+        self._has_gate = options.output_gate
+        if options.output_gate:
+            self.qkv_proj = HeadsWithGates(
+                config.hidden_size, parts, config.head_dim, bias=options.qkv_bias
+            )
+        elif options.stored_in_pairs:
             head = (config.head_dim, config.rope.rotary_dim(config.head_dim))
             self.qkv_proj = HeadsInPairs(
                 config.hidden_size, parts, ("q_proj", "k_proj"), *head, bias=options.qkv_bias
@@ -99,10 +106,10 @@ class Attention(nn.Module):
 
     def shard(self, rank: Rank) -> None:
         """See ``Shareable``: each rank keeps some heads."""
-        _, kv_size, _ = self.qkv_proj.part_sizes
+        kv_size = self.qkv_proj.part_sizes[1]
         heads, kv_heads = rank.heads(self._num_heads, kv_size // self._head_dim)
         query, kv = scaled(heads, self._head_dim), scaled(kv_heads, self._head_dim)
-        keep_outputs(self.qkv_proj, query, kv, kv)
+        keep_outputs(self.qkv_proj, query, kv, kv, *((query,) if self._has_gate else ()))
         keep_inputs(self.o_proj, query, adds_bias=rank.rank == 0)
         if self.sinks is not None:
             keep_elements(self, "sinks", heads)
@@ -129,8 +136,9 @@ class Attention(nn.Module):
         k_scale, v_scale = self.k_scale, self.v_scale
         if kv_cache.dtype != ops.FP8:
             k_scale = v_scale = 1.0
+        projected = self.qkv_proj(hidden)  # [num_tokens, heads and, perhaps, gates]
         query = ops.norm_rotary_store(
-            self.qkv_proj(hidden),
+            projected,
             self._num_heads,
             cos,
             sin,
@@ -153,5 +161,8 @@ class Attention(nn.Module):
         )  # [num_tokens, num_heads, head_dim]
         if v_scale != 1.0:
             attended = attended * v_scale
-        out: Tensor = self.o_proj(attended.flatten(1))
+        mixed = attended.flatten(1)  # [num_tokens, num_heads * head_dim]
+        if self._has_gate:
+            mixed = ops.gate_mul(projected[:, -mixed.shape[1] :], mixed, "sigmoid")
+        out: Tensor = self.o_proj(mixed)
         return out

@@ -1,4 +1,6 @@
-"""Qwen3-Next's recurrent token mixer: a convolution and the gated delta rule (arXiv:2412.06464).
+"""Qwen3-Next's and Qwen3.5's recurrent token mixer: a convolution, the gated delta rule.
+
+Yang et al., arXiv:2412.06464.
 
 Refuses to know: which layers have it, who owns a slot, how states are computed.
 """
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 import baton_kernels as ops
 from models.base import Rotations, StateContext
 from models.layers.gated_norm import GatedRMSNorm
-from models.layers.linear import RegroupedLinear
+from models.layers.linear import JoinedLinear, RegroupedLinear
 from models.layers.short_conv import ShortConv
 from models.recurrent_config import DeltaNetConfig
 
@@ -19,8 +21,8 @@ from models.recurrent_config import DeltaNetConfig
 class GatedDeltaNet(nn.Module):
     """The mixer in attention's place.
 
-    Checkpoints keep the rows of a projection by key head, with those of its value heads; here they
-    lie as the convolution and the rule take them::
+    Checkpoints of Qwen3-Next keep the rows of a projection by key head, with those of its value
+    heads, those of Qwen3.5 one by one; here they lie as the convolution and the rule take them::
 
         | query | key | value | gate (as value) | b (value heads) | a (the same) |
 
@@ -29,24 +31,37 @@ class GatedDeltaNet(nn.Module):
         hidden_size: of input and output.
         eps: of the norm.
         layer_index: which layer of the cache is this one's.
+        stored_by_key_head: see above.
     """
 
     def __init__(
-        self, config: DeltaNetConfig, hidden_size: int, eps: float, layer_index: int
+        self,
+        config: DeltaNetConfig,
+        hidden_size: int,
+        eps: float,
+        layer_index: int,
+        *,
+        stored_by_key_head: bool = True,
     ) -> None:
         super().__init__()
         self._config = config
         self._layer_index = layer_index
         num_heads, key_dim = config.num_value_heads, config.key_dim
         per_key = num_heads // config.num_key_heads
-        by_key = {
-            "in_proj_qkvz": (key_dim, key_dim, *(per_key * config.value_dim,) * 2),
-            "in_proj_ba": (per_key, per_key),
-        }
         self._key_size = config.num_key_heads * key_dim
         self._value_size = num_heads * config.value_dim
-        num_channels = 2 * self._key_size + self._value_size
-        self.in_proj = RegroupedLinear(hidden_size, config.num_key_heads, by_key, bias=False)
+        num_channels = config.num_channels
+        self.in_proj: JoinedLinear
+        if stored_by_key_head:
+            by_key = {
+                "in_proj_qkvz": (key_dim, key_dim, *(per_key * config.value_dim,) * 2),
+                "in_proj_ba": (per_key, per_key),
+            }
+            self.in_proj = RegroupedLinear(hidden_size, config.num_key_heads, by_key, bias=False)
+        else:
+            parts = {"in_proj_qkv": num_channels, "in_proj_z": self._value_size}
+            parts |= dict.fromkeys(("in_proj_b", "in_proj_a"), num_heads)
+            self.in_proj = JoinedLinear(hidden_size, parts, bias=False)
         self.conv1d = ShortConv(num_channels, config.kernel_size, bias=False, has_silu=True)
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
         self.A_log = nn.Parameter(torch.empty(num_heads))

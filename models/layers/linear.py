@@ -62,12 +62,20 @@ class JoinedLinear(nn.Linear):
         """Return the checkpoint's row of each row of a part, int64; None: they are the same."""
         return None
 
+    def stored_name(self, name: str) -> str:
+        """Return whose rows a part is of in a checkpoint, if not the part's own."""
+        return name
+
+    def stored_rows(self, name: str) -> int:
+        """Count the rows that a part's tensor has in a checkpoint."""
+        return self._parts[name]
+
     def keep_parts(self, spans: Sequence[Span]) -> KeptParts:
         """Keep some rows of each part; returns which of a checkpoint's tensors those are."""
         kept: KeptParts = {}
         rows: list[int] = []
         for (name, of_part), (first, end) in zip(self.part_rows(), spans, strict=True):
-            size, order = of_part.stop - of_part.start, self.row_order(name)
+            size, order = self.stored_rows(name), self.row_order(name)
             here = slice(first, end) if order is None else order[first:end]
             for attribute, parameter in self.named_parameters():
                 shape = (size, *parameter.shape[1:])
@@ -115,6 +123,44 @@ class HeadsInPairs(JoinedLinear):
         heads = torch.arange(self._parts[name], device="cpu").view(-1, self._head_dim)
         turning, others = heads[:, : self._rotary_dim], heads[:, self._rotary_dim :]
         return torch.cat([turning[:, 0::2], turning[:, 1::2], others], dim=1).flatten()
+
+
+class HeadsWithGates(JoinedLinear):
+    """Query, key and value projections; checkpoints keep a gate behind each query head::
+
+        in a checkpoint    q_proj: | query of head 0 | gate of head 0 | query of head 1 | ...
+        here               | queries | keys | values | gates |
+
+    Args:
+        in_features: of all of them.
+        parts: name of each in the checkpoint -> its rows here, without gates; queries first.
+        head_dim: rows of a head.
+        bias: whether each has one.
+    """
+
+    _GATES = "gates"
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], head_dim: int, *, bias: bool
+    ) -> None:
+        self._query, self._head_dim = next(iter(parts)), head_dim
+        self._num_rows = 2 * parts[self._query]
+        super().__init__(in_features, {**parts, self._GATES: parts[self._query]}, bias=bias)
+
+    def stored_name(self, name: str) -> str:
+        """See ``JoinedLinear``."""
+        return self._query if name == self._GATES else name
+
+    def stored_rows(self, name: str) -> int:
+        """See ``JoinedLinear``."""
+        return self._num_rows if self.row_order(name) is not None else super().stored_rows(name)
+
+    def row_order(self, name: str) -> Tensor | None:
+        """See ``JoinedLinear``."""
+        if name not in (self._query, self._GATES):
+            return None
+        rows = torch.arange(self._num_rows, device="cpu").view(-1, 2, self._head_dim)
+        return rows[:, int(name == self._GATES)].flatten()
 
 
 class RegroupedLinear(JoinedLinear):
@@ -273,6 +319,7 @@ __all__ = [
     "ExactLinear",
     "GatedLinear",
     "HeadsInPairs",
+    "HeadsWithGates",
     "JoinedLinear",
     "PackedLinear",
     "RegroupedLinear",

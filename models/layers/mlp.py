@@ -1,4 +1,4 @@
-"""The gated feed-forward part of a decoder layer (SwiGLU and its like).
+"""The feed-forward part of a decoder layer: gated (SwiGLU and its like), or a squared ReLU.
 
 Refuses to know: norms, residuals.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+import baton_kernels as ops
 from models.layers.linear import GatedLinear, keep_inputs, keep_outputs
 from models.parallel.shards import Rank
 
@@ -49,4 +50,33 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
         out: Tensor = self.down_proj(self.gate_up_proj(x))
+        return out
+
+
+class SquaredReluMLP(nn.Module):
+    """``down(relu(up(x)) ** 2)``: no gates (So et al., arXiv:2109.08668).
+
+    Args:
+        hidden_size: of input and output.
+        intermediate_size: of the middle.
+        bias: whether both projections have one.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    can_share = True
+
+    def shard(self, rank: Rank) -> None:
+        """See ``Shareable``: each rank keeps some of the middle."""
+        span = rank.wide_span(self.down_proj.in_features)
+        keep_outputs(self.up_proj, span)
+        keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
+        up = self.up_proj(x)
+        out: Tensor = self.down_proj(ops.gate_mul(up, up, "relu"))
         return out

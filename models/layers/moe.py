@@ -19,7 +19,8 @@ from models.layers.linear import (
     keep_inputs,
     keep_outputs,
 )
-from models.layers.mlp import GatedMLP
+from models.layers.mlp import GatedMLP, SquaredReluMLP
+from models.moe_config import RELU2
 from models.parallel.shards import Rank
 
 
@@ -48,20 +49,32 @@ class SparseMoe(nn.Module):
             moe.group_best,
         )
         hidden, inner, experts = config.hidden_size, moe.inner_size, range(moe.num_experts)
-        self._hidden_size, self._inner_size = hidden, inner
         self.gate: nn.Module = ExactLinear(hidden, moe.num_experts, bias=moe.has_biases)
         self.e_score_correction_bias: nn.Parameter | None = None
         if moe.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts))
-        halves = [f"experts.{expert}.{half}_proj" for expert in experts for half in ("gate", "up")]
+        # What experts read and make: the stream, or a projection of it.
+        width = hidden if moe.latent_size is None else moe.latent_size
+        self.fc1_latent_proj: nn.Module | None = None
+        self.fc2_latent_proj: nn.Module | None = None
+        if moe.latent_size is not None:
+            self.fc1_latent_proj = nn.Linear(hidden, width, bias=False)
+            self.fc2_latent_proj = nn.Linear(width, hidden, bias=False)
+        self._width, self._inner_size, self._is_gated = width, inner, moe.activation != RELU2
+        first = ("gate", "up") if self._is_gated else ("up",)
+        halves = [f"experts.{expert}.{half}_proj" for expert in experts for half in first]
         downs = [f"experts.{expert}.down_proj" for expert in experts]
         bias, self._activation = moe.has_biases, moe.activation
-        self.gate_up: nn.Module = JoinedLinear(hidden, dict.fromkeys(halves, inner), bias=bias)
-        self.down: nn.Module = JoinedLinear(inner, dict.fromkeys(downs, hidden), bias=bias)
-        self.shared_expert: GatedMLP | None = None
+        self.gate_up: nn.Module = JoinedLinear(width, dict.fromkeys(halves, inner), bias=bias)
+        self.down: nn.Module = JoinedLinear(inner, dict.fromkeys(downs, width), bias=bias)
+        self.shared_expert: GatedMLP | SquaredReluMLP | None = None
         self.shared_expert_gate: nn.Module | None = None
-        if moe.shared_size:
-            self.shared_expert = GatedMLP(hidden, moe.shared_size, bias=False)
+        if moe.shared_size and not self._is_gated:
+            self.shared_expert = SquaredReluMLP(hidden, moe.shared_size, bias=config.mlp_bias)
+        elif moe.shared_size:
+            self.shared_expert = GatedMLP(
+                hidden, moe.shared_size, bias=False, stored_joined=moe.stored_as_linears
+            )
         if moe.has_shared_gate:
             self.shared_expert_gate = ExactLinear(hidden, 1, bias=False)
 
@@ -83,6 +96,21 @@ class SparseMoe(nn.Module):
         ids, weights = ops.route(self.gate(x), self._routing, self.e_score_correction_bias)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            return self._mix(x, ids, weights, shared, gate)
+        mixed = self._mix(self.fc1_latent_proj(x), ids, weights, None, None)
+        expanded: Tensor = self.fc2_latent_proj(mixed)
+        return expanded if shared is None else ops.scaled_add(expanded, shared)
+
+    def _mix(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        gate: Tensor | None,
+    ) -> Tensor:
+        """Send ``[num_tokens, width]`` through its experts, and add what is shared."""
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
             return ops.packed_experts(
@@ -90,13 +118,14 @@ class SparseMoe(nn.Module):
             )
         assert isinstance(self.gate_up, nn.Linear)
         assert isinstance(self.down, nn.Linear)
-        gate_up = self.gate_up.weight.view(-1, 2 * self._inner_size, self._hidden_size)
-        down = self.down.weight.view(-1, self._hidden_size, self._inner_size)
+        first_size = self._inner_size * (2 if self._is_gated else 1)
+        gate_up = self.gate_up.weight.view(-1, first_size, self._width)
+        down = self.down.weight.view(-1, self._width, self._inner_size)
         biases = None
         if self.gate_up.bias is not None and self.down.bias is not None:
             biases = (
-                self.gate_up.bias.view(-1, 2 * self._inner_size),
-                self.down.bias.view(-1, self._hidden_size),
+                self.gate_up.bias.view(-1, first_size),
+                self.down.bias.view(-1, self._width),
             )
         return ops.experts(
             *(x, ids, weights, gate_up, down, shared, gate),

@@ -10,6 +10,10 @@ In gpt-oss inputs come before outputs, and gates and ups by turns; with biases, 
     mlp.experts.gate_up_proj_scales [experts, 2 * size, hidden / 32]
     mlp.experts.gate_up_proj_bias   [experts, 2 * size]
 
+In Granite 4 they are as the first ones, but by names of their own:
+
+    block_sparse_moe.input_linear.weight, block_sparse_moe.output_linear.weight
+
 Refuses to know: modules, how tensors are stored.
 """
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,6 +37,10 @@ _PARTS: Mapping[str, Mapping[str, int | None]] = {
     _GATE_UP: {"gate_proj": 0, "up_proj": 1},
     _DOWN: {"down_proj": None},
 }
+_LINEARS = {
+    ".block_sparse_moe.input_linear.weight": _GATE_UP,
+    ".block_sparse_moe.output_linear.weight": _DOWN,
+}
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 
 
@@ -41,6 +50,7 @@ def split_fused_experts(
     rename: Callable[[str], str],
     *,
     by_turns: bool = False,
+    as_linears: bool = False,
 ) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors, by name, those that are fused as parts that are read alone.
 
@@ -51,7 +61,10 @@ def split_fused_experts(
         num_experts: of each layer that has some.
         rename: makes a checkpoint's name of a module's.
         by_turns: fused experts are as in gpt-oss.
+        as_linears: they are as in Granite 4.
     """
+    if as_linears:
+        tensors = {one.name: one for one in map(_renamed, tensors.values())}
     if by_turns:
         parts = (part for one in tensors.values() for part in _by_turns(one, tensors, num_experts))
     elif any(name.endswith((_GATE_UP, _DOWN)) for name in tensors):
@@ -59,6 +72,13 @@ def split_fused_experts(
     else:
         return dict(tensors)
     return {rename(part.name): part for part in parts}
+
+
+def _renamed(stored: StoredTensor) -> StoredTensor:
+    for theirs, ours in _LINEARS.items():
+        if stored.name.endswith(theirs):
+            return replace(stored, name=stored.name.removesuffix(theirs) + ".mlp" + ours)
+    return stored
 
 
 def _parts(stored: StoredTensor, num_experts: int) -> Iterator[StoredTensor]:

@@ -8,6 +8,7 @@ Refuses to know: architectures, pickled checkpoints (they run code).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,7 +68,7 @@ def load_model(
     """See ``models.load_model``."""
     path = Path(folder)
     config = ModelConfig.from_folder(path, max_model_len=max_model_len)
-    with torch.device("meta"), _NoInitialWeights():
+    with on_meta_device():
         model = MODELS.load(config.architecture)(config)
         whole = _Names([name for name, _ in _checkpoint_parameters(model)], [*_kv_scales(model)])
         if ranks.everyone.size > 1:
@@ -80,17 +81,44 @@ def load_model(
             "weights are stored as %s, and %s in %s", config.quantization.method, kept, kind
         )
     with ExitStack() as files:
-        stored = _open_weights(path, config, files)
+        stored = open_weights(path, config, files)
         if config.moe is not None:
             stored = split_fused_experts(
                 stored,
                 config.moe.num_experts,
                 model.checkpoint_name,
                 by_turns=config.moe.stored_by_turns,
+                as_linears=config.moe.stored_as_linears,
             )
         _check_names(path, stored, whole, [name for name in stored if model.ignores_weight(name)])
         _load_weights(model, path, stored, dtype, torch.device(device), packer)
     return model.to(device).eval().requires_grad_(requires_grad=False)
+
+
+@contextlib.contextmanager
+def on_meta_device() -> Iterator[None]:
+    """Make modules without weights."""
+    with torch.device("meta"), _NoInitialWeights():
+        yield
+
+
+def fill_model(
+    model: DecoderForCausalLM,
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    packer: WeightPacker | None,
+) -> None:
+    """Load a model that was made without weights from what a folder has of it.
+
+    Raises ModelLoadError where the folder lacks a tensor, or one has another shape.
+    """
+    missing = [name for name, _ in _checkpoint_parameters(model) if name not in stored]
+    if missing:
+        raise ModelLoadError(f"{folder}: weights are missing: {_first_of(missing)}")
+    _load_weights(model, folder, stored, dtype, device, packer)
+    model.to(device).eval().requires_grad_(requires_grad=False)
 
 
 class _NoInitialWeights(TorchFunctionMode):
@@ -146,7 +174,10 @@ class _Place:
 
 
 def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Place]]:
-    """Return every tensor that a checkpoint must have, by its name there."""
+    """Return every tensor that a checkpoint must have, by its name there.
+
+    A tensor whose rows belong to several parts comes once for each.
+    """
     rename = model.checkpoint_name
     for path, module in model.named_modules():
         parts: KeptParts = getattr(module, "kept", {})
@@ -158,9 +189,10 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
                     order = module.row_order(part)
                     if kept is None and order is not None:
                         shape = getattr(module, attribute).shape[1:]
-                        kept = Kept((len(order), *shape), order)
+                        kept = Kept((module.stored_rows(part), *shape), order)
                     place = _Place(module, attribute, rows, kept)
-                    yield rename(f"{parent}.{part}.{attribute}"), place
+                    stored = module.stored_name(part)
+                    yield rename(f"{parent}.{stored}.{attribute}"), place
             else:
                 place = _Place(module, attribute, slice(None), parts.get(attribute))
                 yield rename(f"{path}.{attribute}"), place
@@ -196,14 +228,14 @@ def _load_weights(
     device: torch.device,
     packer: WeightPacker | None,
 ) -> None:
-    places, scales = dict(_checkpoint_parameters(model)), _kv_scales(model)
+    places, scales = _checkpoint_parameters(model), _kv_scales(model)
     if model.config.tie_word_embeddings and _HEAD in stored:
-        _check_tied(folder, stored)
+        _check_tied(folder, stored, model.checkpoint_name(_EMBED))
     for name in scales.keys() & stored.keys():
         owner, attribute = scales[name]
         setattr(owner, attribute, _read_scale(stored[name]))
     packing = None if packer is None else packer.start(model)
-    by_parameter = groupby(places.items(), lambda item: (item[1].owner, item[1].attribute))
+    by_parameter = groupby(places, lambda item: (item[1].owner, item[1].attribute))
     for (owner, attribute), of_owner in by_parameter:
         packs = packing is not None and attribute == "weight"
         parts = [_read_part(stored[name], place, integers=packs) for name, place in of_owner]
@@ -280,7 +312,7 @@ def _fill_parameter(
     setattr(owner, attribute, nn.Parameter(weight, requires_grad=False))
 
 
-def _open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, StoredTensor]:
+def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, StoredTensor]:
     """Open a checkpoint's tensors, by their names there in Hugging Face layout."""
     gguf = folder / WEIGHTS
     if gguf.exists():
@@ -320,17 +352,17 @@ def _read_scale(stored: StoredTensor) -> float:
     return scale
 
 
-def _check_tied(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
+def _check_tied(folder: Path, stored: Mapping[str, StoredTensor], embed: str) -> None:
     """Raise ModelLoadError if a tied head was saved and is not what the embedding is."""
     head = WeightPart(0, stored[_HEAD].read(), stored[_HEAD].is_mapped)
-    embedding = stored[_EMBED].read()
+    embedding = stored[embed].read()
 
     def is_embedding(first_row: int, rows: Tensor) -> bool:
         return torch.equal(rows.to(embedding), embedding[first_row : first_row + len(rows)])
 
     same = head.shape == embedding.shape
     if not (same and all(is_embedding(first_row, rows) for first_row, rows in head.pieces())):
-        problem = f"differs from {_EMBED} although tie_word_embeddings is true"
+        problem = f"differs from {embed} although tie_word_embeddings is true"
         raise ModelLoadError(f"{folder}: {_HEAD}: {problem}")
 
 

@@ -131,6 +131,11 @@ class Ranks:
         """Whether this one does."""
         return self.everyone.rank == self.leader
 
+    def abort(self) -> None:
+        """Let every call of every rank fail from now on; from any thread."""
+        for one in {id(one): one for one in (self.group, self.everyone)}.values():
+            one.abort()
+
     def pass_on(self, hidden: Tensor) -> None:
         """Send what this stage has computed to the next one."""
         self.everyone.send(hidden, self.everyone.rank + self.group.size)

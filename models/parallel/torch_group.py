@@ -14,7 +14,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from models.parallel.group import SINGLE_RANK, Collective, CollectiveError, Ranks
+from models.parallel.group import SINGLE_RANK, CollectiveError, Ranks
+from models.parallel.shared_group import share_memory
 
 # Typed as anything: what is named here has no types, though it is documented.
 dist: Any = torch.distributed
@@ -132,7 +133,12 @@ def own_address(host: str, port: int) -> str:
 
 
 def connect(
-    rank: int, num_ranks: int, stage_size: int, meeting: str, device: torch.device
+    rank: int,
+    num_ranks: int,
+    stage_size: int,
+    meeting: str,
+    device: torch.device,
+    shared: int | None = None,
 ) -> Ranks:
     """Find the other ranks of a model, each of which does the same.
 
@@ -142,15 +148,17 @@ def connect(
         stage_size: ranks of one stage.
         meeting: see ``TorchGroup``.
         device: of the tensors.
+        shared: descriptor of memory that ranks of this machine share (`open_shared`).
     """
     everyone = TorchGroup(rank, num_ranks, meeting, "everyone", device)
     if stage_size == num_ranks:
-        return Ranks(everyone, everyone)
-    group: Collective = SINGLE_RANK
-    if stage_size > 1:
-        stage, place = divmod(rank, stage_size)
-        group = TorchGroup(place, stage_size, meeting, f"stage-{stage}", device)
-    return Ranks(everyone, group)
+        group = share_memory(everyone, shared, 0)
+        return Ranks(group, group)
+    if stage_size == 1:
+        return Ranks(everyone, SINGLE_RANK)
+    stage, place = divmod(rank, stage_size)
+    of_stage = TorchGroup(place, stage_size, meeting, f"stage-{stage}", device)
+    return Ranks(everyone, share_memory(of_stage, shared, stage))
 
 
 def _refuse_tapes(tensor: Tensor) -> None:

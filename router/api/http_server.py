@@ -19,8 +19,15 @@ from aiohttp.http_exceptions import HttpProcessingError
 from baton.access.access import Access
 from baton.access.audit_log import AuditKind
 from baton.access.call_roles import ANY, INFER, LOOK, OPEN, Roles
-from baton.access.credentials import http_credentials
-from baton.api.errors import HTTP_STATUS_OF, ConfigError, InvalidRequestError, OverloadedError
+from baton.access.credentials import http_credentials, page_credentials
+from baton.api.errors import (
+    HTTP_STATUS_OF,
+    BatonError,
+    ConfigError,
+    InvalidRequestError,
+    OverloadedError,
+    status_name,
+)
 from baton.serving.access_log import AccessEntry, AccessLog
 from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.serving.connections import Listener
@@ -45,6 +52,7 @@ from router.api.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER
 from router.api.http.responses import LoadObject, ModelList, ModelObject, VersionObject
 from router.api.http.tokenization import detokenize, tokenize
 from router.api.openai_responses.api import responses
+from router.api.ui.page import StatusPage
 from router.fleet.node_pool import NodePool
 from router.gate.overload import Overload
 from router.gate.rate_limits import REQUESTS, TOKENS, Rate
@@ -55,6 +63,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
 REQUEST_ID_HEADER = "X-Request-Id"
+UI = "/ui"
 _Serve = Callable[
     [web.Request, Intake, HttpOptions], Awaitable[web.StreamResponse | msgspec.Struct]
 ]
@@ -93,6 +102,7 @@ class HttpServer:
         overload: says what is not taken on.
         tls: what it serves HTTPS with; None: HTTP.
         access_log: is told of requests that have ended.
+        status_page: served to who may look; None: there is none.
         tracing: says which requests are traced; none if not given.
     """
 
@@ -111,6 +121,7 @@ class HttpServer:
         overload: Overload | None = None,
         tls: ssl.SSLContext | None = None,
         access_log: AccessLog | None = None,
+        status_page: StatusPage | None = None,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self._intake = intake
@@ -153,7 +164,9 @@ class HttpServer:
             (hdrs.METH_GET, "/version", self._version, ANY),
             (hdrs.METH_GET, "/load", self._load, LOOK),
             (hdrs.METH_GET, "/metrics", self._show_metrics, LOOK),
+            *_pages_of(status_page),
         ]
+        self._pages = {handler for _, path, handler, _ in routes if path.startswith(UI)}
         self._roles = {handler: roles for _, _, handler, roles in routes}
         for method, path, handler, _ in routes:
             app.router.add_route(method, path, handler)
@@ -280,9 +293,15 @@ class HttpServer:
         """
         roles = self._roles.get(request.match_info.handler, _UNKNOWN_PATH)
         if roles is not OPEN:
-            shown = http_credentials(request)
+            is_page = request.match_info.handler in self._pages
+            shown = page_credentials(request) if is_page else http_credentials(request)
             call = f"{request.method} {request.path}"
-            principal = self._access.admit(shown, roles, call)
+            try:
+                principal = self._access.admit(shown, roles, call)
+            except BatonError as error:
+                if not is_page:
+                    raise
+                return _ask_for_key(error)
             request[PRINCIPAL] = principal
             if roles is LOOK:
                 self._access.note(AuditKind.LOOKED, principal, shown.address, call)
@@ -367,6 +386,24 @@ class HttpServer:
 
     def _model_object(self) -> ModelObject:
         return ModelObject(self._model_name, self._created, self._intake.max_model_len)
+
+
+def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | None]]:
+    """The status page's paths; what it is drawn with is in the repository, and no secret."""
+    if page is None:
+        return []
+    return [
+        (hdrs.METH_GET, UI, page.show_all, LOOK),
+        (hdrs.METH_GET, f"{UI}/requests/{{request_id}}", page.show_request, LOOK),
+        (hdrs.METH_GET, f"{UI}/{{name:ui.(?:css|js)}}", page.show_file, OPEN),
+    ]
+
+
+def _ask_for_key(error: BatonError) -> web.Response:
+    """Have a browser ask whoever sits before it."""
+    status = HTTP_STATUS_OF[status_name(error)]
+    asks = {hdrs.WWW_AUTHENTICATE: 'Basic realm="Baton: an API key as password"'}
+    return web.Response(status=status, text=f"{error}\n", headers=asks if status == 401 else {})
 
 
 def _logger_of_protocol() -> logging.Logger:

@@ -29,6 +29,7 @@ MAX_NAME_CHARS = 256  # names of nodes, engine ids, addresses, versions
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
 MAX_REGISTRATION_PARTS = 2**10  # three for each of those, and its fields
 MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
+MAX_RANKS = 2**10
 MAX_KV_BYTES_PER_TOKEN = 2.0**30
 MAX_RATE = 1e15  # bytes per second
 MAX_SECONDS = 1e9
@@ -79,6 +80,8 @@ def registration_problem(registration: NodeRegistration) -> str:
         "max_model_len": (2, MAX_MODEL_LEN),
         "num_blocks": (1, MAX_NUM_BLOCKS),
         "block_size": (1, MAX_BLOCK_SIZE),
+        "tensor_parallel_size": (1, MAX_RANKS),
+        "pipeline_parallel_size": (1, MAX_RANKS),
     }
     for field, (least, most) in sizes.items():
         value = getattr(registration, field)

@@ -24,6 +24,7 @@ from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
 from router.gate.admission import Admission
 from router.gate.overload import Overload
+from router.intake.fleet_metrics import RevisionCollector
 
 _PREFIX = "baton_router"
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -136,6 +137,7 @@ class RouterMetrics:
         if pool is not None:
             registry.register(_NodeCollector(pool))
             registry.register(_PairCollector(pool))
+            registry.register(RevisionCollector(pool))
         if admission is not None:
             registry.register(_AdmissionCollector(admission))
         if overload is not None:
@@ -165,6 +167,10 @@ class RouterMetrics:
             waiting = GaugeMetricFamily("x", "Requests that wait at the router.")
             waiting.add_metric([], self._admission.state().num_queued)
             yield "num_requests_waiting", waiting
+
+    def show(self, collector: Collector) -> None:
+        """Show from now on what a collector tells."""
+        self._registry.register(collector)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

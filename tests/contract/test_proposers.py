@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from baton.api.outputs import Completion
 from baton.engine_config import SPECULATIVE_METHODS
 from engine import LLM
 from engine.speculation import PROPOSERS
+from tests.fakes.drafters import options_of
 from tests.unit.engine.test_several_samples import DEMO, REQUESTS, SMALL
 
 pytestmark = pytest.mark.medium
-
-# Tokens that come again: the outputs of a small model do, and those of random prompts soon.
-OPTIONS: dict[str, dict[str, Any]] = {"ngram": {"ngram_min": 1}}
 
 
 def test_the_option_names_all_of_them() -> None:
@@ -44,10 +40,9 @@ def test_speculation_changes_no_token(
     llm = LLM(
         str(DEMO),
         async_scheduling=asynchronous,
-        speculative_method=method,
         num_speculative_tokens=num_drafts,
         adaptive_speculation=adaptive,
-        **OPTIONS[method],
+        **options_of(method, DEMO),
         **SMALL,
     )
     found = llm.generate(*REQUESTS)

@@ -56,11 +56,17 @@ class SeenPage:
     overflowing: elements that reach beyond the right edge, by tag and text; none should.
     pictures: file contents of the pictures that the browser chose.
     picture: a PNG of the whole page.
+    complaints: what the browser's console has to say against it.
+    text: that is seen.
+    found: what ``script`` gave.
     """
 
     overflowing: list[str]
     pictures: list[str]
     picture: bytes
+    complaints: list[str]
+    text: str
+    found: Any = None
 
 
 _OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one =>
@@ -69,12 +75,41 @@ _OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one =>
 _PICTURES = """[...document.images].map(one => one.currentSrc)"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """How a page is looked at.
+
+    Attributes:
+        url: of the page.
+        width: of the screen, in pixels.
+        authorization: header of every request; empty: none.
+        scripts: whether pages may run any.
+        script: run at the end; what it gives, or promises, is `SeenPage.found`.
+    """
+
+    url: str
+    width: int
+    is_dark: bool
+    authorization: str = ""
+    scripts: bool = True
+    script: str = ""
+
+
 def look_at_page(path: Path, profile: Path, *, width: int, is_dark: bool) -> SeenPage:
     """A file from the disk on a screen of so many pixels, in the light or in the dark."""
-    return asyncio.run(_look_at_page(path, profile, width, is_dark))
+    return look(Glance(url=path.as_uri(), width=width, is_dark=is_dark), profile)
 
 
-async def _look_at_page(path: Path, profile: Path, width: int, is_dark: bool) -> SeenPage:
+def look(glance: Glance, profile: Path) -> SeenPage:
+    """Look at a page.
+
+    Args:
+        profile: an empty folder, for the browser alone.
+    """
+    return asyncio.run(_look(glance, profile))
+
+
+async def _look(glance: Glance, profile: Path) -> SeenPage:
     assert CHROMIUM is not None
     process = await asyncio.create_subprocess_exec(
         CHROMIUM, *_OPTIONS, f"--user-data-dir={profile}", "--remote-debugging-port=0",
@@ -86,7 +121,7 @@ async def _look_at_page(path: Path, profile: Path, width: int, is_dark: bool) ->
             async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
                 [page] = [one for one in await response.json() if one["type"] == "page"]
             async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                return await _see(socket, path, width, is_dark)
+                return await _see(socket, glance)
     finally:
         process.kill()
         await process.wait()
@@ -100,38 +135,63 @@ async def _debugging_port(profile: Path) -> int:
     return int(noted.read_text().splitlines()[0])
 
 
-async def _see(
-    socket: aiohttp.ClientWebSocketResponse, path: Path, width: int, is_dark: bool
-) -> SeenPage:
+async def _see(socket: aiohttp.ClientWebSocketResponse, glance: Glance) -> SeenPage:
     numbers = itertools.count(1)
+    complaints: list[str] = []
 
     async def ask(method: str, **params: Any) -> dict[str, Any]:
         number = next(numbers)
         await socket.send_json({"id": number, "method": method, "params": params})
         while (answer := await socket.receive_json()).get("id") != number:
-            pass
+            complaints.extend(_complaints(answer))
         assert "error" not in answer, answer
         found: dict[str, Any] = answer["result"]
         return found
 
     async def evaluate(script: str) -> Any:
-        found = await ask("Runtime.evaluate", expression=script, returnByValue=True)
-        return found["result"]["value"]
+        found = await ask(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
 
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if glance.is_dark else "light"}
+    screen = {"height": 900, "deviceScaleFactor": 1, "mobile": glance.width < 600}
     await ask("Emulation.setEmulatedMedia", features=[scheme])
-    await ask("Emulation.setDeviceMetricsOverride", **screen)
-    await ask("Page.enable")
-    await ask("Page.navigate", url=path.as_uri())
-    ready = 'location.protocol == "file:" && document.readyState == "complete"'
+    await ask("Emulation.setDeviceMetricsOverride", width=glance.width, **screen)
+    for domain in ("Page", "Log", "Runtime", "Network"):
+        await ask(f"{domain}.enable")
+    if glance.authorization:
+        headers = {"Authorization": glance.authorization}
+        await ask("Network.setExtraHTTPHeaders", headers=headers)
+    if not glance.scripts:
+        await ask("Emulation.setScriptExecutionDisabled", value=True)
+    await ask("Page.navigate", url=glance.url)
+    ready = 'location.protocol != "about:" && document.readyState == "complete"'
     while not await evaluate(ready):  # noqa: ASYNC110  # nobody tells
         await asyncio.sleep(0.05)
+    found = await evaluate(glance.script) if glance.script else None
     height = await evaluate("document.documentElement.scrollHeight")
-    clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+    clip = {"x": 0, "y": 0, "width": glance.width, "height": height, "scale": 1}
     shot = await ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
     return SeenPage(
         overflowing=await evaluate(_OVERFLOWING),
         pictures=await evaluate(_PICTURES),
         picture=base64.b64decode(shot["data"]),
+        text=await evaluate("document.body.innerText"),
+        complaints=complaints,
+        found=found,
     )
+
+
+def _complaints(event: dict[str, Any]) -> list[str]:
+    """What an event of the browser says against the page."""
+    said = event.get("params", {})
+    match event.get("method"):
+        case "Log.entryAdded" if said["entry"]["level"] in ("warning", "error"):
+            return [said["entry"]["text"]]
+        case "Runtime.exceptionThrown":
+            return [said["exceptionDetails"]["text"]]
+        case "Runtime.consoleAPICalled" if said["type"] in ("warning", "error", "assert"):
+            return [str(said["args"])]
+    return []

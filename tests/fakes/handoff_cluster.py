@@ -67,11 +67,9 @@ class RecordingSender(Sender):
         self.started: list[Key] = []
         self.heard: list[TransferEvent] = []
 
-    def start(
-        self, request_id: str, epoch: int, engine_id: str, *, num_tokens: int, num_blocks: int
-    ) -> None:
+    def start(self, request_id: str, epoch: int, *arguments: Any, **options: Any) -> None:
         self.started.append((request_id, epoch))
-        super().start(request_id, epoch, engine_id, num_tokens=num_tokens, num_blocks=num_blocks)
+        super().start(request_id, epoch, *arguments, **options)
 
     def poll(self) -> list[TransferEvent]:
         events = super().poll()
@@ -128,6 +126,9 @@ def kv_of(engine: Engine, block_ids: list[int], num_tokens: int) -> torch.Tensor
     num_groups = engine.kv_memory.spec.num_groups
     places = engine.handoff_indices(num_tokens)
     kv = engine.kv_memory.tensor[[block_ids[place] for place in places]]  # a copy
+    if engine.kv_memory.layers_per_group > engine.model_config.num_layers:
+        # Of a drafter, the last depends on the token behind the prompt.
+        kv = kv[:, : engine.model_config.num_layers]
     for block, place in zip(kv, places, strict=True):
         num_written = min(num_tokens - place // num_groups * BLOCK_SIZE, BLOCK_SIZE)
         block[..., num_written:, :] = 0  # whatever is there, nobody looks at it

@@ -17,6 +17,8 @@ from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
 from baton.link.words import PrefillCommand, RequestDelta, RequestError
 from baton.text.tokenizer import Tokenizer
 from router.api.http_server import HttpServer
+from router.api.ui.page import StatusPage
+from router.gate.overload import Overload
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.choice import OutputParsers
@@ -62,7 +64,12 @@ class HttpScene:
             sampling_defaults=sampling_defaults,
             trusts_templates=trusts_templates,
         )
-        self.server = HttpServer(intake, self.pool, self.metrics, model_name=MODEL, **options)
+        self.page = StatusPage(
+            self.dispatcher, model=MODEL, policy=lambda: "least_tokens", overload=Overload()
+        )
+        self.server = HttpServer(
+            intake, self.pool, self.metrics, model_name=MODEL, status_page=self.page, **options
+        )
         self.headers: dict[str, str] = {}
         self.session: aiohttp.ClientSession
         self.url = ""

@@ -15,6 +15,7 @@ class PlainMemory:
 
     tensor: torch.Tensor
     manifest: KVManifest
+    rank: int = 0
 
 
 def memory_of(tensor: torch.Tensor) -> PlainMemory:

@@ -231,6 +231,7 @@ class ScriptedTransport:
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
         transfer: TransferKey = NO_TRANSFER,
+        groups: Sequence[int] = (),
     ) -> ScriptedWrite:
         target = self._target(engine_id)
         check_block_ids(local_block_ids, len(self.kv_cache))

@@ -64,7 +64,9 @@ class Fleet:
 
     def admin(self, *arguments: str) -> Any:
         command = [*PYTHON_MODULE, "baton", "admin", *arguments, "--router", self.router]
-        out = subprocess.check_output([*command, "--output", "json"], timeout=60)
+        out = subprocess.check_output(
+            [*command, "--output", "json"], timeout=60, stderr=subprocess.DEVNULL
+        )
         return json.loads(out)
 
     def rollout(self) -> dict[str, Any]:
@@ -80,6 +82,12 @@ class Fleet:
             return (found.get("num_prefill"), found.get("num_decode")) == (num_prefill, num_decode)
 
         wait_until(is_there, timeout_s=READY_TIMEOUT_S)
+
+    def answers(self) -> bool:
+        """Whether there is a router."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            return bool(self.rollout())
+        return False
 
     def stop(self) -> None:
         for process in self.processes.values():
@@ -97,6 +105,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
             "router", "router", "--listen", one.router, "--http-listen", "",
             "--no-local-prefill", "--node-timeout-s", "10", "--pair-timeout-s", "30",
         )  # fmt: skip
+        wait_until(one.answers, timeout_s=READY_TIMEOUT_S)
         yield one
 
 

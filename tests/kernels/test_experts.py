@@ -60,6 +60,21 @@ def test_experts(
         assert_close(found, reference.experts(x, ids, weights, gate_up, down, base))
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_experts_without_gates(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    num_tokens, hidden, inner, num_experts, top_k = shape
+    torch.manual_seed(0)
+    x = torch.randn(num_tokens, hidden).to(device, dtype)
+    up = (torch.randn(num_experts, inner, hidden) / hidden**0.5).to(device, dtype)
+    down = (torch.randn(num_experts, hidden, inner) / inner**0.5).to(device, dtype)
+    logits = torch.randn(num_tokens, num_experts, device=device)
+    chosen = reference.route(logits, Routing(top_k))
+    found = experts(x, *chosen, up, down, activation=reference.RELU2)
+    assert_close(found, reference.experts(x, *chosen, up, down, activation=reference.RELU2))
+
+
 def test_all_rows_of_one_expert_and_none(device: torch.device) -> None:
     torch.manual_seed(0)
     gate_up, down = torch.randn(3, 32, 16, device=device), torch.randn(3, 16, 16, device=device)

@@ -7,7 +7,7 @@ import torch
 
 from baton_kernels import reference
 from baton_kernels.triton.norm import add_rms_norm, rms_norm
-from baton_kernels.triton.silu_mul import gated_mul, silu_mul
+from baton_kernels.triton.silu_mul import gate_mul, gated_mul, silu_mul
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.kernels.poison import strided
 from tests.numerics.tolerances import assert_close
@@ -80,6 +80,13 @@ def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 def test_gated_mul(activation: str, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = (torch.randn(3, 70) * 5).to(device, dtype)
     assert_close(gated_mul(gate_up, activation), reference.gated_mul(gate_up, activation))
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
+def test_gate_mul(activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    gate, x = ((torch.randn(3, 77) * 5).to(device, dtype)[:, :70] for _ in range(2))
+    for one, other in ((gate, x), (x, x)):
+        assert_close(gate_mul(one, other, activation), reference.gate_mul(one, other, activation))
 
 
 def test_silu_mul_of_large_gates_is_finite(device: torch.device) -> None:

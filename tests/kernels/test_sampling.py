@@ -52,7 +52,7 @@ def on_device(logits: torch.Tensor, rows: Parameters, keys: npt.NDArray[np.uint3
 
 def on_cpu(logits: torch.Tensor, rows: Parameters, keys: npt.NDArray[np.uint32]) -> list[int]:
     """The tokens of the definition."""
-    as_list: list[int] = engine.sampling.sampler._choose(logits, rows, keys).tolist()
+    as_list: list[int] = engine.sampling.sampler.choose(logits, rows, keys).tolist()
     return as_list
 
 

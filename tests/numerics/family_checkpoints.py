@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from models.registry import MODELS
+from tests.numerics.family import Family
+from tests.numerics.family_hybrids import HYBRIDS
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
 
 VOCAB_SIZE = 61
@@ -31,22 +33,6 @@ NUM_PROMPT_TOKENS = 40
 NUM_OUTPUTS = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What is tested of one architecture.
-
-    Attributes:
-        variants: their names -> fields of their config, beyond those of `make_hugging_face_model`.
-            The plainest first; the last, with layers of every kind, also runs split.
-        refused: fields of the last one's config.json -> values that change what transformers
-            computes, and that ours must therefore refuse, naming the field; beyond `REFUSED`. A
-            name with a dot is a field of an object.
-    """
-
-    variants: Mapping[str, Mapping[str, Any]]
-    refused: Mapping[str, Any] = field(default_factory=dict)
-
-
 def layers(pattern: str) -> dict[str, Any]:
     """A layer per letter: s has a window, f has full attention."""
     names = {"s": "sliding_attention", "f": "full_attention"}
@@ -57,14 +43,6 @@ def layers(pattern: str) -> dict[str, Any]:
     }
 
 
-# States that fit into a block of two tokens: those of real models take hundreds.
-MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_state": 3,
-    "mamba_n_groups": 2,
-    "mamba_expand": 1,
-    "head_dim": 32,
-}
 DEEPSEEK_EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 8),
@@ -92,9 +70,6 @@ YARN: dict[str, Any] = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
-# Their fields with other names than elsewhere.
-LFM2 = {"block_multiple_of": 8, "norm_eps": 1e-6}
-
 # With larger embeddings, which Gemma scales up, a tied model repeats its last token.
 SMALL = {"initializer_range": 0.1}
 _YARN = {
@@ -120,43 +95,10 @@ def ropes(full: dict[str, Any], sliding_theta: float) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
-    "BambaForCausalLM": Family(
-        {
-            "plain": MAMBA | {"attn_layer_indices": [1]},
-            "every bias, one group": MAMBA
-            | {
-                "num_hidden_layers": 4,
-                "attn_layer_indices": [0, 2],
-                "mamba_n_groups": 1,
-                "mamba_proj_bias": True,
-                "attention_bias": True,
-                "mlp_bias": True,
-            },
-        },
-        refused={
-            "time_step_limit": [0.1, 2.0],
-            "attn_layer_indices": 7,
-            "mamba_d_head": 9,
-            "mamba_n_heads": 7,
-        },
-    ),
+    **HYBRIDS,
     "CwmForCausalLM": Family(
         {"plain": layers("ff"), "windows 3:1": layers("fsss") | {"mlp_bias": True}},
         refused={"sliding_window": None},
-    ),
-    "Lfm2ForCausalLM": Family(
-        {
-            "one of each": LFM2 | {"layer_types": ["conv", "full_attention"]},
-            "biases, untied": LFM2
-            | {
-                "conv_bias": True,
-                "conv_L_cache": 4,
-                "tie_word_embeddings": False,
-                "num_hidden_layers": 5,
-                "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
-            },
-        },
-        refused={"conv_L_cache": 1, "block_multiple_of": 0},
     ),
     "Gemma2ForCausalLM": Family(
         {
@@ -371,6 +313,8 @@ REFUSED: dict[str, Any] = {
     "hidden_act": "tanh",
     "hidden_activation": "tanh",
     "layer_types": "spiral_attention",
+    "layers_block_type": "spiral_attention",
+    "mlp_hidden_act": "tanh",
     "rope_parameters": {"rope_type": "spiral"},
 }
 

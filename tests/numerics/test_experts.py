@@ -68,7 +68,7 @@ def packed(
     return PackedWeight.pack(weight, torch.randn(num_rows) if has_bias else None, format_, width)
 
 
-@pytest.mark.parametrize("activation", ["silu", reference.CLAMPED_SWIGLU])
+@pytest.mark.parametrize("activation", ["silu", reference.CLAMPED_SWIGLU, reference.RELU2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("format_", WeightFormat, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -82,12 +82,13 @@ def test_experts_in_c(
     """With biases where gates are clamped; some are, for inputs are large there."""
     torch.manual_seed(0)
     num_tokens, hidden, inner, num_experts, top_k = shape
-    has_biases = activation != "silu"
+    has_biases = activation == reference.CLAMPED_SWIGLU
+    halves = 1 if activation == reference.RELU2 else 2
     x = (torch.randn(num_tokens, hidden) * (4 if has_biases else 1)).to(dtype)
     base, base_gate = torch.randn_like(x), torch.randn(num_tokens, 1)
     ids, weights = native.route(torch.randn(num_tokens, num_experts), Routing(top_k))
     gate_up = packed(
-        2 * num_experts * inner, hidden, format_, native.panel_width, has_bias=has_biases
+        halves * num_experts * inner, hidden, format_, native.panel_width, has_bias=has_biases
     )
     down = packed(num_experts * hidden, inner, format_, native.panel_width, has_bias=has_biases)
 

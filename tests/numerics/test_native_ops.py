@@ -109,6 +109,21 @@ def test_gated_mul(
 
 
 @TYPES
+@pytest.mark.parametrize("activation", ["sigmoid", "relu", "silu"])
+@pytest.mark.parametrize("shape", [(1, 2), (7, 34), (19, 1003)])
+def test_gate_mul(
+    native: NativeOps, shape: tuple[int, int], activation: str, dtype: torch.dtype
+) -> None:
+    num_rows, size = shape
+    gate, x = ((torch.randn(num_rows, size + 3) * 8).to(dtype)[:, :size] for _ in range(2))
+    close(native.gate_mul(gate, x, activation), reference.gate_mul(gate, x, activation))
+    found = native.gate_mul(x, x, activation)  # of one tensor
+    close(found, reference.gate_mul(x, x, activation))
+    alone = [native.gate_mul(gate[i : i + 1], x[i : i + 1], activation) for i in range(num_rows)]
+    assert torch.equal(torch.cat(alone), native.gate_mul(gate, x, activation))
+
+
+@TYPES
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1003)])
 def test_soft_cap(native: NativeOps, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = (torch.randn(shape) * torch.logspace(-3, 3, shape[-1])).to(dtype)

@@ -104,8 +104,8 @@ def test_gated_delta_net() -> None:
     theirs = Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(hidden_size=HIDDEN_SIZE, rms_norm_eps=EPS, num_hidden_layers=8, **DELTA), 5
     )
-    config = parse_delta_net(Fields(DELTA, "config.json"))
-    assert config == DeltaNetConfig(2, 6, 12, 8, 3)
+    config = parse_delta_net(Fields(DELTA, "config.json"), 4)
+    assert config == DeltaNetConfig(2, 6, 12, 8, 3, (True, True, True, False))
     ours = GatedDeltaNet(config, HIDDEN_SIZE, EPS, 5)
     recurrent = (config.num_value_heads, config.key_dim, config.value_dim)
     check(theirs, ours, (ours.conv1d.state_shape, recurrent))
@@ -127,4 +127,4 @@ def test_mixers_that_are_not_computed_are_refused(name: str, value: object) -> N
 def test_value_heads_belong_to_key_heads() -> None:
     fields = Fields(DELTA | {"linear_num_key_heads": 4}, "config.json")
     with pytest.raises(ModelLoadError, match=r"^config.json: linear_num_key_heads: "):
-        parse_delta_net(fields)
+        parse_delta_net(fields, 4)

@@ -79,14 +79,27 @@ def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
     }
     torch.manual_seed(0)
     shape |= OF_ARCHITECTURES.get(architecture, {})
-    model = model_class(model_class.config_class(**(shape | overrides))).eval()
+    model = model_class(_config(model_class.config_class, shape | overrides)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter, 0.2, 1.5)
+        if name.endswith("linear_attn.A_log"):  # or nothing is kept for longer than a token
+            torch.nn.init.uniform_(parameter, -4.0, -1.0)
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):  # of a router
             buffer.uniform_(0.0, 0.3)
     return model
+
+
+def _config(config_class: Any, values: dict[str, Any]) -> Any:
+    """A config; of a model that sees images, too, with these values of its text."""
+    if "text_config" not in getattr(config_class, "sub_configs", {}):
+        return config_class(**values)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": values["hidden_size"], "num_position_embeddings": 16}
+    implementation = {"attn_implementation": values["attn_implementation"]}
+    tied = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
+    return config_class(text_config=values, vision_config=vision, **implementation, **tied)
 
 
 def save(model: Any, folder: Path, **options: Any) -> Path:

@@ -19,11 +19,13 @@ from baton.kv_manifest import (
     KVGroup,
     KVKind,
     KVManifest,
+    KVOrder,
     RankCopy,
     array_offsets,
     difference,
     rank_copies,
     shard,
+    unit_copies,
 )
 
 RANKS = st.integers(1, 9)
@@ -118,6 +120,74 @@ def test_every_byte_is_written_once_and_right(
         marks = part_of(unit, one, rank, num_readers, marked=True)
         assert bytes(count) == bytes(marks * inside)
         assert bytes(written) == bytes(wanted * inside)
+
+
+@given(
+    one=st.builds(group, st.integers(1, 16), axis=st.sampled_from([None, 1]),
+                  layers=st.just(4)),
+    writers=st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 4)),
+    readers=st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 4)),
+    layers=st.sampled_from([None, (0, 1), (1, 3), (2, 4)]),
+)  # fmt: skip
+def test_stages_on_either_side_have_each_byte_written_once_and_right(
+    one: KVGroup,
+    writers: tuple[int, int],
+    readers: tuple[int, int],
+    layers: tuple[int, int] | None,
+) -> None:
+    unit = unit_of(one)
+    sides = [
+        KVManifest(groups=(one,), num_ranks=size * stages, num_stages=stages)
+        for size, stages in (writers, readers)
+    ]
+    for side in sides:
+        side.check()
+    sources, wanted = ([stage_part(unit, side, rank) for rank in ranks_of(side)] for side in sides)
+    targets = [np.zeros(len(part), np.uint8) for part in wanted]
+    counts = [np.zeros(len(part), np.uint8) for part in wanted]
+    for writer, reader, source, target, num_bytes in unit_copies(*sides, 0, layers):
+        place = slice(target, target + num_bytes)
+        targets[reader][place] = sources[writer][source : source + num_bytes]
+        counts[reader][place] += 1
+    for rank, (written, count) in enumerate(zip(targets, counts, strict=True)):
+        stage, part = divmod(rank, readers[0])
+        layer_bytes = one.layer_bytes(part, readers[0])
+        inside = np.zeros(len(count), np.uint8)
+        for index, place in enumerate(sides[1].places(one, stage)):
+            if place in range(*(layers or (0, 4))):
+                inside[index * layer_bytes : (index + 1) * layer_bytes] = 1
+        assert bytes(count) == bytes(inside)
+        assert bytes(written) == bytes(wanted[rank] * inside)
+
+
+def ranks_of(side: KVManifest) -> range:
+    return range(side.num_ranks)
+
+
+def test_ordered_by_heads_a_ranks_part_is_one_range_whatever_the_ranks_of_a_stage() -> None:
+    one = msgspec.structs.replace(group(8), order=KVOrder.HEADS)
+    for num_writers in (1, 2, 4, 8, 16):
+        for num_readers in (1, 2, 4, 8, 16):
+            copies = rank_copies(one, num_writers, num_readers)
+            pairs = [(copy.writer, copy.reader) for copy in copies]
+            assert len(pairs) == len(set(pairs))
+
+
+def stage_part(unit: list[list[NDArray[Any]]], side: KVManifest, rank: int) -> NDArray[np.uint8]:
+    """What a rank of a stage has of a unit of the first group: its layers' places, in order."""
+    one = side.groups[0]
+    stage, part = divmod(rank, side.stage_size)
+    whole = part_of(unit, one, part, side.stage_size)
+    size = one.layer_bytes(part, side.stage_size)
+    own = [whole[p * size : (p + 1) * size] for p in side.places(one, stage)]
+    assert len(own) * size == side.unit_bytes(rank)
+    return np.concatenate(own)
+
+
+def test_ranks_that_stages_cannot_be_of_are_refused() -> None:
+    for num_ranks, num_stages in ((3, 2), (4, 4)):
+        with pytest.raises(TransferError, match="num_stages"):
+            KVManifest(groups=(group(2),), num_ranks=num_ranks, num_stages=num_stages).check()
 
 
 def test_between_single_ranks_a_unit_is_one_range() -> None:

@@ -17,6 +17,7 @@ from engine import LLM
 from engine.core.metrics import EngineMetrics
 from engine.speculation import PROPOSERS
 from kvconnector.peer_process import PeerProcess
+from tests.fakes import drafters
 from tests.fakes.handoff_cluster import BLOCK_SIZE
 from tests.property.num_examples import num_requests
 from tests.property.test_split_in_any_company import (
@@ -36,10 +37,9 @@ SMALL: dict[str, Any] = {"num_threads": 1}
 
 def options_of(method: str, num_drafts: int) -> dict[str, Any]:
     return {
-        "speculative_method": method,
+        **drafters.options_of(method, folder()),
         "num_speculative_tokens": num_drafts,
         "adaptive_speculation": False,  # so that it does not depend on the machine's speed
-        "ngram_min": 1,
         **SMALL,
     }
 
@@ -56,7 +56,7 @@ def test_in_one_process(
 ) -> None:
     draw = random.Random(num_drafts)
     prompts, params = [], []
-    for _ in range(num_requests(36) // len(CASES)):
+    for _ in range(num_requests(6 * len(CASES)) // len(CASES)):
         prompts.append([draw.randrange(3, 64) for _ in range(draw.choice([1, 7, 33, 120]))])
         params.append(
             SamplingParams(
@@ -100,7 +100,11 @@ def test_in_a_split_system(
     record_property: Callable[[str, object], None],
 ) -> None:
     draw = random.Random(num_drafts)
-    num_left, num_tokens, metrics = num_requests(72) // len(CASES), 0, list[EngineMetrics]()
+    num_left, num_tokens, metrics = (
+        num_requests(8 * len(CASES)) // len(CASES),
+        0,
+        list[EngineMetrics](),
+    )
     while num_left > 0:
         num_now = min(num_left, 25)
         num_left -= num_now
@@ -130,4 +134,6 @@ def test_in_a_split_system(
 
 def assert_guessed(metrics: list[EngineMetrics]) -> None:
     num_right = sum(one.accepted_drafts_total for one in metrics)
-    assert 0 < num_right < sum(one.drafts_total for one in metrics)
+    num_drafts = sum(one.drafts_total for one in metrics)
+    assert num_right < num_drafts
+    assert num_right or num_drafts < 300, "of few, none need be right"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from tools.performance.rows import Area, Found, Json, Row, Source, at, judge, number, ratio, value
 
 MOST_OUTSIDE = 0.10
@@ -114,7 +116,7 @@ def _host(what: str, target: float | None, *path: str, holds_back: str = "") -> 
     def measure(document: Json) -> Found:
         found = number(document, "now", *path)
         text = f"{found:g}"
-        if "before" in document:
+        with contextlib.suppress(KeyError):  # a part that came with the revision
             text += f" (before: {number(document, 'before', *path):g})"
         return Found(text, judge(found, None, target, None))
 
@@ -147,6 +149,14 @@ HOST = Source(
             "the model runner in a decode step of 256 requests, us of host", 400,
             "decode step us", "batch 256", "runner", "median",
             holds_back="Python that looks at each request once.",
+        ),
+        _host(
+            "a layer of a prompt chunk that is replayed, with its share of the step, us of host",
+            None, "eager layer us", "the prompt's step, replayed", "median",
+        ),
+        _host(
+            "share of time that the device waits, another thread computing in bursts of 2 ms", None,
+            "idle share", "switch interval 5 ms", "bursts of 2 ms",
         ),
         _host(
             "a whole decode step of 256 requests, us of host", None,

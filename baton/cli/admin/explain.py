@@ -44,7 +44,8 @@ def explain(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Show the places that the routing policy looked at, and what it made of each.
+    """Show the places that the routing policy looked at, and what it made of each; then why so many
+    guesses of next tokens were computed.
 
     Of the past (REQUEST_ID), as they were then; of --prompt or --prompt-tokens, as they are now.
     """
@@ -57,6 +58,9 @@ def explain(
         what = {"prompt": prompt}
     with connection(access) as admin:
         found = admin.call("Explain", max_tokens=max_tokens, tenant=tenant, **what)
+        trace = None
+        if request_id and not is_json(output):
+            trace = admin.call("Trace", request_id=request_id, tenant=tenant)
     if is_json(output):
         print_json(found)
         return
@@ -64,6 +68,8 @@ def explain(
         typer.echo("it was not placed")
     for number, decision in enumerate(found.decisions, start=1):
         _print(decision, f"attempt {number}" if request_id else f"now, by {found.policy}")
+    if trace is not None and trace.receipt.decode.why_drafts:
+        typer.echo(f"at its end {trace.receipt.decode.why_drafts}")
 
 
 def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:

@@ -88,6 +88,17 @@ def state_of(found: admin_pb2.NodeDescription) -> str:
     return (found.health or "serving") if serving_state == "serving" else serving_state
 
 
+def num_ranks(found: admin_pb2.NodeDescription) -> int:
+    """Processes that share the node's model."""
+    return max(1, found.tensor_parallel_size) * max(1, found.pipeline_parallel_size)
+
+
+def ranks_of(found: admin_pb2.NodeDescription) -> str:
+    """``1``, ``TP 2``, ``PP 2`` or ``TP 2 x PP 2``."""
+    sizes = {"TP": found.tensor_parallel_size, "PP": found.pipeline_parallel_size}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"
+
+
 def kv_bar(found: admin_pb2.NodeDescription) -> str:
     """Share of a node's KV blocks that requests hold; it is not known before its first beat."""
     if not found.HasField("beat") or not found.num_blocks:
@@ -98,13 +109,15 @@ def kv_bar(found: admin_pb2.NodeDescription) -> str:
 def nodes_table(found: Sequence[admin_pb2.NodeDescription], *, peers: bool = True) -> Table:
     """One row per node."""
     numbers = ("open", "run", "wait")
-    columns = ["node", "role", "state", *numbers, "KV in use"]
+    has_ranks = any(num_ranks(one) > 1 for one in found)  # else it tells nothing
+    columns = ["node", "role", *(["ranks"] if has_ranks else []), "state", *numbers, "KV in use"]
     table = make_table(*columns, *(["peers"] if peers else []), right=numbers)
     for one in found:
         state, beat = state_of(one), one.beat
         cells = [
             escape(one.node_name),
             role_of(one),
+            *([ranks_of(one)] if has_ranks else []),
             f"[{_STYLES.get(state, 'yellow')}]{state}[/]",
             *(
                 ("", "", "", "")
@@ -145,6 +158,8 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
     table.add_column(overflow="fold")
     table.add_row("node", f"[bold]{escape(one.node_name)}[/]  {role_of(one)}")
     table.add_row("state", f"[{_STYLES.get(state, 'yellow')}]{state}[/]")
+    if num_ranks(one) > 1:
+        table.add_row("ranks", f"{ranks_of(one)}: {num_ranks(one)} processes")
     table.add_row("engine id", escape(one.engine_id))
     table.add_row("address", one.address)
     table.add_row("version", escape(one.version))

@@ -24,9 +24,11 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "native": "baton_kernels.attention.native:NativeAttention",
         "triton": "baton_kernels.attention.triton:TritonAttention",
         "flash_attn": "baton_kernels.attention.flash:FlashAttention",
+        "flash_triton": "baton_kernels.attention.flash_triton:FlashTritonAttention",
     },
 )
 
+_WITHOUT_SINKS = ("flash_attn", "flash_triton")
 # Those that take a cache of one vector per token instead of keys and values.
 _LATENT_BACKENDS = ("reference", "cpu", "native")
 
@@ -39,6 +41,7 @@ def choose_attention_backend(
     fp8: bool = False,
     latent: bool = False,
     sinks: bool = False,
+    half: bool = False,
 ) -> tuple[str, str]:
     """Pick the attention backend for a device.
 
@@ -49,6 +52,7 @@ def choose_attention_backend(
         fp8: the KV cache is of float8.
         latent: it holds one vector per token instead of keys and values (MLA).
         sinks: each head has one.
+        half: queries and cache have 16 bits.
 
     Returns:
         ``(name, reason)``; the reason is one phrase for the log.
@@ -59,14 +63,19 @@ def choose_attention_backend(
     if latent:
         return _choose_for_latents(device, override, block_size, fp8=fp8)
     if override is not None:
-        _check(override, block_size)
-        if sinks and override == "flash_attn":
-            raise ConfigError("attention_backend: flash_attn takes no attention sinks")
+        _check(override, block_size, device)
+        if sinks and override in _WITHOUT_SINKS:
+            raise ConfigError(f"attention_backend: {override} takes no attention sinks")
         problem = _reason_against_fp8(override, device) if fp8 else None
         if problem is not None:
             raise ConfigError(f"kv_cache_dtype: fp8 with {override}: {problem}")
         return override, "asked for by the user"
     name, reason = _fastest(device)
+    if name == "triton" and half and not (fp8 or sinks):
+        from baton_kernels.attention.flash_triton import reason_against
+
+        if reason_against(device) is None:
+            return "flash_triton", "the KV cache is on an NVIDIA GPU with FlashAttention-3"
     problem = _reason_against_fp8(name, device) if fp8 else None
     if problem is not None:
         return "reference", f"the KV cache is fp8, and {name}: {problem}"
@@ -79,7 +88,7 @@ def _choose_for_latents(
     if fp8:
         raise ConfigError("kv_cache_dtype: fp8 is not supported for latents (MLA)")
     if override is not None:
-        _check(override, block_size)
+        _check(override, block_size, device)
         if override not in _LATENT_BACKENDS:
             raise ConfigError(f"attention_backend: {override} does not take latents (MLA)")
         return override, "asked for by the user"
@@ -110,8 +119,8 @@ def _reason_against_fp8(name: str, device: torch.device | str) -> str | None:
     return ATTENTION_BACKENDS.load(name).reason_against_fp8(torch.device(device))
 
 
-def _check(name: str, block_size: int) -> None:
-    if name == "triton" and find_spec("triton") is None:
+def _check(name: str, block_size: int, device: torch.device | str) -> None:
+    if name in ("triton", "flash_triton") and find_spec("triton") is None:
         raise ConfigError("attention_backend: triton is not installed")
     ATTENTION_BACKENDS.load(name)
     if name == "flash_attn":
@@ -125,6 +134,12 @@ def _check(name: str, block_size: int) -> None:
             raise ConfigError(
                 f"block_size: a multiple of {multiple} for flash_attn {version}, got {block_size}"
             )
+    if name == "flash_triton":
+        from baton_kernels.attention.flash_triton import reason_against
+
+        reason = reason_against(device)
+        if reason is not None:
+            raise ConfigError(f"attention_backend: flash_triton cannot be used: {reason}")
 
 
 __all__ = ["ATTENTION_BACKENDS", "choose_attention_backend"]

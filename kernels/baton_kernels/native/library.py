@@ -54,7 +54,7 @@ class ExpertsCall(Structure):
     _fields_ = (
         ("gate_up", LinearCall),
         ("down", LinearCall),
-        *_fields(c_int64, "num_tokens num_experts top_k hidden num_threads x_stride"),
+        *_fields(c_int64, "num_tokens num_experts top_k hidden num_threads x_stride squares"),
         *_fields(c_void_p, "ids weights x base base_gate out"),
     )
 
@@ -114,8 +114,8 @@ class GatedCall(Structure):
     """``gated_call`` in rows.c."""
 
     _fields_ = (
-        *_fields(c_int64, "type num_threads num_rows size"),
-        *_fields(c_void_p, "gate_up out"),
+        *_fields(c_int64, "type num_threads num_rows size gate_stride up_stride"),
+        *_fields(c_void_p, "gate up out"),
         ("kind", c_int64),
     )
 
@@ -212,6 +212,25 @@ class RecurrenceCall(Structure):
     )
 
 
+class RankGroup(Structure):
+    """``rank_group`` in ranks.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "rank size slot_bytes spins timeout_s"),
+        ("shared", c_void_p),
+        ("step", c_int64),
+    )
+
+
+class CollectiveCall(Structure):
+    """``collective_call`` in ranks.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type kind count"),
+        *_fields(c_void_p, "group in out"),
+    )
+
+
 class TapeEntry(Structure):
     """``tape_entry`` in tape.c."""
 
@@ -239,6 +258,8 @@ _SIGNATURES = {
     "baton_norm_rotary_store": (c_int, [POINTER(StoreCall)]),
     "baton_store_latent": (c_int, [POINTER(LatentStoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
+    "baton_collective": (c_int, [POINTER(CollectiveCall)]),
+    "baton_abort_ranks": (None, [POINTER(RankGroup)]),
     "baton_find_run": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
 }
 

@@ -18,6 +18,7 @@ from baton_kernels import reference
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.native.library import (
     AttentionCall,
+    CollectiveCall,
     ConvCall,
     ExpertsCall,
     GatedCall,
@@ -28,6 +29,7 @@ from baton_kernels.native.library import (
     LinearCall,
     NormCall,
     PackCall,
+    RankGroup,
     RecurrenceCall,
     RouteCall,
     SoftenCall,
@@ -35,7 +37,7 @@ from baton_kernels.native.library import (
     UnpackCall,
     load_library,
 )
-from baton_kernels.native.tape import Recorder, Tape, record
+from baton_kernels.native.tape import Recorder, Result, Tape, check, record
 from baton_kernels.packed import GroupedIntegers, Groups, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
 from baton_kernels.routing import Routing, Scoring
@@ -43,7 +45,14 @@ from baton_kernels.state_metadata import StateMetadata
 
 # As in vectors.h.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
-_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, reference.CLAMPED_SWIGLU: 4}
+_ACTIVATIONS = {
+    "silu": 1,
+    "gelu_tanh": 2,
+    "gelu": 3,
+    reference.CLAMPED_SWIGLU: 4,
+    "sigmoid": 5,
+    "relu": 6,
+}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_KERNEL_SIZE = 16  # of a convolution: what a job keeps on its stack
 _MAX_KEY_DIM = 512  # of a recurrence, likewise
@@ -120,11 +129,28 @@ class NativeOps:
         if not _plain(gate_up):
             return reference.gated_mul(gate_up, activation)
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
+        gate = gate_up.data_ptr()
         call = GatedCall(
             *(_CODES[gate_up.dtype], torch.get_num_threads(), out.numel() // size, size),
-            *(gate_up.data_ptr(), out.data_ptr(), _ACTIVATIONS[activation]),
+            *(2 * size, 2 * size, gate, gate + size * gate_up.itemsize, out.data_ptr()),
+            _ACTIVATIONS[activation],
         )
         self._run(self._library.baton_gated_mul, call, gate_up, out)
+        return out
+
+    def gate_mul(self, gate: Tensor, x: Tensor, activation: str) -> Tensor:
+        """See the reference."""
+        fits = x.dtype in _FLOATS and activation != reference.CLAMPED_SWIGLU
+        if not (fits and gate.shape == x.shape and _has_rows(x.dtype, gate, x)):
+            return reference.gate_mul(gate, x, activation)
+        num_rows, size = x.shape
+        out = x.new_empty(num_rows, size)
+        call = GatedCall(
+            *(_CODES[x.dtype], torch.get_num_threads(), num_rows, size),
+            *(gate.stride(0), x.stride(0), gate.data_ptr(), x.data_ptr(), out.data_ptr()),
+            _ACTIVATIONS[activation],
+        )
+        self._run(self._library.baton_gated_mul, call, gate, x, out)
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -415,6 +441,7 @@ class NativeOps:
     ) -> Tensor:
         """See the reference; experts are whole panels."""
         hidden, inner = x.shape[1], down.in_features
+        squares = activation == reference.RELU2
         fits = _plain(x) and (base is None or _plain(x, base)) and gate_up.width == self.panel_width
         if not (fits and hidden % self.panel_width == inner % self.panel_width == 0):
             each = [
@@ -431,10 +458,10 @@ class NativeOps:
         assert base_gate is None or base_gate.dtype == torch.float32
         out = torch.empty_like(x)
         call = ExpertsCall(
-            self._linear_call(x, gate_up, inner, gated=_ACTIVATIONS[activation]),
+            self._linear_call(x, gate_up, inner, gated=0 if squares else _ACTIVATIONS[activation]),
             self._linear_call(x, down, hidden, gated=0),
             *(len(x), down.out_features // hidden, ids.shape[1], hidden),
-            *(torch.get_num_threads(), x.stride(0)),
+            *(torch.get_num_threads(), x.stride(0), squares),
             *(ids.data_ptr(), weights.data_ptr(), x.data_ptr()),
             *(_address(base), _address(base_gate), out.data_ptr()),
         )
@@ -625,15 +652,35 @@ class NativeOps:
         self._run(self._library.baton_recurrence, call, *pointers, *_loc(metadata))
         return out
 
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
+    def record(self, compute: Callable[[], Result]) -> tuple[Tape, Result]:
         """See ``tape.record``: the native calls of this thread in ``compute``."""
         return record(self._recorder, self._library, compute)
 
     def _run(self, function: Any, call: ctypes.Structure, *tensors: Tensor | None) -> None:
-        if function(call):
-            raise MemoryError("no memory for packed rows or tiles of attention")
+        check(function(call))
         if self._recorder.tape is not None:
             self._recorder.tape.add(function, call, tensors)
+
+    def collect(self, group: RankGroup, tensor: Tensor, gathered: Tensor | None = None) -> bool:
+        """Add what all ranks of a group have, in place; whether this can be done here.
+
+        Args:
+            group: in memory that its ranks share.
+            gathered: ``[size, *tensor.shape]``; then the parts are put there, and not added.
+        """
+        if not _plain(tensor) or (gathered is not None and not _plain(gathered)):
+            return False
+        out = tensor if gathered is None else gathered
+        call = CollectiveCall(
+            *(_CODES[tensor.dtype], int(gathered is not None), tensor.numel()),
+            *(ctypes.addressof(group), tensor.data_ptr(), out.data_ptr()),
+        )
+        self._run(self._library.baton_collective, call, tensor, out)
+        return True
+
+    def abort_ranks(self, group: RankGroup) -> None:
+        """Have every `collect` of every rank of a group fail from now on; from any thread."""
+        self._library.baton_abort_ranks(group)
 
     def prefer_huge_pages(self, tensor: Tensor) -> None:
         """Tell the kernel that ``tensor`` is read from end to end."""

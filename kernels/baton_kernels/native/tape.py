@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +28,20 @@ _HARMLESS = {
 }  # fmt: skip
 
 
+_RANK_IS_GONE = 2  # GONE in ranks.c
+Result = TypeVar("Result")
+
+
 class TapeError(Exception):
     """Something computed that no tape can run again; the message is its name."""
+
+
+def check(code: int) -> None:
+    """Raise what a native call has failed by."""
+    if code == _RANK_IS_GONE:
+        raise ConnectionAbortedError("another rank is gone, or has said nothing for too long")
+    if code:
+        raise MemoryError("no memory for packed rows or tiles of attention")
 
 
 class Tape:
@@ -56,8 +68,7 @@ class Tape:
                 for function, call in self._calls
             )
             self._entries = (TapeEntry * len(self._calls))(*entries)
-        if self._library.baton_run_tape(len(self._entries), self._entries):
-            raise MemoryError("no memory for packed rows or tiles of attention")
+        check(self._library.baton_run_tape(len(self._entries), self._entries))
 
 
 class Recorder(threading.local):
@@ -107,12 +118,12 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(
-    recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Tensor]
-) -> tuple[Tape, Tensor]:
+    recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Result]
+) -> tuple[Tape, Result]:
     """Compute once, and return what computes it again.
 
     Returns:
-        The tape and the result, which every run of the tape overwrites.
+        The tape and the result, tensors which every run of the tape overwrites.
 
     Raises:
         TapeError: torch computed a part of it.
@@ -123,4 +134,4 @@ def record(
     return tape, result
 
 
-__all__ = ["Recorder", "Tape", "TapeError", "record"]
+__all__ = ["Recorder", "Tape", "TapeError", "check", "record"]

@@ -193,7 +193,9 @@ def gate_up_kernel(
     is_column = column < inner
     depth = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row // top_k)[:, None] * hidden + depth[None, :]
-    gate_at = weight_ptr + (expert * 2 * inner + column)[None, :] * hidden + depth[:, None]
+    # Without gates there are ups alone, in their place.
+    HALVES: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
+    gate_at = weight_ptr + (expert * HALVES * inner + column)[None, :] * hidden + depth[:, None]
     up_at = gate_at + inner.to(tl.int64) * hidden
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -202,17 +204,24 @@ def gate_up_kernel(
         x = tl.load(x_at + start, mask=is_row[:, None] & exists[None, :], other=0.0)
         is_weight = exists[:, None] & is_column[None, :]
         gate_weight = tl.load(gate_at + start, mask=is_weight, other=0.0)
-        up_weight = tl.load(up_at + start, mask=is_weight, other=0.0)
         gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
-        up = tl.dot(x, up_weight, up, input_precision="ieee")
+        if HALVES == 2:
+            up_weight = tl.load(up_at + start, mask=is_weight, other=0.0)
+            up = tl.dot(x, up_weight, up, input_precision="ieee")
     dtype = middle_ptr.dtype.element_ty
     if bias_ptr is not None:
-        bias_at = bias_ptr + expert * 2 * inner + column
+        bias_at = bias_ptr + expert * HALVES * inner + column
         gate += tl.load(bias_at, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_at + inner, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    gate = gate_of(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
-    up = gated_half(up.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
-    gated = gate * up
+        if HALVES == 2:
+            up += tl.load(bias_at + inner, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    gate = gate.to(dtype).to(tl.float32)
+    if HALVES == 2:
+        gate = gate_of(gate, ACTIVATION).to(dtype).to(tl.float32)
+        up = gated_half(up.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+        gated = gate * up
+    else:
+        gate = gate_of(gate, "relu")
+        gated = gate * gate
     middle_at = middle_ptr + row[:, None] * inner + column[None, :]
     tl.store(middle_at, gated.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
@@ -298,7 +307,7 @@ def _product_cases(
     types = dict.fromkeys(rows, "*bf16") | _TILES | {"top_k": "i32", "ACTIVATION": "constexpr"}
     types |= dict.fromkeys(("num_experts", "hidden", "inner"), "i32:16")
     types |= dict.fromkeys(constants, "constexpr")
-    name = f"m{tile_rows} bf16" + f" {activation}, biases" * biases
+    name = f"m{tile_rows} bf16" + f" {activation}" * (activation != "silu") + ", biases" * biases
     gated = constants | {"ACTIVATION": activation}
     return [
         AotCase(f"experts gate_up {name}", gate_up_kernel, types, gated, 4, 3),
@@ -309,6 +318,8 @@ def _product_cases(
 AOT_CASES = (
     *_product_cases(FEW_ROWS),
     *_product_cases(MANY_ROWS),
+    *_product_cases(FEW_ROWS, "relu2")[:1],
+    *_product_cases(MANY_ROWS, "relu2")[:1],
     *_product_cases(FEW_ROWS, "clamped_swiglu", biases=True),
     *_product_cases(MANY_ROWS, "clamped_swiglu", biases=True),
     AotCase(

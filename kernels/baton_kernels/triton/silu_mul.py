@@ -37,6 +37,18 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
+def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
+    """See `baton_kernels.reference.gate_mul`."""
+    num_rows, size = x.shape
+    assert gate.shape == x.shape
+    assert gate.stride(1) == x.stride(1) == 1
+    out = x.new_empty((num_rows, size))
+    if num_rows:
+        launch = _gate_launcher(activation)
+        launch((num_rows, -(-size // BLOCK)), (gate, x, out), (gate.stride(0), x.stride(0), size))
+    return out
+
+
 @functools.lru_cache(NUM_KEPT)
 def _bind(
     shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, activation: str
@@ -60,6 +72,11 @@ def _launcher(activation: str) -> Launcher:
     return Launcher(silu_mul_kernel, BLOCK=BLOCK, ACTIVATION=activation, num_warps=4)
 
 
+@functools.cache
+def _gate_launcher(activation: str) -> Launcher:
+    return Launcher(gate_mul_kernel, BLOCK=BLOCK, ACTIVATION=activation, num_warps=4)
+
+
 @triton.jit
 def gate_of(x, ACTIVATION: tl.constexpr):
     """The activation of ``x``, in float32."""
@@ -67,6 +84,11 @@ def gate_of(x, ACTIVATION: tl.constexpr):
         x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
     if ACTIVATION == "gelu":
         gate = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        gate = tl.where(x > 0, x, 0.0)
+    elif ACTIVATION == "sigmoid":
+        small = tl.exp(-tl.abs(x))
+        gate = tl.where(x >= 0, 1.0, small) / (1 + small)
     else:
         # silu(x) is x * sigmoid(x); gelu by tanh is x * sigmoid(2 * u).
         u = x
@@ -105,6 +127,22 @@ def silu_mul_kernel(
     tl.store(out_ptr + row * size + column, (gate * up).to(dtype), mask=exists)
 
 
+@triton.jit
+def gate_mul_kernel(
+    gate_ptr, x_ptr, out_ptr, gate_stride, x_stride, size, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one row, the gate rounded before the product."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < size
+    dtype = out_ptr.dtype.element_ty
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=exists, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
+    gate = gate_of(gate, ACTIVATION).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (gate * x).to(dtype), mask=exists)
+
+
 def _case(activation: str) -> AotCase:
     return AotCase(
         f"{activation}_mul bf16",
@@ -121,4 +159,27 @@ def _case(activation: str) -> AotCase:
     )
 
 
-AOT_CASES = tuple(_case(activation) for activation in reference.ACTIVATIONS)
+def _gate_case(activation: str) -> AotCase:
+    return AotCase(
+        f"gate_mul {activation} bf16",
+        gate_mul_kernel,
+        {
+            "gate_ptr": "*bf16",
+            "x_ptr": "*bf16",
+            "out_ptr": "*bf16",
+            "gate_stride": "i32:16",
+            "x_stride": "i32:16",
+            "size": "i32:16",
+            "BLOCK": "constexpr",
+            "ACTIVATION": "constexpr",
+        },
+        {"BLOCK": BLOCK, "ACTIVATION": activation},
+    )
+
+
+# What stands alone in front of a tensor of its own, and what comes in halves.
+_ALONE = ("sigmoid", "relu")
+AOT_CASES = tuple(
+    _gate_case(activation) if activation in _ALONE else _case(activation)
+    for activation in reference.ACTIVATIONS
+)

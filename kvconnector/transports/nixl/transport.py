@@ -1,9 +1,9 @@
-"""NixlTransport: one-sided writes of whole blocks between registered KV caches."""
+"""NixlTransport: one-sided writes between registered KV caches, of blocks or a rank's slices."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -11,25 +11,60 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from baton.api.errors import TransferError
+from baton.kv_manifest import RankCopy
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange, check_block_ids, check_layers
 from kvconnector.layout import KVLayout, KVMemory
-from kvconnector.peer_info import NUM_SLOTS, PeerInfo, RankMemory, host_identity
-from kvconnector.transports.base import NO_OPTIONS, TransportOptions
+from kvconnector.peer_info import (
+    NUM_SLOTS,
+    PeerInfo,
+    ProcessPlace,
+    RankMemory,
+    agent_name,
+    host_identity,
+)
+from kvconnector.slices import Ranges, Slices, part_of_scratch
+from kvconnector.transports.base import NO_OPTIONS, PendingWrite, TransportOptions
 from kvconnector.transports.nixl.agent import NixlAgent
 from kvconnector.transports.paths import UNKNOWN_GPU_PATH
 from kvconnector.transports.scratch import Scratch, scratch_layout
+from kvconnector.transports.write_parts import post_all
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class _Table:
+    """Ranges of a rank's blocks that go together, prepared; so many of each block."""
+
+    local: Any
+    remote: Any
+    num_ranges: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Peer:
-    layout: KVLayout
-    scratch_table: Any
-    tables: dict[LayerRange | None, Any] = field(default_factory=dict)
+    """A node that we write to.
+
+    Attributes:
+        slices: what of our units its ranks have.
+        ranks: agents that NIXL knows; each is learnt when it is first needed.
+        tables: by its rank, kind of unit, and layers.
+        scratch_tables: of self-tests, by its rank.
+    """
+
+    info: PeerInfo
+    slices: Slices
+    ranks: set[int] = field(default_factory=set)
+    tables: dict[tuple[int, int, LayerRange | None], _Table] = field(default_factory=dict)
+    scratch_tables: dict[int, _Table] = field(default_factory=dict)
+
+    def name_of(self, rank: int) -> str:
+        """Of an agent."""
+        return agent_name(self.info.engine_id, rank, self.info.manifest.leader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +80,8 @@ class NixlTransport:
     """See `KVTransport` for the contract.
 
     Args:
-        engine_id: also the agent's name, so it must be new at every process start.
+        engine_id: of the node; with the rank also the agent's name, so it must be new at every
+            process start.
         memory: registered once, and must stay where it is.
     """
 
@@ -53,18 +89,21 @@ class NixlTransport:
         self, engine_id: str, memory: KVMemory, options: TransportOptions = NO_OPTIONS
     ) -> None:
         self._layout = layout = KVLayout.of(memory.tensor)
+        self._manifest, self._rank = memory.manifest, memory.rank
         kv_cache = memory.tensor
         self.scratch = Scratch(engine_id, kv_cache)
         scratch = self.scratch.layout
         self._agent = NixlAgent(
-            engine_id, [layout, scratch], "VRAM" if kv_cache.is_cuda else "DRAM"
+            agent_name(engine_id, self._rank, self._manifest.leader),
+            [layout, scratch],
+            "VRAM" if kv_cache.is_cuda else "DRAM",
         )
-        self._scratch_table = self._agent.prepare("", scratch.descriptors())
         self._kv_cache = kv_cache  # keeps the memory alive as long as a peer may write to it
         self._peers: dict[str, _Peer] = {}
-        # Prepared tables of our blocks and of each peer's, whole or some layers of them; few ranges
-        # of layers are ever asked for, and each is prepared when it is for the first time.
-        self._tables: dict[LayerRange | None, Any] = {None: self._prepare_own(None)}
+        # Prepared tables of our own memory, by ranges of each block or row; few are ever asked for,
+        # and each is prepared when it is for the first time.
+        self._tables: dict[Ranges, Any] = {}
+        self._scratch_tables: dict[Ranges, Any] = {}
         self.peer_info = PeerInfo(
             engine_id=engine_id,
             connector="nixl",
@@ -85,22 +124,14 @@ class NixlTransport:
 
     def connect(self, peer: PeerInfo) -> str:
         self.peer_info.check_pair(peer)
-        if peer.engine_id in self._peers:
-            return self._path(peer)
-        (memory,) = peer.ranks
-        remote = dataclasses.replace(
-            self._layout,  # but for where it is, and how many blocks there are
-            base_address=memory.base_address,
-            num_blocks=peer.num_blocks,
-            device_id=memory.device_id,
-        )
-        scratch = scratch_layout(
-            memory.scratch_address, self.scratch.layout.block_bytes, memory.device_id
-        )
-        self._agent.add_peer(peer.engine_id, memory.agent_metadata)
-        scratch_table = self._agent.prepare(peer.engine_id, scratch.descriptors())
-        self._peers[peer.engine_id] = _Peer(remote, scratch_table)
-        path = self._path(peer)
+        if peer.engine_id not in self._peers:
+            self._peers[peer.engine_id] = known = _Peer(peer, Slices(self._manifest, peer.manifest))
+            try:
+                self._learn(known, peer.manifest.leader)
+            except TransferError:
+                del self._peers[peer.engine_id]
+                raise
+        path = self._path(self._peers[peer.engine_id])
         if path == "nixl/ucx tcp" and peer.host == host_identity():
             logger.warning("%s is on this host, but bytes take %s", peer.engine_id, path)
         return path
@@ -108,7 +139,11 @@ class NixlTransport:
     def disconnect(self, engine_id: str) -> None:
         peer = self._peers.pop(engine_id, None)
         if peer is not None:
-            self._agent.remove_peer(engine_id, [peer.scratch_table, *peer.tables.values()])
+            for rank in peer.ranks:
+                tables = [t.remote for (r, *_), t in peer.tables.items() if r == rank]
+                if rank in peer.scratch_tables:
+                    tables.append(peer.scratch_tables[rank].remote)
+                self._agent.remove_peer(peer.name_of(rank), tables)
 
     def write(
         self,
@@ -117,20 +152,25 @@ class NixlTransport:
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
         transfer: TransferKey = NO_TRANSFER,
-    ) -> _NixlWrite:
+        groups: Sequence[int] = (),
+    ) -> PendingWrite:
         peer = self._peer(engine_id)
         check_block_ids(local_block_ids, self._layout.num_blocks)
-        check_block_ids(remote_block_ids, peer.layout.num_blocks)
-        check_layers(layers, self._layout.num_layers)
-        if layers not in self._tables:
-            self._tables[layers] = self._prepare_own(layers)
-        if layers not in peer.tables:
-            descriptors = peer.layout.descriptors(layers)
-            peer.tables[layers] = self._agent.prepare(engine_id, descriptors)
+        check_block_ids(remote_block_ids, peer.info.num_blocks)
+        check_layers(layers, self._manifest.layers_per_unit)
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
-        handle = self._agent.post_write(self._tables[layers], local, peer.tables[layers], remote)
-        return _NixlWrite(self._agent, handle)
+        posts = []
+        for kind, places in peer.slices.sorted_by_kind(groups, len(local)):
+            part = slice(None) if len(places) == len(local) else list(places)
+            for pair, copies in peer.slices.of(kind, layers).items():
+                if pair.writer == self._rank:
+                    place = pair.reader, kind, layers
+                    if place not in peer.tables:
+                        peer.tables[place] = self._prepare(peer, pair.reader, copies)
+                    table = peer.tables[place]
+                    posts.append(functools.partial(self._post, table, local[part], remote[part]))
+        return post_all(posts)
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
         pass  # whoever has our metadata can write all that is registered
@@ -138,12 +178,16 @@ class NixlTransport:
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
         return False
 
-    def write_scratch(self, engine_id: str, slot: int) -> _NixlWrite:
+    def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
         peer = self._peer(engine_id)
         check_block_ids([slot], NUM_SLOTS)
         own, remote = np.array([0], dtype=np.int32), np.array([1 + slot], dtype=np.int32)
-        handle = self._agent.post_write(self._scratch_table, own, peer.scratch_table, remote)
-        return _NixlWrite(self._agent, handle)
+        posts = []
+        for rank in peer.slices.readers_of(self._rank):
+            if rank not in peer.scratch_tables:
+                peer.scratch_tables[rank] = self._prepare_scratch(peer, rank)
+            posts.append(functools.partial(self._post, peer.scratch_tables[rank], own, remote))
+        return post_all(posts)
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         self._peer(engine_id)
@@ -155,10 +199,57 @@ class NixlTransport:
     def close(self) -> None:
         for engine_id in list(self._peers):
             self.disconnect(engine_id)
-        self._agent.close([self._scratch_table, *self._tables.values()])
+        self._agent.close([*self._scratch_tables.values(), *self._tables.values()])
 
-    def _prepare_own(self, layers: LayerRange | None) -> Any:
-        return self._agent.prepare("", self._layout.descriptors(layers))
+    # ------------------------------------------------------------------ inside
+
+    def _post(
+        self, table: _Table, local: npt.NDArray[np.int32], remote: npt.NDArray[np.int32]
+    ) -> _NixlWrite:
+        """Post all ranges of these blocks."""
+        if table.num_ranges > 1:
+            within = np.arange(table.num_ranges, dtype=np.int32)
+            local, remote = (
+                (ids[:, None] * np.int32(table.num_ranges) + within).ravel()
+                for ids in (local, remote)
+            )
+        return _NixlWrite(
+            self._agent, self._agent.post_write(table.local, local, table.remote, remote)
+        )
+
+    def _prepare(self, peer: _Peer, rank: int, copies: Sequence[RankCopy]) -> _Table:
+        """The tables of what one of a peer's ranks gets of our blocks."""
+        self._learn(peer, rank)
+        memory = peer.info.ranks[rank]
+        theirs = KVLayout(
+            memory.base_address,
+            peer.info.manifest.unit_bytes(rank),
+            peer.info.num_blocks,
+            memory.device_id,
+        )
+        own = tuple((copy.source, copy.num_bytes) for copy in copies)
+        if own not in self._tables:
+            self._tables[own] = self._agent.prepare("", self._layout.descriptors(own))
+        there = theirs.descriptors(tuple((copy.target, copy.num_bytes) for copy in copies))
+        return _Table(self._tables[own], self._agent.prepare(peer.name_of(rank), there), len(own))
+
+    def _prepare_scratch(self, peer: _Peer, rank: int) -> _Table:
+        self._learn(peer, rank)
+        own = self.scratch.layout
+        writers = peer.slices.writers_of(rank)
+        part = (part_of_scratch(own.block_bytes, writers, self._rank),)
+        if part not in self._scratch_tables:
+            self._scratch_tables[part] = self._agent.prepare("", own.descriptors(part))
+        memory = peer.info.ranks[rank]
+        theirs = scratch_layout(memory.scratch_address, own.block_bytes, memory.device_id)
+        remote = self._agent.prepare(peer.name_of(rank), theirs.descriptors(part))
+        return _Table(self._scratch_tables[part], remote, 1)
+
+    def _learn(self, peer: _Peer, rank: int) -> None:
+        """Have NIXL know one of a peer's ranks."""
+        if rank not in peer.ranks:
+            self._agent.add_peer(peer.name_of(rank), peer.info.ranks[rank].agent_metadata)
+            peer.ranks.add(rank)
 
     def _peer(self, engine_id: str) -> _Peer:
         peer = self._peers.get(engine_id)
@@ -166,7 +257,7 @@ class NixlTransport:
             raise TransferError(f"{engine_id} is not connected")
         return peer
 
-    def _path(self, peer: PeerInfo) -> str:
+    def _path(self, peer: _Peer) -> str:
         """The path UCX takes to a peer, worked out as UCX does; NIXL itself does not tell.
 
         From a GPU it has more ways than can be worked out: the self-test's bandwidth may tell.
@@ -174,9 +265,11 @@ class NixlTransport:
         if self._kv_cache.is_cuda:
             return UNKNOWN_GPU_PATH
         allowed = os.environ.get("UCX_TLS", "all").split(",")
-        near = peer.host != "" and peer.host == host_identity()
-        if near and ({"all", "cma", "sm", "shm"} & set(allowed)) and _may_access(peer):
-            return "nixl/ucx cma"
+        if {"all", "cma", "sm", "shm"} & set(allowed):
+            processes = peer.info.processes()
+            ranks = peer.slices.readers_of(self._rank) or [peer.info.manifest.leader]
+            if all(_may_access(processes[r], peer.info.ranks[r].base_address) for r in ranks):
+                return "nixl/ucx cma"
         return "nixl/ucx tcp"
 
 
@@ -184,15 +277,17 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _may_access(peer: PeerInfo) -> bool:
+def _may_access(process: ProcessPlace, address: int) -> bool:
     """Whether the kernel lets us at a process's memory; reading a byte needs the same permission.
 
     Containers and hardened kernels may forbid what UCX's cma path needs.
     """
+    if process.host == "" or process.host != host_identity():
+        return False
     call = getattr(ctypes.CDLL(None), "process_vm_readv", None)
     if call is None:
         return False
     buffer = ctypes.create_string_buffer(1)
     local = _IoVec(ctypes.addressof(buffer), 1)
-    remote = _IoVec(peer.ranks[0].base_address, 1)
-    return bool(call(peer.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) == 1)
+    remote = _IoVec(address, 1)
+    return bool(call(process.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) == 1)

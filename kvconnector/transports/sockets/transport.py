@@ -99,6 +99,8 @@ class TlsTransport:
 
     def connect(self, peer: PeerInfo) -> str:
         self.peer_info.check_pair(peer)
+        if len(peer.ranks) > 1:
+            raise TransferError(f"{peer.engine_id} has {len(peer.ranks)} ranks, not 1")
         known = self._peers.get(peer.engine_id)
         if known is None or known[0] != peer:
             where = _read_where(peer)
@@ -156,11 +158,12 @@ class TlsTransport:
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
         transfer: TransferKey = NO_TRANSFER,
+        groups: Sequence[int] = (),
     ) -> PostedWrite:
         out = self._out(engine_id)
         check_block_ids(local_block_ids, self._layout.num_blocks)
         check_block_ids(remote_block_ids, self._peers[engine_id][0].num_blocks)
-        check_layers(layers, self._layout.num_layers)
+        check_layers(layers, self.peer_info.manifest.layers_per_unit)
         head = WriteHead(*transfer, list(remote_block_ids), layers)
         return out.write(Kind.WRITE, head, self._blocks.read(local_block_ids, layers))
 
@@ -236,7 +239,7 @@ class TlsTransport:
         block_ids, layers = head.block_ids, head.layers
         try:
             check_block_ids(block_ids, self._layout.num_blocks)
-            check_layers(layers, self._layout.num_layers)
+            check_layers(layers, self.peer_info.manifest.layers_per_unit)
         except ValueError as error:
             raise FrameError(str(error)) from error
         if payload_bytes != self._blocks.num_bytes(len(block_ids), layers):

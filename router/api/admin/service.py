@@ -77,6 +77,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._overload = overload or Overload()
         self._on_policy = on_policy
 
+    @property
+    def policy(self) -> str:
+        """Name of the routing policy now."""
+        return self._policy
+
     # ------------------------------------------------------------------ nodes
 
     async def ListNodes(  # gRPC's naming

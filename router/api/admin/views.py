@@ -86,6 +86,8 @@ def _describe(registration: NodeRegistration) -> admin_pb2.NodeDescription:
         version=registration.version,
         num_blocks=registration.num_blocks,
         block_size=registration.block_size,
+        tensor_parallel_size=registration.tensor_parallel_size,
+        pipeline_parallel_size=registration.pipeline_parallel_size,
         max_model_len=registration.max_model_len,
     )
 

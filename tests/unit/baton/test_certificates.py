@@ -106,12 +106,28 @@ def test_one_certificate_is_for_all_simulated_nodes_of_a_process(
     assert (identity.node_refusal(role, name) == "") is may
 
 
+@pytest.mark.parametrize(
+    ("role", "name", "may"),
+    [
+        ("prefill", "baton-prefill-7d9f-x2x", True),
+        ("prefill", "baton-prefill-0", True),
+        ("prefill", "baton-prefill", False),
+        ("prefill", "baton-prefillX-0", False),
+        ("prefill", "other-baton-prefill-0", False),
+        ("decode", "baton-prefill-0", False),
+    ],
+)
+def test_one_certificate_is_for_all_nodes_of_a_workload(role: str, name: str, may: bool) -> None:
+    identity = identity_of("", ["spiffe://baton/nodes/prefill/baton-prefill"], LATER)
+    assert (identity.node_refusal(role, name) == "") is may
+
+
 @given(st.text(max_size=60))
 def test_no_text_is_taken_for_a_role_by_accident(path: str) -> None:
     found = principal(f"spiffe://baton/{path}")
     parts = path.split("/")
     if found.roles:
-        assert parts[0] in ("node", "tenant") or set(parts[0].split("-")) <= set(Role)
+        assert parts[0] in ("node", "nodes", "tenant") or set(parts[0].split("-")) <= set(Role)
 
 
 class Context:

@@ -134,6 +134,8 @@ def test_a_node_takes_what_its_role_uses() -> None:
         "local_prefill_threshold",
     }  # fmt: skip
     assert "scheduling_policy" not in prefill
-    assert (prefill["cuda_graphs"].default, decode["cuda_graphs"].default) == (False, True)
+    graphs = ("cuda_graph_max_batch", "cuda_graph_max_chunk")  # of steps that the role has
+    assert [prefill[name].default for name in graphs] == [0, 512]
+    assert [decode[name].default for name in graphs] == [512, 0]
     assert decode["preemption"].default == "hand-back"
     assert EngineConfig().preemption == "recompute"

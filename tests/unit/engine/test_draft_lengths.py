@@ -29,9 +29,20 @@ def test_costs_are_medians_and_lines_between_them() -> None:
     assert costs.seconds(sizes).tolist() == [1.0, 1.5, 3.0, 4.0]
 
 
-def test_a_size_that_was_not_tried_is_tried_if_it_is_not_far() -> None:
+def test_a_size_that_was_not_tried_is_tried() -> None:
     assert StepCosts().seconds(np.array([1, 9])).tolist() == [1.0, 1.0]
-    assert costs_of({4: 2.0}).seconds(np.array([4, 8, 9])).tolist() == [2.0, 2.0, np.inf]
+    assert costs_of({4: 2.0}).seconds(np.array([4, 8, 90])).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_of_a_new_size_the_first_steps_which_prepare_for_it_count_for_little() -> None:
+    costs = costs_of({6: 9.0})
+    costs.note(6, 2.0)
+    assert costs.seconds(np.array([6])).tolist() == [2.0]
+
+
+def test_the_slope_is_that_of_all_sizes_and_not_of_two_that_are_near() -> None:
+    costs = costs_of({1: 1.0, 15: 1.0, 16: 1.5})
+    assert costs.seconds(np.array([31])).tolist() == [2.0]
 
 
 def test_what_was_measured_long_ago_is_forgotten() -> None:
@@ -71,7 +82,10 @@ STEEP = costs_of({32: 32.0, 64: 64.0})
 def test_so_many_are_chosen_as_give_most_tokens_per_second(
     costs: StepCosts, num_rows: int, num_drafts: list[int], rates: list[float], chosen: list[int]
 ) -> None:
-    assert choose_lengths(costs, num_rows, num_drafts, rates) == chosen
+    lengths, choice = choose_lengths(costs, num_rows, num_drafts, rates)
+    assert lengths == chosen
+    assert choice.num_drafts == sum(chosen)
+    assert f"{sum(chosen)} of {sum(num_drafts)} guesses" in str(choice)
 
 
 def play(speculation: Speculation, request: Request, sampled: int, seconds: float) -> int:

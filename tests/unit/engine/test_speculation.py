@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -82,6 +82,9 @@ class NotingProposer:
     def __init__(self, config: EngineConfig) -> None:
         self.asked: list[Request] = []
         self.forgotten: list[Request] = []
+
+    def take(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+        pass
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
         self.asked += requests

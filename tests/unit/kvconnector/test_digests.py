@@ -21,6 +21,7 @@ from kvconnector.base import (
 from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.blocks import LayerRange
 from kvconnector.ends import Receiver, Sender
+from kvconnector.protocol.actions import Write
 from kvconnector.protocol.digests import SentDigests, Written
 from kvconnector.protocol.messages import Digests, Verified, Watermark, decode, encode
 from kvconnector.protocol.pair_keys import BlockKey
@@ -54,15 +55,16 @@ class DamagingTransport(InMemoryTransport):
         remote_block_ids: Sequence[int],
         layers: LayerRange | None = None,
         transfer: TransferKey = NO_TRANSFER,
+        groups: Sequence[int] = (),
     ) -> _Done:
         done = super().write(engine_id, local_block_ids, remote_block_ids, layers)
         self.num_writes += 1
         if self.num_damages:
             self.num_damages -= 1
-            part = slice(None) if layers is None else slice(*layers)
-            target = self._end(engine_id)._blocks[self.draw.choice(remote_block_ids), part]
-            written = target.view(-1).view(torch.uint8)
-            written[self.draw.randrange(len(written))] ^= 1 << self.draw.randrange(8)
+            block = self._end(engine_id)._bytes[self.draw.choice(remote_block_ids)]
+            size = len(block) // BLOCK_SHAPE[0]
+            first, end = layers or (0, BLOCK_SHAPE[0])
+            block[self.draw.randrange(first * size, end * size)] ^= 1 << self.draw.randrange(8)
         return done
 
 
@@ -304,8 +306,9 @@ def test_digests_depend_on_key_bytes_and_layers() -> None:
 def test_no_number_is_used_twice() -> None:
     digester = SentDigests(BlockDigests(memory_of(torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE))), "p")
     key, piece = BlockKey(bytes(32)), Piece((0, 1, 2), (5, 6, 7))
-    messages = [digester.of("a", 1, piece, key) for _ in range(3)]
-    messages.append(digester.of("a", 1, Piece((0,), (5,), (0, 2), attempt=1), key))
+    again = Piece((0,), (5,), (0, 2), attempt=1)
+    writes = [Write("d", ("a", 1), one, one.block_ids) for one in (piece, piece, piece, again)]
+    messages = [digester.of(write, key) for write in writes]
     assert [m.first_number for m in messages] == [0, 3, 6, 9]
     pieces = [m.digests[at : at + 16] for m in messages for at in range(0, len(m.digests), 16)]
     assert len(set(pieces)) == 10  # of equal bytes, too

@@ -18,6 +18,19 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- end -}}
 
+{{/* One for nodes of both roles: whatever makes the pods of one role anew is a revision of both. */}}
+{{- define "baton.revision" -}}
+{{- if .Values.revision -}}
+{{ .Values.revision }}
+{{- else -}}
+{{- $values := dict "image" .Values.images.node "app" .Chart.AppVersion "model" .Values.model "config" .Values.config "tls" .Values.tls.source "kv" .Values.kv -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $_ := set $values $role (omit (index $.Values $role) "replicas" "maxSurge" "maxUnavailable") -}}
+{{- end -}}
+{{ $values | toJson | sha256sum | trunc 12 }}
+{{- end -}}
+{{- end -}}
+
 {{/* [root, image] */}}
 {{- define "baton.image" -}}
 {{- $root := index . 0 -}}{{- $image := index . 1 -}}

@@ -1,0 +1,280 @@
+"""What several ranks cost and bring on this machine: sums, decode, prompts, rest, hand-over.
+
+Sums are timed in two processes, side by side. Engines have a process each, in turns, and a Qwen3
+shape of about 125 million random weights in float32. Hand-overs are those of the demo model between
+real nodes. Ratios are of medians of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from chaos_site import free_address, ranks_of
+from engine_cpu import make_checkpoint
+from environment import record_environment, write_results
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
+KIBIBYTES = (8, 16, 32, 64)
+NUM_SUMS = 500
+# Threads of all ranks together, ranks of a stage, stages.
+ENGINES = {
+    "one process, 1 thread": (1, 1, 1),
+    "one process, 2 threads": (2, 1, 1),
+    "TP 2": (2, 2, 1),
+    "PP 2": (2, 1, 2),
+}
+CHUNK_TOKENS, NUM_CHUNKS, DECODE_TOKENS = 128, 12, 48
+SHAPES = {"P1 -> D1": (1, 1), "P2 -> D1": (2, 1), "P1 -> D2": (1, 2)}
+PROMPT_TOKENS, NUM_HANDOVERS = 1000, 12
+REST_S = 5.0
+TARGETS = {
+    "sums": "<= 0.2",
+    "decode TP 2 / 2 threads": ">= 0.9",
+    "decode TP 2 / 1 thread": ">= 1.6",
+    "prompt PP 2 / 1 thread": ">= 1.7",
+    "idle rank, share of a core": "<= 0.01",
+    "hand-over P2 -> D1": "<= 1.15",
+    "hand-over P1 -> D2": "<= 1.15",
+}
+
+
+# ---------------------------------------------------------------------- sums
+
+
+def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
+    """One of two ranks: medians in microseconds, by transport and KiB."""
+    import torch
+
+    from models.parallel.shared_group import share_memory
+    from models.parallel.torch_group import TorchGroup
+
+    torch.set_num_threads(1)
+    gloo = TorchGroup(rank, 2, folder, "sums", torch.device("cpu"))
+    shared = share_memory(gloo, descriptor, 0)
+    found: dict[str, dict[str, float]] = {}
+    for kibibytes in KIBIBYTES:
+        tensor = torch.zeros(kibibytes * 256)
+        samples: dict[str, list[float]] = {"gloo": [], "shared memory": []}
+        for _ in range(NUM_SUMS):
+            for name, group in (("gloo", gloo), ("shared memory", shared)):
+                started = time.perf_counter()
+                group.all_reduce(tensor)
+                samples[name].append(time.perf_counter() - started)
+        for name, times in samples.items():
+            found.setdefault(name, {})[str(kibibytes)] = statistics.median(times) * 1e6
+    if rank == 0:
+        to.put(found)
+
+
+def measure_sums() -> dict[str, dict[str, float]]:
+    """Of both ranks' sums, what the first one took."""
+    from baton_kernels.native.library import load_library
+    from models.parallel.shared_group import open_shared
+
+    load_library()
+    descriptor = open_shared(1, 2)
+    assert descriptor is not None
+    context = get_context("fork")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=time_sums, args=(rank, folder, descriptor, answers))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        found: dict[str, dict[str, float]] = answers.get(timeout=120)
+        for process in ranks:
+            process.join()
+    os.close(descriptor)
+    return found
+
+
+# ---------------------------------------------------------------------- engines
+
+
+def run_engine(name: str, folder: Path) -> dict[str, float]:
+    """In a process of its own: seconds of a decode step and of a prompt, and of idle ranks."""
+    from baton.api.sampling_params import SamplingParams
+    from engine import LLM
+
+    threads, num_ranks, num_stages = ENGINES[name]
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        num_threads=threads,
+        tensor_parallel_size=num_ranks,
+        pipeline_parallel_size=num_stages,
+        prefix_cache=False,
+        long_prefill_token_threshold=CHUNK_TOKENS,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        kv_cache_bytes=2**29,
+    )
+    draw = random.Random(0)
+
+    def seconds(num_prompt: int, num_output: int) -> float:
+        prompt = draw.choices(range(30_000), k=num_prompt)
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_output)
+        started = time.perf_counter()
+        llm.generate([prompt], params)
+        return time.perf_counter() - started
+
+    seconds(CHUNK_TOKENS * 2, 8)  # warms up
+    decode = [(seconds(32, DECODE_TOKENS) - seconds(32, 1)) / (DECODE_TOKENS - 1) for _ in range(3)]
+    prompt = [seconds(CHUNK_TOKENS * NUM_CHUNKS, 1) for _ in range(3)]
+    others = ranks_of(os.getpid())[1:]
+    before = sum(map(cpu_seconds, others))
+    time.sleep(REST_S)
+    idle = (sum(map(cpu_seconds, others)) - before) / REST_S / max(len(others), 1)
+    llm.engine.close()
+    return {
+        "decode_s": statistics.median(decode),
+        "prompt_s": statistics.median(prompt),
+        "idle_share": idle,
+    }
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Each in turns; {engine: {figure: by round}}."""
+    folder = make_checkpoint()
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in ENGINES}
+    for _ in range(rounds):
+        for name, figures in found.items():
+            done = subprocess.run(
+                [sys.executable, __file__, "--engine", name, "--folder", str(folder)],
+                capture_output=True,
+                text=True,
+                check=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(ENGINES[name][0])},
+            )
+            for figure, value in json.loads(done.stdout.strip().splitlines()[-1]).items():
+                figures.setdefault(figure, []).append(value)
+    return found
+
+
+# ---------------------------------------------------------------------- hand-overs
+
+
+def measure_handovers() -> dict[str, dict[str, float]]:
+    """{shapes: medians of exposed transfer in ms, and descriptors per block and pair of ranks}."""
+    from baton import Client, SamplingParams
+    from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    found = {}
+    for layout in ("layers", "heads"):
+        for name, (prefill, decode) in SHAPES.items():
+            config = LocalDeploymentConfig(
+                model=str(MODEL),
+                listen=free_address(),
+                router_args=["--no-local-prefill"],
+                node_args=["--kv-cache-memory", "128M", "--kv-layout", layout],
+                prefill_args=["--tensor-parallel-size", str(prefill)],
+                decode_args=["--tensor-parallel-size", str(decode)],
+            )
+            draw = random.Random(0)
+            pushes = []
+            with LocalDeployment(config) as deployment, Client(config.listen) as client:
+                deployment.wait_ready(120)
+                for _ in range(NUM_HANDOVERS + 1):
+                    receipt = client.generate(draw.choices(range(4000), k=PROMPT_TOKENS), params)
+                    assert receipt.receipt is not None
+                    assert receipt.receipt.decode is not None
+                    pushes.append(receipt.receipt.decode.push)
+            pairs = max(prefill, decode)
+            found[f"{name}, {layout}"] = {
+                "exposed_ms": statistics.median(p.exposed_transfer_s for p in pushes[1:]) * 1e3,
+                "descriptors": statistics.median(
+                    p.num_descriptors / p.num_blocks / pairs for p in pushes[1:]
+                ),
+            }
+    return found
+
+
+# ---------------------------------------------------------------------- all together
+
+
+def ratios(
+    sums: dict[str, dict[str, float]],
+    engines: dict[str, dict[str, list[float]]],
+    handovers: dict[str, dict[str, float]],
+) -> dict[str, float]:
+    """What the targets are of."""
+    found: dict[str, float] = {}
+    if sums:
+        found["sums"] = max(
+            sums["shared memory"][size] / sums["gloo"][size] for size in sums["gloo"]
+        )
+    if engines:
+        median = {
+            name: {figure: statistics.median(values) for figure, values in figures.items()}
+            for name, figures in engines.items()
+        }
+        one, two = median["one process, 1 thread"], median["one process, 2 threads"]
+        found["decode TP 2 / 2 threads"] = two["decode_s"] / median["TP 2"]["decode_s"]
+        found["decode TP 2 / 1 thread"] = one["decode_s"] / median["TP 2"]["decode_s"]
+        found["prompt PP 2 / 1 thread"] = one["prompt_s"] / median["PP 2"]["prompt_s"]
+        found["idle rank, share of a core"] = max(
+            median[name]["idle_share"] for name in ("TP 2", "PP 2")
+        )
+    if handovers:
+        alone = handovers["P1 -> D1, layers"]["exposed_ms"]
+        for name in ("P2 -> D1", "P1 -> D2"):
+            best = min(handovers[f"{name}, {of}"]["exposed_ms"] for of in ("layers", "heads"))
+            found[f"hand-over {name}"] = best / alone
+    return found
+
+
+def main() -> int:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", default="", help="only this one, as JSON; for ourselves")
+    parser.add_argument("--folder", type=Path, help="its checkpoint")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--without", nargs="*", default=[], choices=["sums", "engines", "handovers"]
+    )
+    arguments = parser.parse_args()
+    if arguments.engine:
+        print(json.dumps(run_engine(arguments.engine, arguments.folder)))
+        return 0
+    environment = record_environment()
+    sums = {} if "sums" in arguments.without else measure_sums()
+    engines = {} if "engines" in arguments.without else measure_engines(arguments.rounds)
+    handovers = {} if "handovers" in arguments.without else measure_handovers()
+    found = ratios(sums, engines, handovers)
+    table = Table("ratio", "measured", "target")
+    for name, value in found.items():
+        table.add_row(name, f"{value:.3f}", TARGETS[name])
+    Console(highlight=False, width=120).print(table)
+    for rows in (sums, engines, handovers):
+        for name, figures in rows.items():
+            print(name, json.dumps(figures))
+    if not arguments.without:
+        results = {"ratios": found, "sums_us": sums, "engines": engines, "handovers": handovers}
+        write_results("parallel", environment, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

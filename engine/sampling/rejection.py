@@ -1,0 +1,145 @@
+"""Rejection sampling of drafts: other tokens than without drafts, of the same distribution.
+
+Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. A draft x that was drawn from q
+is kept with probability min(1, p(x) / q(x)), where p is the model's distribution in its place; else
+the token is drawn from what of p is above q (it is *recovered*), and never is the draft. A draft
+whose q nobody has counts as the only one that it could have been. Where no draft stands the token
+is drawn from p (the one behind the last draft is the *bonus*).
+
+Chance is a function of seed and position here, too, by words of its own for each purpose: whether a
+draft is kept depends on no noise that it was drawn with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.core.step_plan import UNKNOWN_TOKEN
+from engine.sampling.device_sampling import LEAST_TEMPERATURE
+from engine.sampling.gumbel import Floats, TokenIds, Words, draw, noise_hashes
+from engine.sampling.logits import adjust_logits
+from engine.sampling.sampler import least_kept, sample
+from engine.sampling.sampling_input import SamplingInput
+
+AllowedBits = Mapping[str, Sequence[npt.NDArray[np.uint8]]]
+_KEEP, _AGAIN, DRAFT = range(3)  # what chance is for
+_NO_TOKEN = 2**31  # and above: ids that no vocabulary has
+
+
+def salted(keys: Words, purpose: int) -> Words:
+    """Random words for a purpose of its own: `[n, 2]` in and out."""
+    ids = np.array([_NO_TOKEN + 2 * purpose, _NO_TOKEN + 2 * purpose + 1], dtype=np.uint32)
+    return noise_hashes(keys[:, None], ids[None])
+
+
+def sample_with_rejection(
+    logits: Tensor,
+    sampling: SamplingInput,
+    allowed_bits: Callable[[], AllowedBits] = dict,
+    proposed: Mapping[int, Floats] | None = None,
+) -> list[int]:
+    """One token per row: its draft, if that is kept. See `SamplingInput.accept` for what counts.
+
+    Args:
+        logits: `[num_sampling, vocab_size]` float32; row i belongs to row i of ``sampling``.
+        allowed_bits: see `StepHooks`.
+        proposed: the distribution that a row's draft was drawn from, `[vocab_size]`, by row, where
+            it is known.
+    """
+    allowed = allowed_bits() if sampling.adjusted else {}
+    token_ids = sample(logits, sampling, lambda: allowed)
+    drafts = np.array(sampling.draft_token_ids, dtype=np.int64)
+    rows = (drafts != UNKNOWN_TOKEN).nonzero()[0]
+    if not len(rows):
+        return token_ids
+    target = probabilities(_adjusted(logits, sampling, allowed, rows), sampling.parameters[rows])
+    proposed = proposed or {}
+    draft_probabilities = np.zeros_like(target)
+    for place, row in enumerate(rows.tolist()):
+        known = proposed.get(row)
+        if known is None:
+            draft_probabilities[place, drafts[row]] = 1.0
+        else:
+            draft_probabilities[place, : len(known)] = known[: target.shape[1]]
+    chosen = keep_or_draw(target, draft_probabilities, drafts[rows], sampling.keys[rows])
+    for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
+        token_ids[row] = token_id
+    return token_ids
+
+
+def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words) -> TokenIds:
+    """Keep drafts, or draw in their place: `[n]`.
+
+    Args:
+        target, proposed: `[n, vocab_size]`, distributions of tokens and of drafts.
+        drafts: `[n]`.
+        keys: `[n, 2]`, random words of each place.
+    """
+    at = np.arange(len(drafts))
+    chances = (salted(keys, _KEEP)[:, 0] + 0.5) * 2.0**-32
+    is_kept = chances * proposed[at, drafts] < target[at, drafts]
+    again = (~is_kept).nonzero()[0]
+    if not len(again):
+        return drafts
+    rest = np.maximum(target[again] - proposed[again], 0.0)
+    # All of the target is below: by rounding alone, as both add up to 1.
+    nothing = rest.sum(axis=1) == 0
+    rest[nothing] = target[again[nothing]]
+    with np.errstate(divide="ignore"):
+        scores = torch.from_numpy(np.log(rest))
+    found = drafts.copy()
+    found[again] = draw(scores, np.ones(len(again)), salted(keys[again], _AGAIN))
+    return found
+
+
+def probabilities(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
+    """What tokens are drawn from, with temperature and filters: `[n, vocab_size]` float64.
+
+    Args:
+        logits: `[n, vocab_size]`, float32 or float64; with penalties and what else there is.
+        parameters: `[n]` of `PARAMETERS`.
+    """
+    host = logits.double().cpu().numpy()
+    greedy = parameters["temperature"] == 0
+    temperatures = np.maximum(parameters["temperature"], LEAST_TEMPERATURE)
+    filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
+    if filtered.any():
+        rows = filtered.nonzero()[0]
+        own = logits[torch.from_numpy(rows).to(logits.device)]
+        least = least_kept(own, parameters[rows])
+        host[rows] = np.where(host[rows] >= least[:, None], host[rows], -np.inf)
+    best = host.max(axis=1, keepdims=True)
+    weights: Floats = np.exp((host - best) / temperatures[:, None])
+    weights /= weights.sum(axis=1, keepdims=True)
+    if greedy.any():
+        rows = greedy.nonzero()[0]
+        weights[rows] = 0.0
+        weights[rows, host[rows].argmax(axis=1)] = 1.0
+    return weights
+
+
+def _adjusted(
+    logits: Tensor, sampling: SamplingInput, allowed: AllowedBits, rows: TokenIds
+) -> Tensor:
+    """Some rows of the logits, with penalties, biases, bans and grammars."""
+    wanted = logits[torch.from_numpy(rows).to(logits.device)].double()
+    if not sampling.adjusted:
+        return wanted
+    masks = {request_id: iter(own) for request_id, own in allowed.items()}
+    bits = {
+        row: mask
+        for row in sampling.adjusted
+        for mask in islice(masks.get(sampling.request_ids[row], ()), 1)
+    }
+    for place, row in enumerate(rows.tolist()):
+        snapshot = sampling.adjusted.get(row)
+        if snapshot is not None:
+            own_bits = {0: bits[row]} if row in bits else {}
+            wanted[place] = adjust_logits(logits[row : row + 1], [snapshot], own_bits)[0]
+    return wanted

@@ -1,0 +1,256 @@
+"""LayersDrafting: drafts one after the other, from a drafter that has KV of its own.
+
+The drafter's KV lies in the blocks of the requests, beside the model's, and keeps up with it:
+
+    model      computes   t0 t1 t2 | t3           step: samples t4
+    drafter    reads      t0 t1 t2 | t3 t4        then t4 -> draft 1 -> draft 2 ...
+    or, where it goes on from the model's states (h):
+               reads      h0+t1 h1+t2 | h2+t3 h3+t4   then -> draft 1 -> draft 2 ...
+
+What it writes for drafts is written over when it is known what came in their place. Prompts are
+read in the step that computes them, so that their KV is whole when it travels or is cached. Of
+outputs it reads what came since it guessed last, when it is asked to guess again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.worker.drafting.base import DraftChooser, Drafts, Sampled, accepted_end
+from engine.worker.drafting.drafting_step import DraftingStep
+from engine.worker.drafting.passes import Passes
+from models.drafters.base import LayersDrafter
+
+# Tokens of an output that wait to be read, and the states that they keep in memory: older ones are
+# left out. Guesses are the worse for it, and nothing else.
+MAX_UNREAD = 256
+
+
+@dataclass(slots=True)
+class _Row:
+    """How far the drafter has read one request.
+
+    Attributes:
+        position: of its KV that it writes next.
+        token_ids: that it has not read, from there on.
+        states: of these, where it reads states: tensors `[n, ...]`, one behind the other.
+        guessed: tokens that it has read behind ``position``, as guesses: their KV is there.
+    """
+
+    position: int
+    token_ids: deque[int] = field(default_factory=deque)
+    states: deque[Tensor] = field(default_factory=deque)
+    guessed: list[int] = field(default_factory=list)
+
+
+class LayersDrafting:
+    """See `engine.worker.drafting.base.Drafting` for the contract.
+
+    Args:
+        drafter: guesses.
+        passes: over its layers.
+        num_layers: of the model, whose numbers come before those of the drafter's.
+        max_model_len: positions that there are.
+        chooser: draws the drafts.
+        read_states: of the latest step, where the drafter goes on from states between the model's
+            layers; None: from those behind its last norm.
+    """
+
+    def __init__(
+        self,
+        drafter: LayersDrafter,
+        passes: Passes,
+        num_layers: int,
+        max_model_len: int,
+        chooser: DraftChooser,
+        read_states: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self._drafter, self._passes = drafter, passes
+        self._num_layers, self._max_model_len = num_layers, max_model_len
+        self.chooser = chooser
+        self._read_states = read_states
+        self._shift = int(drafter.reads_states)
+        self._rows: dict[int, _Row] = {}
+
+    def after_step(
+        self,
+        step: DraftingStep,
+        states: Tensor,
+        sampled: Sampled,
+        after_layer: Callable[[int], None] | None = None,
+    ) -> Drafts:
+        """See `Drafting`."""
+        if self._read_states is not None:
+            states = self._read_states()
+        self.chooser.forget(step.new_rows)
+        for row in step.new_rows:
+            self._rows.pop(row, None)
+        wanted = self._note(step, states, sampled)
+        drafts = self._guess(step, wanted, sampled) if wanted else {}
+        if after_layer is not None:
+            for layer in range(len(self._drafter.kv_layers)):
+                after_layer(self._num_layers + layer)
+        return drafts
+
+    def _note(self, step: DraftingStep, states: Tensor, sampled: Sampled) -> list[int]:
+        """Keep what a step made known; returns the requests that are to be read now."""
+        offset, wanted = 0, []
+        for index, row_number in enumerate(step.rows):
+            start, num_tokens = step.starts[index], step.num_tokens[index]
+            row = self._rows.get(row_number)
+            if row is None:
+                row = self._rows[row_number] = _Row(start)
+            own = sampled.get(step.request_ids[index])
+            end = accepted_end(step, index, sampled)
+            num_right = end - start - (0 if own is None else len(own) - 1)
+            known = [*step.token_ids[offset : offset + num_right], *(own or ())]
+            if own is None and self._shift:
+                known.append(step.behind[index])
+            self._extend(row, start, end, known, states[offset : offset + num_tokens])
+            offset += num_tokens
+            is_prompt = num_right > 1 or own is None or row_number in step.new_rows
+            if row.token_ids and (is_prompt or step.num_drafts):
+                wanted.append(index)
+        return wanted
+
+    def _extend(
+        self, row: _Row, start: int, end: int, known: Sequence[int], states: Tensor
+    ) -> None:
+        """Put what came behind what is unread.
+
+        Args:
+            known: tokens from position ``start`` on: to ``end``, where the newest stands, or to
+                before it.
+            states: of the positions from ``start`` on.
+        """
+        shift = self._shift
+        next_position = row.position + len(row.token_ids)
+        if row.guessed:  # it has read what turned out to be right
+            num_right = 0
+            for token_id, guess in zip(known[next_position - start :], row.guessed, strict=False):
+                if token_id != guess:
+                    break
+                num_right += 1
+            row.position += num_right
+            next_position += num_right
+            row.guessed = []
+        row.token_ids.extend(known[next_position + shift - start :])
+        if shift and end > next_position:
+            row.states.append(states[next_position - start : end - start])
+        while len(row.token_ids) > MAX_UNREAD and len(known) < MAX_UNREAD:
+            self._skip(row)
+
+    def _skip(self, row: _Row) -> None:
+        """Leave out the oldest unread token."""
+        row.token_ids.popleft()
+        row.position += 1
+        if self._shift:
+            first = row.states.popleft()
+            if len(first) > 1:
+                row.states.appendleft(first[1:])
+
+    # ------------------------------------------------------------------ passes
+
+    def _guess(self, step: DraftingStep, wanted: list[int], sampled: Sampled) -> Drafts:
+        """Read what is unread, and go on from there."""
+        rows = [self._rows[step.rows[index]] for index in wanted]
+        # The newest token, which has no KV yet, may have no block either.
+        lens = [
+            min(len(row.token_ids), step.num_held[index] - row.position, self._room(row))
+            for index, row in zip(wanted, rows, strict=True)
+        ]
+        readable = [place for place, num in enumerate(lens) if num > 0]
+        wanted = [wanted[place] for place in readable]
+        rows, lens = [rows[place] for place in readable], [lens[place] for place in readable]
+        if not wanted:
+            return {}
+        hidden = self._read(step, wanted, rows, lens)
+        going = [
+            place
+            for place, index in enumerate(wanted)
+            if step.num_drafts
+            and step.request_ids[index] in sampled
+            and not rows[place].token_ids  # all is read
+        ]
+        if not going:
+            return {}
+        last = np.cumsum(lens)[going] - 1
+        return self._go_on(
+            step, [wanted[p] for p in going], [rows[p] for p in going], hidden[_index(last, hidden)]
+        )
+
+    def _room(self, row: _Row) -> int:
+        return self._max_model_len - row.position
+
+    def _read(
+        self, step: DraftingStep, wanted: list[int], rows: list[_Row], lens: list[int]
+    ) -> Tensor:
+        """Compute unread tokens: `[num_tokens, width]`."""
+        context = self._passes.context(
+            step.block_tables, wanted, [row.position for row in rows], lens
+        )
+        token_ids: list[int] = []
+        states: list[Tensor] = []
+        for row, num in zip(rows, lens, strict=True):
+            token_ids += [row.token_ids.popleft() for _ in range(num)]
+            row.position += num
+            if self._shift:
+                states += row.states
+                row.states.clear()
+        given = None
+        if self._shift:
+            joined = states[0] if len(states) == 1 else torch.cat(states)
+            given = self._drafter.take_states(joined)
+        ids = torch.tensor(token_ids, dtype=torch.int64).to(context.positions.device)
+        return self._drafter.compute(ids, given, context)
+
+    def _go_on(
+        self, step: DraftingStep, wanted: list[int], rows: list[_Row], hidden: Tensor
+    ) -> Drafts:
+        """Guess one token after the other: each is read for the next."""
+        drafts: list[list[int]] = [[] for _ in wanted]
+        going = list(range(len(wanted)))
+        for num_done in range(step.num_drafts):
+            logits = self._drafter.compute_logits(hidden)
+            # A draft stands behind the newest token, which stands at the end of what was read.
+            positions = np.array([rows[p].position + self._shift + num_done for p in going])
+            indices = [wanted[p] for p in going]
+            token_ids = self.chooser.choose(
+                *(logits, step.parameters[indices], [step.rows[i] for i in indices], positions)
+            )
+            for place, token_id in zip(going, token_ids, strict=True):
+                drafts[place].append(token_id)
+            if num_done + 1 == step.num_drafts:
+                break
+            fits = [
+                i
+                for i, place in enumerate(going)
+                if rows[place].position + num_done
+                < min(step.num_held[wanted[place]], self._max_model_len)
+            ]
+            if not fits:
+                break
+            if len(fits) < len(going):
+                hidden = hidden[_index(np.array(fits), hidden)]
+                going, token_ids = [going[i] for i in fits], [token_ids[i] for i in fits]
+            starts = [rows[place].position + num_done for place in going]
+            context = self._passes.context(
+                step.block_tables, [wanted[place] for place in going], starts, [1] * len(going)
+            )
+            if not self._shift:
+                for place, token_id in zip(going, token_ids, strict=True):
+                    rows[place].guessed.append(token_id)
+            ids = torch.tensor(token_ids, dtype=torch.int64).to(context.positions.device)
+            hidden = self._drafter.compute(ids, hidden if self._shift else None, context)
+        names = (step.request_ids[index] for index in wanted)
+        return {name: tuple(own) for name, own in zip(names, drafts, strict=True)}
+
+
+def _index(places: Sequence[int] | np.ndarray, like: Tensor) -> Tensor:
+    return torch.as_tensor(places, dtype=torch.int64).to(like.device)

@@ -1,0 +1,109 @@
+"""Makes what guesses in a worker: loads it, and joins it to the KV memory. Called at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from baton.api.errors import ConfigError
+from baton.engine_config import DRAFTERS as METHODS
+from baton.engine_config import EngineConfig
+from baton.kv_layers import LayerKV
+from engine.worker.device_choice import BackendNames, choose_packer
+from engine.worker.drafting.base import DraftChooser, Drafting
+from engine.worker.drafting.heads import HeadsDrafting
+from engine.worker.drafting.layers import LayersDrafting
+from engine.worker.drafting.passes import Passes
+from engine.worker.kv_cache import KVMemory
+from engine.worker.model_runner import make_backends
+from models.architectures.decoder import DecoderForCausalLM
+from models.base import CausalLM
+from models.drafters import DRAFTERS
+from models.drafters.base import HeadsDrafter, LayersDrafter
+from models.drafters.loading import DrafterSource
+
+AnyDrafter = HeadsDrafter | LayersDrafter
+
+
+def load_drafter(
+    config: EngineConfig,
+    model_folder: Path,
+    model: CausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AnyDrafter | None:
+    """Load what the options name; None: nothing with weights guesses.
+
+    Raises:
+        ModelLoadError: its folder is missing, incomplete or unsupported.
+        ConfigError: it does not fit the model.
+    """
+    if config.speculative_method not in METHODS:
+        return None
+    assert isinstance(model, DecoderForCausalLM)
+    folder = Path(config.speculative_model) if config.speculative_model else None
+    source = DrafterSource(
+        folder=folder,
+        model_folder=model_folder,
+        model=model,
+        dtype=dtype,
+        device=device,
+        packer=choose_packer(config, device, dtype),
+        max_model_len=config.max_model_len,
+    )
+    drafter = DRAFTERS.load(config.speculative_method)(source)
+    num_heads = getattr(drafter, "num_heads", None)
+    if num_heads is not None and config.num_speculative_tokens > num_heads:
+        raise ConfigError(
+            f"num_speculative_tokens: at most {num_heads}, as many as heads are there, got "
+            f"{config.num_speculative_tokens}"
+        )
+    return drafter
+
+
+def layers_of(drafter: AnyDrafter | None) -> tuple[LayerKV, ...]:
+    """What the layers of a drafter keep of the tokens before."""
+    return () if drafter is None else tuple(getattr(drafter, "kv_layers", ()))
+
+
+def make_drafting(
+    drafter: AnyDrafter | None,
+    model: CausalLM,
+    memory: KVMemory,
+    backend_names: BackendNames,
+    max_model_len: int,
+    *,
+    rejects: bool = False,
+) -> Drafting | None:
+    """Join a drafter to its model and to the KV memory, whose last layers are its own.
+
+    Args:
+        rejects: see `DraftChooser`.
+    """
+    if drafter is None:
+        return None
+    chooser = DraftChooser(rejects=rejects)
+    if not layers_of(drafter):
+        return HeadsDrafting(drafter, chooser)  # type: ignore[arg-type]
+    spec, num_layers = memory.spec, len(model.kv_layers)
+    passes = Passes(
+        make_backends(backend_names),
+        spec.layer_groups[num_layers:],
+        spec.layer_caches(memory.tensor)[num_layers:],
+        spec.block_size,
+        memory.tensor.device,
+    )
+    longest = min(max_model_len, getattr(drafter, "max_model_len", max_model_len))
+    read_states = None
+    if getattr(drafter, "state_layers", ()):
+        assert isinstance(model, DecoderForCausalLM)
+        read_states = model.model.kept_states
+    return LayersDrafting(
+        drafter,  # type: ignore[arg-type]
+        passes,
+        num_layers,
+        longest,
+        chooser,
+        read_states,
+    )

@@ -1,0 +1,113 @@
+"""Passes: a drafter computes tokens of some requests, and attention needs to know which.
+
+A pass in which every request computes few tokens is made a decode step: each token a request of its
+own with the same blocks, as every layer writes the KV of all of them before any looks at it. So it
+is taped on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from engine.worker.drafting.drafting_step import Ints
+from models.base import ForwardContext, LayerCache
+
+MANY_TOKENS = 33  # of one request in a pass, more than drafts can be: a prompt
+_MOST_ROWS = 64  # of a pass that is made a decode step, without prompts
+
+
+class Passes:
+    """Builds the forward contexts of a drafter's passes.
+
+    Args:
+        backends: attention, of each KV cache group of the cache.
+        layer_groups: of each layer of the drafter, its group.
+        layer_caches: of each layer of the drafter, its part of the cache.
+        block_size: tokens of a block.
+        device: of the cache.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[AttentionBackend | None],
+        layer_groups: Sequence[int],
+        layer_caches: tuple[LayerCache, ...],
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._used = sorted(set(layer_groups))
+        self._backends = [backends[group] for group in self._used]
+        self._layer_groups = tuple(self._used.index(group) for group in layer_groups)
+        self._layer_caches = layer_caches
+        self._block_size, self._device = block_size, device
+
+    def context(
+        self,
+        block_tables: Sequence[npt.NDArray[np.int32]],
+        requests: Sequence[int],
+        starts: Sequence[int],
+        lens: Sequence[int],
+    ) -> ForwardContext:
+        """Describe a pass that computes tokens from ``starts`` on, one at least of each request.
+
+        Args:
+            block_tables: of each group, `[num_requests, max_blocks]`.
+            requests: `[n]`, rows of these.
+            starts: `[n]`, positions of the first tokens.
+            lens: `[n]`, how many of each.
+        """
+        rows, first, counts = (np.array(column) for column in (requests, starts, lens))
+        token_rows, positions, total = rows, first, len(rows)
+        most = max(lens)
+        if most > 1:
+            total = sum(lens)
+            after_first = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
+            positions = first.repeat(counts) + after_first  # [num_tokens]
+            token_rows = rows.repeat(counts)
+            if total <= _MOST_ROWS and most < MANY_TOKENS:
+                rows, first, counts = token_rows, positions, np.ones_like(positions)
+                most = 1
+        ends = first + counts
+        blocks, offsets = np.divmod(positions, self._block_size)
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
+        counts.cumsum(out=query_start_loc[1:])
+        starts_on_device = self._tensor(query_start_loc)
+        ends_on_device = self._tensor(ends.astype(np.int32))
+        query_lens, seq_lens = tuple(counts.tolist()), tuple(ends.tolist())
+        max_seq_len = max(seq_lens)
+        width = -(-max_seq_len // self._block_size)
+        groups = []
+        for group, backend in zip(self._used, self._backends, strict=True):
+            table = block_tables[group]
+            slots = table[token_rows, blocks].astype(np.int64) * self._block_size + offsets
+            metadata = AttentionMetadata(
+                num_requests=len(rows),
+                num_tokens=total,
+                query_start_loc=starts_on_device,
+                seq_lens=ends_on_device,
+                block_table=self._tensor(np.ascontiguousarray(table[rows, :width])),
+                slot_mapping=self._tensor(slots),
+                max_query_len=most,
+                max_seq_len=max_seq_len,
+                query_lens=query_lens,
+                seq_lens_host=seq_lens,
+            )
+            assert backend is not None, "a drafter keeps no states"
+            backend.plan(metadata)
+            groups.append((metadata, backend))
+        return ForwardContext(
+            positions=self._tensor(positions),
+            groups=tuple(groups),
+            layer_groups=self._layer_groups,
+            layer_caches=self._layer_caches,
+        )
+
+    def _tensor(self, array: Ints | npt.NDArray[np.int32]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)

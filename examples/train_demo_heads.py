@@ -1,0 +1,361 @@
+"""Train drafters for the demo model on a CPU: Medusa heads, one EAGLE layer, one MTP layer.
+
+They guess the demo model's next tokens (docs/speculation.md). Each learns from the demo model's own
+distributions over the text that the model was trained on; EAGLE and MTP also behind a guess of
+their own. The results are folders in the layouts that people have, stored in bfloat16::
+
+    python examples/train_demo_heads.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from train_demo_model import (
+    Batches,
+    Corpus,
+    collect_sources,
+    encode_chats,
+    encode_documents,
+    encode_in_pieces,
+    learning_rate_factor,
+    split_sources,
+)
+from transformers import Qwen3ForCausalLM
+
+DEMO_MODEL = Path(__file__).with_name("demo_model")
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 4, 2, 64, 640
+ROPE_THETA, EPS = 10000.0, 1e-6
+NUM_MEDUSA_HEADS = 4
+NUM_STEPS = 2  # tokens that EAGLE and MTP guess in training, each behind their own last one
+NUM_SHOWN = 768  # tokens that distributions are compared over: a batch's most probable ones
+STEP_WEIGHT = 0.8  # of a guess, per guess before it
+
+# ----------------------------------------------------------------------------------- drafters
+
+
+class RMSNorm(nn.Module):
+    """The norm of Qwen3 and Llama."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, EPS)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; names as checkpoints have them."""
+
+    def __init__(self, *, qk_norm: bool) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
+        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+        if qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(HEAD_DIM), RMSNorm(HEAD_DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        query, key, value = (
+            projected.view(rows, length, -1, HEAD_DIM).transpose(1, 2)
+            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )  # each [rows, heads, length, HEAD_DIM]
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        frequencies = ROPE_THETA ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        angles = torch.arange(length)[:, None] * frequencies
+        cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
+        query, key = (
+            one * cos + torch.cat([-one[..., HEAD_DIM // 2 :], one[..., : HEAD_DIM // 2]], -1) * sin
+            for one in (query, key)
+        )
+        attended = F.scaled_dot_product_attention(
+            query.to(value), key.to(value), value, is_causal=True, enable_gqa=True
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(rows, length, -1))
+
+
+class GatedMLP(nn.Module):
+    """SiLU-gated feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A decoder layer; EAGLE's has no norm before its attention."""
+
+    def __init__(self, *, qk_norm: bool, input_norm: bool) -> None:
+        super().__init__()
+        self.self_attn = Attention(qk_norm=qk_norm)
+        self.mlp = GatedMLP()
+        self.input_layernorm = RMSNorm(HIDDEN) if input_norm else nn.Identity()
+        self.post_attention_layernorm = RMSNorm(HIDDEN)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle(nn.Module):
+    """Li et al., "EAGLE", arXiv 2401.15077: a layer that foretells the model's last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList([Layer(qk_norm=False, input_norm=False)])
+        with torch.no_grad():  # begins as the state before
+            self.fc.weight.copy_(torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1))
+            self.fc.bias.zero_()
+
+    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
+        return self.layers[0](self.fc(torch.cat([embedded, states], -1)))
+
+
+class Mtp(nn.Module):
+    """A layer of the model's own kind over the token and the state before (DeepSeek, Qwen)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
+        self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+        self.layers = nn.ModuleList([Layer(qk_norm=True, input_norm=True)])
+        self.norm = RMSNorm(HIDDEN)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1))
+
+    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
+        both = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)
+        return self.norm(self.layers[0](self.fc(torch.cat(both, -1))))
+
+
+class Medusa(nn.Module):
+    """Cai et al., "Medusa", arXiv 2401.10774: a head for each of the tokens behind the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(NUM_MEDUSA_HEADS))
+        for head in self.heads:
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+
+    def forward(self, states: Tensor) -> list[Tensor]:
+        return [states + F.silu(head(states)) for head in self.heads]
+
+
+# ----------------------------------------------------------------------------------- training
+
+
+class Teacher:
+    """The demo model, which does not change."""
+
+    def __init__(self) -> None:
+        model = Qwen3ForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+        self.model = model.eval().requires_grad_(requires_grad=False)
+        self.embedding = model.get_input_embeddings().weight
+
+    @torch.no_grad()
+    def states(self, token_ids: Tensor) -> Tensor:
+        """Hidden states after the last norm: `[rows, length, HIDDEN]`."""
+        return self.model.model(input_ids=token_ids, use_cache=False).last_hidden_state
+
+    def logits(self, states: Tensor, shown: Tensor | None = None) -> Tensor:
+        return F.linear(states, self.embedding if shown is None else self.embedding[shown])
+
+
+def divergence(logits: Tensor, log_targets: Tensor) -> Tensor:
+    """Kullback-Leibler divergence from the teacher's distribution, mean over tokens."""
+    return F.kl_div(
+        logits.float().log_softmax(-1).flatten(0, 1),
+        log_targets.flatten(0, 1),
+        reduction="batchmean",
+        log_target=True,
+    )
+
+
+def losses_of(
+    teacher: Teacher, eagle: Eagle, mtp: Mtp, medusa: Medusa, token_ids: Tensor
+) -> dict[str, Tensor]:
+    """Each drafter's loss on a batch `[rows, length]`; the losses of guesses further on less."""
+    states = teacher.states(token_ids)
+    with torch.no_grad():
+        every = teacher.logits(states).float()
+        shown = every.softmax(-1).mean((0, 1)).topk(NUM_SHOWN).indices
+        targets = every[..., shown].log_softmax(-1)
+    embedded = F.embedding(token_ids, teacher.embedding)
+    losses = {}
+    for name, drafter in (("eagle", eagle), ("mtp", mtp)):
+        known, loss = states, torch.zeros(())
+        for step in range(1, NUM_STEPS + 1):
+            # known[i] is the state of token i + step - 1, true or guessed; token i + step follows.
+            known = drafter(embedded[:, step:], known[:, : token_ids.shape[1] - step])
+            part = divergence(teacher.logits(known, shown), targets[:, step:])
+            if name == "eagle":
+                part = part + 0.2 * F.smooth_l1_loss(known, states[:, step:])
+            loss = loss + STEP_WEIGHT ** (step - 1) * part
+        losses[name] = loss
+    guessed = medusa(states)
+    losses["medusa"] = sum(
+        (
+            STEP_WEIGHT**index
+            * divergence(teacher.logits(one[:, : -1 - index], shown), targets[:, 1 + index :])
+            for index, one in enumerate(guessed)
+        ),
+        torch.zeros(()),
+    )
+    return losses
+
+
+@torch.no_grad()
+def right_guesses(
+    teacher: Teacher, eagle: Eagle, mtp: Mtp, medusa: Medusa, stream: np.ndarray, length: int
+) -> dict[str, list[float]]:
+    """Share of guesses that are the teacher's most probable token, by how far on they are."""
+    found: dict[str, list[list[float]]] = {"eagle": [], "mtp": [], "medusa": []}
+    for start in range(0, len(stream) - length, length):
+        token_ids = torch.from_numpy(stream[start : start + length])[None]
+        states = teacher.states(token_ids)
+        best = teacher.logits(states).argmax(-1)
+        embedded = F.embedding(token_ids, teacher.embedding)
+        for name, drafter in (("eagle", eagle), ("mtp", mtp)):
+            known, row = states, []
+            for step in range(1, NUM_STEPS + 1):
+                known = drafter(embedded[:, step:], known[:, : length - step])
+                right = teacher.logits(known).argmax(-1) == best[:, step:]
+                row.append(right.float().mean().item())
+            found[name].append(row)
+        found["medusa"].append(
+            [
+                (teacher.logits(one[:, : -1 - index]).argmax(-1) == best[:, 1 + index :])
+                .float().mean().item()
+                for index, one in enumerate(medusa(states))
+            ]
+        )  # fmt: skip
+    return {name: np.mean(rows, axis=0).round(4).tolist() for name, rows in found.items()}
+
+
+def load_text(seed: int) -> Corpus:
+    """The demo model's training text, by its own tokenizer."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    sources = collect_sources(Path(sysconfig.get_paths()["stdlib"]))
+    training, validation = split_sources(sources, seed)
+    return Corpus(
+        documents=encode_in_pieces(tokenizer, training, seed),
+        chats=encode_chats(tokenizer, training),
+        validation=np.concatenate(encode_documents(tokenizer, validation)),
+    )
+
+
+# --------------------------------------------------------------------------------------- files
+
+
+def save(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
+    """Write one drafter's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    stored = {name: tensor.detach().bfloat16().contiguous() for name, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_all(output: Path, eagle: Eagle, mtp: Mtp, medusa: Medusa) -> None:
+    """Write the three folders, each in the layout that its inventors use."""
+    shape: dict[str, object] = {
+        "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 1,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+        "rms_norm_eps": EPS, "rope_theta": ROPE_THETA, "vocab_size": 4096, "hidden_act": "silu",
+        "max_position_embeddings": 2048, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "bias": True, **shape}
+    qwen = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **shape}
+    save(output / "eagle", llama, eagle.state_dict())
+    save(output / "mtp", qwen, {f"mtp.{name}": one for name, one in mtp.state_dict().items()})
+    save(
+        output / "medusa",
+        {"model_type": "medusa", "medusa_num_heads": NUM_MEDUSA_HEADS, "medusa_num_layers": 1,
+         "hidden_size": HIDDEN, "vocab_size": 4096},
+        {
+            f"{index}.0.linear.{name}": parameter
+            for index, head in enumerate(medusa.heads)
+            for name, parameter in head.named_parameters()
+        },
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Train, save, say how often guesses are right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--batch-tokens", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--muon-lr", type=float, default=6e-3, help="of matrices")
+    parser.add_argument("--adamw-lr", type=float, default=3e-3, help="of all else")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    corpus, teacher = load_text(args.seed), Teacher()
+    batches = Batches(corpus, args.batch_tokens, args.seed)
+    drafters = Eagle(), Mtp(), Medusa()
+    parameters = [p for drafter in drafters for p in drafter.parameters()]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            [p for p in parameters if p.ndim == 2],
+            lr=args.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            [p for p in parameters if p.ndim == 1],
+            lr=args.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0,
+        ),
+    ]  # fmt: skip
+    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    started = time.monotonic()
+    for num_batches in range(args.batches):
+        progress = num_batches / args.batches
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, peak in zip(groups, peaks, strict=True):
+            group["lr"] = peak * learning_rate_factor(progress)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = losses_of(teacher, *drafters, batches.next(args.length))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(losses.values(), torch.zeros(())).backward()
+        for drafter in drafters:
+            nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        if num_batches % 10 == 0:
+            shown = ", ".join(f"{name} {loss.item():.3f}" for name, loss in losses.items())
+            print(f"{progress:.0%} {num_batches} batches: {shown}", flush=True)
+    save_all(args.output, *drafters)
+    minutes = (time.monotonic() - started) / 60
+    print(
+        f"{args.batches} batches of {args.batch_tokens} tokens, {minutes:.1f} minutes", flush=True
+    )
+    rights = right_guesses(teacher, *drafters, corpus.validation[:5000], 500)
+    for name, shares in rights.items():
+        print(f"{name}: right {shares}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""FlashAttention-3 for steps with prompts, Triton for all others, which graphs may hold.
+
+On Hopper the library's kernels for prompts are ahead of what Triton compiles; a decode's are not,
+and what it asks the host for cannot be captured. Both read the same cache and the same metadata.
+Refuses to know: how either of them works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.flash import FlashAttention, installed_version
+from baton_kernels.attention.triton import TritonAttention
+
+_VERSION, _HOPPER = 3, 9
+
+
+def reason_against(device: torch.device | str) -> str | None:
+    """Say why the two cannot be beside each other on a GPU, as a phrase; None: they can."""
+    if installed_version() != _VERSION:
+        return "FlashAttention-3 is not installed"
+    if torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return "FlashAttention-3 is for GPUs of compute capability 9.0"
+    return None
+
+
+class FlashTritonAttention:
+    """``AttentionBackend`` over both; a step with a prompt is the library's in whole.
+
+    float16 and bfloat16, without sinks, as the library has nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._triton, self._flash = TritonAttention(), FlashAttention()
+        self._is_captured = False
+
+    @staticmethod
+    def reason_against_fp8(device: torch.device) -> str | None:
+        """Return the library's reason."""
+        return FlashAttention.reason_against_fp8(device)
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """See ``AttentionBackend.plan``; only for those that the step is for."""
+        self._is_captured = False
+        if metadata.max_query_len > 1:
+            self._flash.plan(metadata)
+        else:
+            self._triton.plan(metadata)
+
+    def plan_captured(self, metadata: AttentionMetadata) -> None:
+        """See ``TritonAttention.plan_captured``."""
+        self._is_captured = True
+        self._triton.plan_captured(metadata)
+
+    def fill_captured(
+        self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
+    ) -> None:
+        """See ``TritonAttention.fill_captured``."""
+        self._triton.fill_captured(num_tokens, query_lens, seq_lens)
+
+    def run(
+        self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, **options: Any
+    ) -> Tensor:
+        """See ``AttentionBackend.run``."""
+        is_flash = metadata.max_query_len > 1 and not self._is_captured
+        backend = self._flash if is_flash else self._triton
+        return backend.run(query, kv_cache, metadata, **options)

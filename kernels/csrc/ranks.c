@@ -1,0 +1,163 @@
+/* What ranks on one machine tell each other through memory that they share: sums, and parts side
+ * by side.
+ *
+ *     aborted | came[rank] ... | slots[rank][2] ...      a word of its own cache line each, then data
+ *
+ * A rank writes its part into one of its two slots, says that it has, and reads all others'. Who
+ * is a step ahead writes the other slot; nobody can be two ahead. Each rank adds all parts in the
+ * order of ranks: the same bits everywhere.
+ *
+ * Refuses to know: what the numbers are, how ranks are started.
+ */
+#define _GNU_SOURCE
+#include <time.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "vectors.h"
+
+#define LINE 64 /* bytes of a cache line */
+#define PIECE 512 /* floats that are added at once */
+#define SLEEP_NS 50000000 /* then a sleeper looks whether the others still are there */
+#define GONE 2 /* what a call returns when a rank is, or has said nothing for too long */
+
+enum { SUM = 0, GATHER = 1 };
+
+typedef struct {
+    uint32_t came; /* steps that its part is there for */
+    uint32_t num_sleepers;
+    char rest[LINE - 8];
+} flag;
+
+typedef struct {
+    int64_t rank, size, slot_bytes, spins, timeout_s;
+    char *shared;
+    int64_t step;
+} rank_group;
+
+typedef struct {
+    int64_t type, kind, count;
+    rank_group *group;
+    const void *in;
+    void *out; /* of a sum [count], of parts [size][count] */
+} collective_call;
+
+static flag *flag_of(const rank_group *g, int64_t rank) {
+    return (flag *)(g->shared + (1 + rank) * LINE);
+}
+
+static char *slot_of(const rank_group *g, int64_t rank, uint32_t step) {
+    return g->shared + (1 + g->size) * LINE + (2 * rank + (step & 1)) * g->slot_bytes;
+}
+
+#if defined(__linux__)
+static void wake(flag *f) {
+    syscall(SYS_futex, &f->came, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+static void sleep_while(flag *f, uint32_t seen) {
+    struct timespec nap = {0, SLEEP_NS};
+    syscall(SYS_futex, &f->came, FUTEX_WAIT, seen, &nap, NULL, 0);
+}
+#else
+static void wake(flag *f) { (void)f; }
+
+static void sleep_while(flag *f, uint32_t seen) {
+    struct timespec nap = {0, 50000};
+    if (__atomic_load_n(&f->came, __ATOMIC_SEQ_CST) == seen) nanosleep(&nap, NULL);
+}
+#endif
+
+static int has_come(const flag *f, uint32_t step) {
+    return (int32_t)(__atomic_load_n(&f->came, __ATOMIC_SEQ_CST) - step) >= 0;
+}
+
+static int is_aborted(const rank_group *g) {
+    return __atomic_load_n((uint32_t *)g->shared, __ATOMIC_RELAXED) != 0;
+}
+
+static void come(rank_group *g, uint32_t step) {
+    flag *f = flag_of(g, g->rank);
+    __atomic_store_n(&f->came, step, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&f->num_sleepers, __ATOMIC_SEQ_CST)) wake(f);
+}
+
+static int await(const rank_group *g, int64_t rank, uint32_t step) {
+    flag *f = flag_of(g, rank);
+    for (int64_t i = 0; i < g->spins; i++) {
+        if (has_come(f, step)) return 0;
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+    struct timespec start, now;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    while (!has_come(f, step)) {
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        if (is_aborted(g) || now.tv_sec - start.tv_sec > g->timeout_s) return GONE;
+        __atomic_fetch_add(&f->num_sleepers, 1, __ATOMIC_SEQ_CST);
+        uint32_t seen = __atomic_load_n(&f->came, __ATOMIC_SEQ_CST);
+        if ((int32_t)(seen - step) < 0) sleep_while(f, seen);
+        __atomic_fetch_sub(&f->num_sleepers, 1, __ATOMIC_SEQ_CST);
+    }
+    return 0;
+}
+
+INLINE void add_parts(int type, const rank_group *g, uint32_t step, int64_t count, void *out) {
+    float sum[PIECE], part[PIECE];
+    for (int64_t first = 0; first < count; first += PIECE) {
+        int64_t size = min64(PIECE, count - first);
+        read_row(type, at(type, slot_of(g, 0, step), first), sum, size);
+        for (int64_t rank = 1; rank < g->size; rank++) {
+            read_row(type, at(type, slot_of(g, rank, step), first), part, size);
+            for (int64_t i = 0; i < size; i++) sum[i] += part[i];
+        }
+        write_row(type, sum, (char *)out + first * size_of(type), size);
+    }
+}
+
+static void finish(const collective_call *c, uint32_t step, int64_t first, int64_t count) {
+    const rank_group *g = c->group;
+    int64_t size = size_of(c->type);
+    if (c->kind == GATHER) {
+        for (int64_t rank = 0; rank < g->size; rank++)
+            memcpy((char *)c->out + (rank * c->count + first) * size, slot_of(g, rank, step),
+                   count * size);
+        return;
+    }
+    void *out = (char *)c->out + first * size;
+    if (c->type == BFLOAT16)
+        add_parts(BFLOAT16, g, step, count, out);
+    else if (c->type == FLOAT16)
+        add_parts(FLOAT16, g, step, count, out);
+    else
+        add_parts(FLOAT32, g, step, count, out);
+}
+
+/* Returns 0, or GONE. */
+int baton_collective(const collective_call *c) {
+    rank_group *g = c->group;
+    int64_t most = g->slot_bytes / size_of(c->type);
+    for (int64_t first = 0; first < c->count; first += most) {
+        int64_t count = min64(most, c->count - first);
+        uint32_t step = (uint32_t)++g->step;
+        memcpy(slot_of(g, g->rank, step), at(c->type, c->in, first), count * size_of(c->type));
+        come(g, step);
+        for (int64_t rank = 0; rank < g->size; rank++) {
+            if (rank == g->rank) continue;
+            int failed = await(g, rank, step);
+            if (failed) return failed;
+        }
+        finish(c, step, first, count);
+    }
+    return 0;
+}
+
+/* Have every call of every rank fail from now on. */
+void baton_abort_ranks(const rank_group *g) {
+    __atomic_store_n((uint32_t *)g->shared, 1, __ATOMIC_SEQ_CST);
+    for (int64_t rank = 0; rank < g->size; rank++) wake(flag_of(g, rank));
+}

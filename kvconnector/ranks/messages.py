@@ -1,0 +1,132 @@
+"""What the process that speaks for a node says to the transports of its other ranks, and back.
+
+Plain values in msgpack, through a connection that nobody else has. A call is answered; a write is
+answered when it has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvconnector.blocks import LayerRange
+from kvconnector.peer_info import RankMemory
+
+
+class Open(msgspec.Struct, frozen=True):
+    """With what a rank begins: a transport of this kind, for this node."""
+
+    connector: str
+    engine_id: str
+
+
+class Learn(msgspec.Struct, tag=True, frozen=True):
+    """A call: connect to a peer; answered with the path."""
+
+    call: int
+    peer: bytes
+
+
+class Forget(msgspec.Struct, tag=True, frozen=True):
+    """Disconnect a peer."""
+
+    engine_id: str
+
+
+class WriteBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Post the rank's slices of these blocks; see `KVTransport.write`."""
+
+    number: int
+    engine_id: str
+    local: list[int]
+    remote: list[int]
+    layers: LayerRange | None
+    request_id: str
+    epoch: int
+    groups: list[int]
+
+
+class WriteSlot(msgspec.Struct, tag=True, frozen=True):
+    """Post the rank's part of a self-test; see `KVTransport.write_scratch`."""
+
+    number: int
+    engine_id: str
+    slot: int
+
+
+class LendSlot(msgspec.Struct, tag=True, frozen=True):
+    """A call: clear a slot for a peer."""
+
+    call: int
+    slot: int
+    engine_id: str
+
+
+class DigestSlot(msgspec.Struct, tag=True, frozen=True):
+    """A call: answered with the digest of what is in a slot."""
+
+    call: int
+    slot: int
+
+
+class DigestSlices(msgspec.Struct, tag=True, frozen=True):
+    """A call: answered with digests of the rank's slices; see `BlockDigests.of_slices`."""
+
+    call: int
+    engine_id: str
+    writes: bool
+    block_ids: list[int]
+    groups: list[int]
+    layers: LayerRange
+    numbers: list[int]
+    contexts: list[bytes]
+    key: bytes
+
+
+class Permit(msgspec.Struct, tag=True, frozen=True):
+    """Let a peer write these blocks; also: something may come soon."""
+
+    engine_id: str
+    request_id: str
+    epoch: int
+    block_ids: list[int]
+
+
+class Prohibit(msgspec.Struct, tag=True, frozen=True):
+    """A call: let it write no more; answered with whether nothing can land from now on."""
+
+    call: int
+    engine_id: str
+    request_id: str
+    epoch: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The first thing that a rank says: where its memory is."""
+
+    memory: RankMemory
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """To a call; with a problem, what it raised."""
+
+    call: int
+    value: Any = None
+    problem: str = ""
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """A write is complete at the peer, or has failed with nothing of it in flight."""
+
+    number: int
+    problem: str = ""
+
+
+Call = Learn | LendSlot | DigestSlot | DigestSlices | Prohibit
+ToRank = Call | Forget | WriteBlocks | WriteSlot | Permit
+FromRank = Ready | Answer | Ended
+
+ENCODER = msgspec.msgpack.Encoder()
+TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

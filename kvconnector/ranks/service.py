@@ -1,0 +1,216 @@
+"""RankService: the transport of one rank, in the rank's own process, on a thread of its own.
+
+    commands of the node's process -> post, connect, read        every write's end is told back
+
+It also makes progress: what peers write may have to be read from sockets here. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from baton.api.errors import TransferError
+from kvconnector import KV_CONNECTORS
+from kvconnector.base import NO_TRANSFER, TransferKey
+from kvconnector.block_digests import BlockDigests
+from kvconnector.layout import KVMemory
+from kvconnector.peer_info import PeerInfo, host_identity
+from kvconnector.peer_process import start_time
+from kvconnector.protocol.pair_keys import BlockKey
+from kvconnector.ranks.messages import (
+    ENCODER,
+    TO_RANK,
+    Answer,
+    Call,
+    DigestSlices,
+    DigestSlot,
+    Ended,
+    Forget,
+    FromRank,
+    Learn,
+    LendSlot,
+    Open,
+    Permit,
+    Prohibit,
+    Ready,
+    ToRank,
+    WriteBlocks,
+    WriteSlot,
+)
+from kvconnector.slices import Slices
+from kvconnector.transports.base import KVTransport, PendingWrite
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT_POLL_S = 0.0001
+EXPECTING_POLL_S = 0.001
+IDLE_POLL_S = 0.025
+_SELECTABLE = 1024  # descriptors below can be waited for with `select`
+_WARM_S = 2.0  # polls as if expecting for so long after it was told anything
+
+
+def open_transport(start: Open, memory: KVMemory) -> KVTransport:
+    """Make a rank's transport."""
+    return KV_CONNECTORS.load(start.connector)(start.engine_id, memory)
+
+
+def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
+    """Be the transport of this rank until the node's process hangs up.
+
+    Args:
+        memory: of this rank.
+        argument: an `Open`, encoded.
+    """
+    transport = open_transport(msgspec.msgpack.decode(argument, type=Open), memory)
+    try:
+        RankService(connection, memory, transport).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the node has ended
+    finally:
+        transport.close()
+
+
+class RankService:
+    """See above; all of it on one thread.
+
+    Args:
+        connection: to the node's process.
+        memory: of this rank.
+        transport: over it.
+    """
+
+    def __init__(self, connection: Connection, memory: KVMemory, transport: KVTransport) -> None:
+        self._connection = connection
+        self._memory = memory
+        self._transport = transport
+        self._digests = BlockDigests(memory)
+        self._peers: dict[str, PeerInfo] = {}
+        self._writes: deque[tuple[int, PendingWrite]] = deque()
+        self._permitted: set[tuple[str, TransferKey]] = set()
+        self._warm_until = 0.0
+        info = transport.peer_info
+        place = msgspec.structs.replace(
+            info.ranks[0],
+            host=host_identity(),
+            pid=os.getpid(),
+            started_at=start_time(os.getpid()),
+        )
+        self._say(Ready(place))
+
+    def run(self) -> None:
+        """Serve; raises EOFError when the other end has gone."""
+        while True:
+            self.round(self._pause_s())
+
+    def round(self, pause_s: float = 0.0) -> None:
+        """Do what was asked for meanwhile, wait so long for it at most, and look what has ended."""
+        while self._has_come(pause_s):
+            self._take(TO_RANK.decode(self._connection.recv_bytes()))
+            self._warm_until = time.monotonic() + _WARM_S
+            pause_s = 0.0
+        self._transport.take_notifications()  # there are none: it is for progress
+        for _ in range(len(self._writes)):
+            number, write = self._writes.popleft()
+            problem = ""
+            try:
+                if not write.is_done():
+                    self._writes.append((number, write))
+                    continue
+            except TransferError as error:
+                problem = str(error)
+            self._say(Ended(number, problem))
+
+    def _has_come(self, wait_s: float) -> bool:
+        """Whether there is a command; `Connection.poll` waits for whole milliseconds."""
+        descriptor = self._connection.fileno()
+        if not 0.0 < wait_s < 0.001 or descriptor >= _SELECTABLE:
+            return self._connection.poll(wait_s)
+        return bool(select.select([descriptor], [], [], wait_s)[0])
+
+    def _pause_s(self) -> float:
+        if self._writes:
+            return IN_FLIGHT_POLL_S
+        if self._permitted or time.monotonic() < self._warm_until:
+            return EXPECTING_POLL_S
+        return IDLE_POLL_S
+
+    def _take(self, command: ToRank) -> None:
+        match command:
+            case WriteBlocks() | WriteSlot():
+                self._write(command)
+            case Permit(engine_id, request_id, epoch, block_ids):
+                self._permitted.add((engine_id, (request_id, epoch)))
+                self._transport.allow(engine_id, (request_id, epoch), block_ids)
+            case Forget(engine_id=engine_id):
+                self._peers.pop(engine_id, None)
+                self._permitted = {one for one in self._permitted if one[0] != engine_id}
+                self._transport.disconnect(engine_id)
+            case _:
+                try:
+                    answer = Answer(command.call, self._answer(command))
+                except (TransferError, ValueError) as error:
+                    answer = Answer(command.call, problem=str(error) or "it failed")
+                self._say(answer)
+
+    def _write(self, command: WriteBlocks | WriteSlot) -> None:
+        try:
+            if isinstance(command, WriteSlot):
+                pending = self._transport.write_scratch(command.engine_id, command.slot)
+            else:
+                key = (command.request_id, command.epoch)
+                pending = self._transport.write(
+                    command.engine_id,
+                    command.local,
+                    command.remote,
+                    command.layers,
+                    key if key[0] else NO_TRANSFER,
+                    command.groups,
+                )
+        except (TransferError, ValueError) as error:
+            self._say(Ended(command.number, str(error) or "it failed"))
+        else:
+            self._writes.append((command.number, pending))
+
+    def _answer(self, call: Call) -> object:
+        match call:
+            case Learn(peer=blob):
+                peer = PeerInfo.decode(blob)
+                path = self._transport.connect(peer)
+                self._peers[peer.engine_id] = peer
+                return path
+            case LendSlot(slot=slot, engine_id=engine_id):
+                self._transport.scratch.lend(slot, engine_id)
+                return None
+            case DigestSlot(slot=slot):
+                return self._transport.scratch.digest_of(slot)
+            case Prohibit(engine_id=engine_id, request_id=request_id, epoch=epoch):
+                self._permitted.discard((engine_id, (request_id, epoch)))
+                return self._transport.forbid(engine_id, (request_id, epoch))
+            case DigestSlices():
+                return self._digest(call)
+
+    def _digest(self, call: DigestSlices) -> list[bytes]:
+        peer = self._peers.get(call.engine_id)
+        if peer is None:
+            raise TransferError(f"{call.engine_id} is not connected")
+        own, theirs = self._memory.manifest, peer.manifest
+        slices = Slices(own, theirs) if call.writes else Slices(theirs, own)
+        return self._digests.of_slices(
+            call.block_ids,
+            call.groups,
+            call.layers,
+            list(zip(call.numbers, call.contexts, strict=True)),
+            BlockKey(call.key),
+            slices,
+            writes=call.writes,
+        )
+
+    def _say(self, message: FromRank) -> None:
+        self._connection.send_bytes(ENCODER.encode(message))

@@ -1,0 +1,286 @@
+"""RanksTransport: the transports of all ranks of a node, as one.
+
+    write ──┬── the transport of this process's rank       each rank writes its own slices; a write
+            └── the others, by plain values                is complete when all of them are
+
+Messages of the protocol go from the process that speaks for one node to that of the other, by this
+process's transport. What a rank that has ended had posted is never complete, nor has it failed: who
+heard that would take the wire for quiet. Its node ends, and its peers find that out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import torch
+
+from baton.api.errors import TransferError
+from kvconnector.base import NO_TRANSFER, TransferKey
+from kvconnector.blocks import LayerRange
+from kvconnector.peer_info import PeerInfo, RankMemory
+from kvconnector.ranks.messages import (
+    ENCODER,
+    FROM_RANK,
+    Answer,
+    Call,
+    DigestSlices,
+    DigestSlot,
+    Ended,
+    Forget,
+    Learn,
+    LendSlot,
+    Permit,
+    Prohibit,
+    Ready,
+    ToRank,
+    WriteBlocks,
+    WriteSlot,
+)
+from kvconnector.transports.base import KVTransport, PendingWrite, SelfTestMemory
+from kvconnector.transports.write_parts import WriteParts
+
+START_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 10.0
+_NOBODY_WAITS = 0  # number of a call whose answer is dropped
+
+
+class OtherRank:
+    """The transport of another rank, as the node's process sees it.
+
+    Args:
+        rank: its number.
+        connection: to `RankService`.
+
+    Attributes:
+        is_gone: nothing can be said to it any more.
+    """
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self.rank = rank
+        self.is_gone = False
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), select.POLLIN)
+        self._memory: RankMemory | None = None
+        self._answers: dict[int, Answer] = {}
+        self._ended: dict[int, str] = {}
+
+    def say(self, message: ToRank) -> None:
+        """Tell it; to one that is gone nothing is said."""
+        try:
+            self._connection.send_bytes(ENCODER.encode(message))
+        except OSError:
+            self.is_gone = True
+
+    def hear(self, wait_s: float = 0.0) -> None:
+        """Take in what it has said, and wait so long for something."""
+        try:
+            while not self.is_gone and self._poll.poll(wait_s * 1e3):
+                wait_s = 0.0
+                message = FROM_RANK.decode(self._connection.recv_bytes())
+                match message:
+                    case Ready(memory=memory):
+                        self._memory = memory
+                    case Answer(call=call):
+                        if call != _NOBODY_WAITS:
+                            self._answers[call] = message
+                    case Ended(number=number, problem=problem):
+                        self._ended[number] = problem
+        except (EOFError, OSError):
+            self.is_gone = True
+
+    def answer(self, call: int, deadline: float) -> Any:
+        """Wait for what it says to a call; raises TransferError."""
+        self._wait(lambda: call in self._answers, deadline)
+        answer = self._answers.pop(call)
+        if answer.problem:
+            raise TransferError(answer.problem)
+        return answer.value
+
+    def memory(self, deadline: float) -> RankMemory:
+        """Wait until it is there, and say where its memory is."""
+        self._wait(lambda: self._memory is not None, deadline)
+        assert self._memory is not None
+        return self._memory
+
+    def take_end(self, number: int) -> str | None:
+        """What became of a write: None: it is in flight; empty: it is complete; else a problem."""
+        if number not in self._ended:
+            self.hear()
+        return self._ended.pop(number, None)
+
+    def hang_up(self) -> None:
+        """End its service."""
+        with contextlib.suppress(OSError):
+            self._connection.close()
+        self.is_gone = True
+
+    def _wait(self, is_there: Callable[[], bool], deadline: float) -> None:
+        while not is_there():
+            left_s = deadline - time.monotonic()
+            if self.is_gone or left_s <= 0:
+                what = "is gone" if self.is_gone else "does not answer"
+                raise TransferError(f"the transport of rank {self.rank} {what}")
+            self.hear(left_s)
+
+
+class _RankWrite:
+    """What another rank was told to write."""
+
+    def __init__(self, rank: OtherRank, number: int) -> None:
+        self._rank, self._number = rank, number
+
+    def is_done(self) -> bool:
+        """See `PendingWrite`; of a rank that is gone nobody can say."""
+        problem = self._rank.take_end(self._number)
+        if problem:
+            raise TransferError(problem)
+        return problem is not None
+
+
+class RanksScratch:
+    """See `SelfTestMemory`: right is what has arrived at all ranks alike."""
+
+    def __init__(self, own: SelfTestMemory, call: Callable[..., list[Any]]) -> None:
+        self._own, self._call = own, call
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self._own.memory
+
+    @property
+    def digest(self) -> bytes:
+        return self._own.digest
+
+    def lend(self, slot: int, engine_id: str) -> None:
+        self._call(
+            lambda call: LendSlot(call, slot, engine_id), lambda: self._own.lend(slot, engine_id)
+        )
+
+    def digest_of(self, slot: int) -> bytes:
+        found = self._call(lambda call: DigestSlot(call, slot), lambda: self._own.digest_of(slot))
+        return b"" if len(set(found)) > 1 else bytes(found[0])
+
+
+class RanksTransport:
+    """See `KVTransport` for the contract.
+
+    Args:
+        local: the transport of this process's rank; owned from now on.
+        connections: to the other ranks' transports, by rank.
+    """
+
+    def __init__(self, local: KVTransport, connections: Mapping[int, Connection]) -> None:
+        self._local = local
+        self._others = [OtherRank(rank, link) for rank, link in sorted(connections.items())]
+        self._numbers = itertools.count(1)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        own = local.peer_info
+        memories = {other.rank: other.memory(deadline) for other in self._others}
+        memories[own.manifest.leader] = own.ranks[0]
+        self.peer_info = msgspec.structs.replace(
+            own, ranks=tuple(memories[rank] for rank in range(own.manifest.num_ranks))
+        )
+        self.scratch = RanksScratch(local.scratch, self.call)
+
+    def call(self, make: Callable[[int], Call], own: Callable[[], Any]) -> list[Any]:
+        """Ask all ranks the same; this one's answer, and then the others' in their order.
+
+        Raises TransferError if one has none.
+        """
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        number = next(self._numbers)
+        for other in self._others:
+            other.say(make(number))
+        answer = own()
+        return [answer, *(other.answer(number, deadline) for other in self._others)]
+
+    def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
+        """What each other rank finds of its slices, by rank; see `BlockDigests`."""
+        _, *found = self.call(make, lambda: None)
+        ranks = [other.rank for other in self._others]
+        return dict(zip(ranks, found, strict=True))
+
+    def connect(self, peer: PeerInfo) -> str:
+        blob = peer.encode()
+        paths: list[str] = self.call(
+            lambda call: Learn(call, blob), lambda: self._local.connect(peer)
+        )
+        return next((path for path in paths[1:] if path != paths[0]), paths[0])
+
+    def disconnect(self, engine_id: str) -> None:
+        for other in self._others:
+            other.say(Forget(engine_id))
+        self._local.disconnect(engine_id)
+
+    def write(
+        self,
+        engine_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        layers: LayerRange | None = None,
+        transfer: TransferKey = NO_TRANSFER,
+        groups: Sequence[int] = (),
+    ) -> PendingWrite:
+        own, remote = list(local_block_ids), list(remote_block_ids)
+        return self._write(
+            lambda number: WriteBlocks(
+                number, engine_id, own, remote, layers, *transfer, list(groups)
+            ),
+            lambda: self._local.write(engine_id, own, remote, layers, transfer, groups),
+        )
+
+    def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
+        return self._write(
+            lambda number: WriteSlot(number, engine_id, slot),
+            lambda: self._local.write_scratch(engine_id, slot),
+        )
+
+    def _write(
+        self,
+        make: Callable[[int], WriteBlocks | WriteSlot],
+        post: Callable[[], PendingWrite],
+    ) -> PendingWrite:
+        """Have all ranks post; what fails says so when nothing is in flight any more."""
+        number, parts, problem = next(self._numbers), list[PendingWrite](), ""
+        for other in self._others:
+            other.say(make(number))
+            parts.append(_RankWrite(other, number))
+        try:
+            parts.append(post())
+        except (TransferError, ValueError) as error:
+            problem = str(error) or "it failed"
+        return WriteParts(parts, problem)
+
+    def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
+        for other in self._others:
+            other.say(Permit(engine_id, *transfer, list(block_ids)))
+        self._local.allow(engine_id, transfer, block_ids)
+
+    def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
+        own = self._local.forbid(engine_id, transfer)
+        if own:
+            return all(self.call(lambda call: Prohibit(call, engine_id, *transfer), lambda: own))
+        for other in self._others:
+            other.say(Prohibit(_NOBODY_WAITS, engine_id, *transfer))
+        return False
+
+    def notify(self, engine_id: str, payload: bytes) -> None:
+        self._local.notify(engine_id, payload)
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        for other in self._others:
+            other.hear()
+        return self._local.take_notifications()
+
+    def close(self) -> None:
+        for other in self._others:
+            other.hang_up()
+        self._local.close()

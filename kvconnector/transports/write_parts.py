@@ -1,0 +1,51 @@
+"""WriteParts: several posted writes that are one, to several ranks or by several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from baton.api.errors import TransferError
+from kvconnector.transports.base import PendingWrite
+
+
+class WriteParts:
+    """See `PendingWrite`. A part that fails says so when no other is in flight any more.
+
+    Who hears that a write has failed takes the wire for quiet.
+    """
+
+    def __init__(self, parts: list[PendingWrite], problem: str = "") -> None:
+        self._parts = parts
+        self._problem = problem
+
+    def is_done(self) -> bool:
+        """See `PendingWrite`."""
+        left = []
+        for part in self._parts:
+            try:
+                if not part.is_done():
+                    left.append(part)
+            except TransferError as error:
+                self._problem = self._problem or str(error)
+        self._parts = left
+        if left:
+            return False
+        if self._problem:
+            raise TransferError(self._problem)
+        return True
+
+
+def post_all(posts: Iterable[Callable[[], PendingWrite]]) -> PendingWrite:
+    """Post one part after the other, up to the first that cannot be.
+
+    Raises TransferError if nothing was posted but should have been.
+    """
+    parts: list[PendingWrite] = []
+    for post in posts:
+        try:
+            parts.append(post())
+        except TransferError as error:
+            if not parts:
+                raise
+            return WriteParts(parts, str(error))
+    return parts[0] if len(parts) == 1 else WriteParts(parts)

@@ -1,0 +1,1 @@
+"""Families of which some layers carry a state from token to token, and others attend."""

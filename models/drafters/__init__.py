@@ -1,0 +1,23 @@
+"""Networks that guess a model's next tokens: one file and one line here for each; lazy imports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from models.drafters.base import HeadsDrafter, LayersDrafter
+
+# Each loads a drafter for a model: see `models.drafters.loading.DrafterSource`.
+DRAFTERS: Registry[Callable[..., HeadsDrafter | LayersDrafter]] = Registry(
+    "drafter",
+    {
+        "draft_model": "models.drafters.draft_model:load_draft_model",
+        "medusa": "models.drafters.medusa:load_medusa",
+        "eagle": "models.drafters.eagle:load_eagle",
+        "mtp": "models.drafters.mtp:load_mtp",
+    },
+)

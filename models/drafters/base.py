@@ -1,0 +1,64 @@
+"""What guesses next tokens for a model, as a network: by heads, or layer by layer with KV.
+
+Refuses to know: requests, how drafts are drawn, who verifies them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from baton.kv_layers import LayerKV
+from models.base import ForwardContext
+
+
+class HeadsDrafter(Protocol):
+    """Guesses several tokens at once from one state of the model."""
+
+    num_heads: int
+
+    def guess(self, states: Tensor, num_drafts: int) -> Tensor:
+        """``[n, hidden_size]``, the model's last states -> ``[n, num_drafts, vocab_size]``.
+
+        The first draft is of the token behind the one that the state itself gives.
+        """
+        ...
+
+
+class LayersDrafter(Protocol):
+    """Guesses one token after the other, over KV of its own.
+
+    Attributes:
+        kv_layers: what each of its layers keeps of the tokens before.
+        reads_states: whether it goes on from the model's states. Then its KV at a position is of
+            the state there and of the token behind it; else of the token there.
+        state_layers: of the model's layers, those before which states are read; empty: behind the
+            last norm.
+    """
+
+    kv_layers: tuple[LayerKV, ...]
+    reads_states: bool
+    state_layers: tuple[int, ...]
+
+    def take_states(self, states: Tensor) -> Tensor:
+        """Turn states of the model into what `compute` takes: ``[n, ...]`` -> ``[n, width]``."""
+        ...
+
+    def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
+        """Compute tokens, and write their keys and values.
+
+        Args:
+            token_ids: ``[n]`` int64.
+            states: ``[n, width]``, of the model or of what this returned for the token before;
+                None where it reads none.
+            context: of its own layers.
+
+        Returns:
+            ``[n, width]``.
+        """
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """``[n, width]`` rows of `compute`'s result -> ``[n, vocab_size]``, of the next token."""
+        ...

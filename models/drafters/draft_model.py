@@ -1,0 +1,65 @@
+"""A smaller model that guesses for a larger one of the same vocabulary.
+
+Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Any architecture that keeps keys
+and values or latents.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton.api.errors import ConfigError, ModelLoadError
+from baton.kv_layers import LayerKV, StateKV
+from models.base import CausalLM, ForwardContext
+from models.drafters.loading import DrafterSource
+from models.loading.loader import load_model
+
+# Vocabularies are padded to multiples of some number, and another one for each size of a family.
+MOST_PADDING = 1024
+
+
+class DraftModel:
+    """See ``LayersDrafter``.
+
+    Args:
+        model: that guesses.
+        vocab_size: of the model that it guesses for.
+    """
+
+    reads_states = False
+    state_layers: tuple[int, ...] = ()
+
+    def __init__(self, model: CausalLM, vocab_size: int) -> None:
+        self._model, self._vocab_size = model, vocab_size
+        self.kv_layers: tuple[LayerKV, ...] = model.kv_layers
+        self.max_model_len = model.config.max_model_len
+
+    def take_states(self, states: Tensor) -> Tensor:
+        """See ``LayersDrafter``; nothing is asked for."""
+        return states
+
+    def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
+        """See ``LayersDrafter``."""
+        if self._model.config.vocab_size < self._vocab_size:  # padding that it does not have
+            token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
+        return self._model.forward(token_ids, context)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See ``LayersDrafter``; of padding that it alone has nothing is told."""
+        return self._model.compute_logits(hidden)[:, : self._vocab_size]
+
+
+def load_draft_model(source: DrafterSource) -> DraftModel:
+    """Load the drafter of ``--speculative-method draft_model``."""
+    if not source.where.is_dir():
+        raise ModelLoadError(f"{source.where}: no such folder (speculative_model)")
+    model = load_model(source.where, dtype=source.dtype, device=source.device, packer=source.packer)
+    own, vocab_size = model.config.vocab_size, source.model.config.vocab_size
+    if abs(own - vocab_size) > MOST_PADDING:
+        raise ConfigError(
+            f"speculative_model: its vocabulary has {own} tokens, the model's {vocab_size}; a "
+            "draft model has the model's own"
+        )
+    if any(isinstance(kv, StateKV) for kv in model.kv_layers):
+        raise ConfigError("speculative_model: a draft model's states cannot be taken back")
+    return DraftModel(model, vocab_size)

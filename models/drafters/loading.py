@@ -1,0 +1,83 @@
+"""What drafters are loaded with, how their folders are read. Refuses to know: what they guess."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.api.errors import ModelLoadError
+from models.architectures.decoder import DecoderForCausalLM
+from models.fields import Fields
+from models.loading.loader import WeightPacker
+from models.loading.stored_weights import StoredTensor, open_safetensors
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSource:
+    """Where a drafter comes from, and the model that it guesses for.
+
+    Attributes:
+        folder: of the drafter; None: the model's own.
+        model_folder: of the model.
+        model: loaded, and packed if it is to be.
+        dtype, device, packer, max_model_len: see `models.load_model`.
+    """
+
+    folder: Path | None
+    model_folder: Path
+    model: DecoderForCausalLM
+    dtype: torch.dtype
+    device: torch.device
+    packer: WeightPacker | None = None
+    max_model_len: int | None = None
+
+    @property
+    def where(self) -> Path:
+        """The folder that the drafter is in."""
+        return self.folder or self.model_folder
+
+    def fields(self) -> Fields:
+        """Read ``config.json``; raises ModelLoadError."""
+        return Fields.from_file(self.where / "config.json")
+
+    def open(self, files: ExitStack) -> dict[str, StoredTensor]:
+        """Open the tensors of all safetensors files and, where there are none, of pickled ones.
+
+        Pickled ones are read with torch's loader of plain tensors, which runs no code.
+        """
+        where = self.where
+        if not where.is_dir():
+            raise ModelLoadError(f"{where}: no such folder (speculative_model)")
+        paths = sorted(where.glob("*.safetensors"))
+        if paths:
+            return open_safetensors(paths, files)
+        pickled = [*sorted(where.glob("*.pt")), *sorted(where.glob("pytorch_model*.bin"))]
+        if not pickled:
+            raise ModelLoadError(f"{where}: no weights: no .safetensors, .pt or .bin")
+        return {name: one for path in pickled for name, one in _read_pickled(path).items()}
+
+
+def _read_pickled(path: Path) -> dict[str, StoredTensor]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and pickle raise all kinds
+        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ModelLoadError(f"{path}: is no table of tensors")
+    return {
+        name: StoredTensor(path, name, functools.partial(torch.detach, tensor))
+        for name, tensor in content.items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def check_width(where: Path, name: str, found: int, expected: int) -> None:
+    """Raise ModelLoadError unless a drafter's number is its model's."""
+    if found != expected:
+        raise ModelLoadError(f"{where}: {name}: {found}, but the model's is {expected}")

@@ -1,0 +1,109 @@
+"""Medusa heads: Cai et al., arXiv 2401.10774.
+
+Head i guesses the token i + 2 places behind the one whose state it looks at:
+
+    logits_i = W_i (h + silu(A_i h + b_i))       residual blocks one behind the other, one or more
+
+Checkpoints as the authors write them (``0.0.linear.weight``, ``0.1.weight``), and as vLLM takes
+them (``blocks.0.layers.0.weight``, ``lm_heads.0.weight``); where heads have no matrix ``W`` the
+model's own is theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.api.errors import ModelLoadError
+from models.base import CausalLM
+from models.drafters.loading import DrafterSource, check_width
+
+_BLOCK = re.compile(
+    r"(?:medusa_head\.)?(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)"
+)
+_HEAD = re.compile(r"(?:medusa_head\.)?(?:(\d+)\.(\d+)|lm_heads\.(\d+))\.weight")
+
+
+class MedusaHeads:
+    """See ``HeadsDrafter``.
+
+    Args:
+        model: whose states the heads look at.
+        weights: of the residual blocks: ``[num_blocks, num_heads, hidden_size, hidden_size]``.
+        biases: ``[num_blocks, num_heads, hidden_size]``.
+        heads: ``[num_heads, vocab_size, hidden_size]``; None: the model's own head.
+    """
+
+    def __init__(
+        self, model: CausalLM, weights: Tensor, biases: Tensor, heads: Tensor | None
+    ) -> None:
+        self.num_heads = weights.shape[1]
+        self._model, self._biases, self._heads = model, biases, heads
+        # All heads of a block in one product, over the states; of later blocks each its own.
+        self._weights = weights
+
+    def guess(self, states: Tensor, num_drafts: int) -> Tensor:
+        """See ``HeadsDrafter``."""
+        num_rows, width = states.shape
+        hidden = states.unsqueeze(0).expand(num_drafts, -1, -1)  # [num_drafts, n, hidden_size]
+        for weight, bias in zip(self._weights, self._biases, strict=True):
+            products = torch.baddbmm(
+                bias[:num_drafts, None], hidden, weight[:num_drafts].transpose(1, 2)
+            )
+            hidden = hidden + functional.silu(products)
+        hidden = hidden.transpose(0, 1)  # [n, num_drafts, hidden_size]
+        if self._heads is None:
+            logits = self._model.compute_logits(hidden.reshape(-1, width))
+            return logits.view(num_rows, num_drafts, -1)
+        return torch.einsum("ndh,dvh->ndv", hidden, self._heads[:num_drafts])
+
+
+def load_medusa(source: DrafterSource) -> MedusaHeads:
+    """Load the drafter of ``--speculative-method medusa``."""
+    blocks: dict[tuple[int, int, str], Tensor] = {}
+    heads: dict[int, Tensor] = {}
+    with ExitStack() as files:
+        for name, stored in source.open(files).items():
+            if (found := _BLOCK.fullmatch(name)) is not None:
+                head, block = (int(found[i] or found[i + 2] or 0) for i in (1, 2))
+                blocks[head, block, found[5]] = stored.read().to(
+                    source.device, source.dtype, copy=True
+                )
+            elif (found := _HEAD.fullmatch(name)) is not None:
+                head = int(found[1] or found[3] or 0)
+                heads[head] = stored.read().to(source.device, source.dtype, copy=True)
+            else:
+                raise ModelLoadError(f"{source.where}: weights unknown to medusa: {name}")
+    num_heads = 1 + max((head for head, _, _ in blocks), default=-1)
+    num_blocks = 1 + max((block for _, block, _ in blocks), default=-1)
+    hidden_size = source.model.config.hidden_size
+    if not num_heads:
+        raise ModelLoadError(f"{source.where}: no Medusa head is there")
+
+    def stacked(kind: str, shape: tuple[int, ...]) -> Tensor:
+        parts = []
+        for block in range(num_blocks):
+            for head in range(num_heads):
+                part = blocks.get((head, block, kind))
+                if part is None:
+                    if kind == "weight":
+                        raise ModelLoadError(f"{source.where}: head {head} lacks block {block}")
+                    part = torch.zeros(shape, dtype=source.dtype, device=source.device)
+                check_width(source.where, "hidden_size", part.shape[0], hidden_size)
+                parts.append(part)
+        return torch.stack(parts).view(num_blocks, num_heads, *shape)
+
+    if heads and (len(heads) < num_heads or sorted(heads) != list(range(num_heads))):
+        raise ModelLoadError(f"{source.where}: {num_heads} heads, and {len(heads)} output matrices")
+    for matrix in heads.values():
+        check_width(source.where, "vocab_size", matrix.shape[0], source.model.config.vocab_size)
+    return MedusaHeads(
+        source.model,
+        stacked("weight", (hidden_size, hidden_size)).contiguous(),
+        stacked("bias", (hidden_size,)),
+        torch.stack([heads[head] for head in range(num_heads)]) if heads else None,
+    )

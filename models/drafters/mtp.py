@@ -1,0 +1,110 @@
+"""MTP: a layer of the model's own kind that was trained with it (DeepSeek-AI, arXiv 2412.19437).
+
+It is in the model's checkpoint, or in a folder of its own, in one of two layouts: DeepSeek's
+(``model.layers.N``, behind the last layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and
+Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). Of several
+such layers the first is taken, again and again.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from torch import nn
+
+from baton.api.errors import ModelLoadError
+from models.architectures.decoder import DecoderOptions
+from models.config import ModelConfig
+from models.drafters.loading import DrafterSource
+from models.drafters.state_decoder import StateDrafter, StateLayout
+from models.loading.fused_experts import split_fused_experts
+from models.loading.loader import fill_model, on_meta_device, open_weights
+from models.loading.stored_weights import StoredTensor
+
+_QWEN = {
+    "model.embedding_norm.": "mtp.pre_fc_norm_embedding.",
+    "model.state_norm.": "mtp.pre_fc_norm_hidden.",
+    "model.": "mtp.",
+}
+
+
+def load_mtp(source: DrafterSource) -> StateDrafter:
+    """Load the drafter of ``--speculative-method mtp``."""
+    target = source.model.config
+    prefix = f"model.layers.{target.num_layers}."
+    with ExitStack() as files:
+        if source.folder is None:
+            stored = open_weights(source.model_folder, target, files)
+        else:
+            stored = source.open(files)
+        if "mtp.fc.weight" in stored:
+            layout = _qwen_layout(stored, source)
+        elif prefix + "eh_proj.weight" in stored:
+            layout = _deepseek_layout(stored, source, prefix)
+        else:
+            raise ModelLoadError(
+                f"{source.where}: no MTP layer: neither mtp.fc nor {prefix}eh_proj is there"
+            )
+        config = replace(target, num_layers=1, num_mtp_layers=0, layer_types=None)
+        with on_meta_device():
+            drafter = StateDrafter(config, _options(source, target), layout)
+        if target.moe is not None:
+            stored = split_fused_experts(
+                stored,
+                target.moe.num_experts,
+                drafter.checkpoint_name,
+                by_turns=target.moe.stored_by_turns,
+            )
+        fill_model(drafter, source.where, stored, source.dtype, source.device, source.packer)
+    drafter.share(source.model, None)
+    return drafter
+
+
+def _options(source: DrafterSource, target: ModelConfig) -> DecoderOptions:
+    """The model's own, for one layer behind its last."""
+    own = source.model.options
+    last = target.num_layers - 1
+
+    def feed_forward(config: ModelConfig, layer_index: int) -> nn.Module:
+        return own.make_feed_forward(config, last)
+
+    kv_layers = None if own.kv_layers is None else own.kv_layers[-1:]
+    ropes = own.ropes[:1] if own.ropes else None
+    return replace(own, feed_forward=feed_forward, kv_layers=kv_layers, ropes=ropes)
+
+
+def _qwen_layout(stored: dict[str, StoredTensor], source: DrafterSource) -> StateLayout:
+    return StateLayout(
+        names=_QWEN,
+        embedding_norm=True,
+        state_norm=True,
+        final_norm=True,
+        goes_on_normed=True,
+        state_size=source.model.config.hidden_size,
+    )
+
+
+def _deepseek_layout(
+    stored: dict[str, StoredTensor], source: DrafterSource, prefix: str
+) -> StateLayout:
+    target = source.model.config
+    has_head = prefix + "shared_head.head.weight" in stored
+    return StateLayout(
+        names={
+            "lm_head.": f"{prefix}shared_head.head.",
+            "model.layers.0.": prefix,
+            "model.norm.": f"{prefix}shared_head.norm.",
+            "model.fc.": f"{prefix}eh_proj.",
+            "model.embedding_norm.": f"{prefix}enorm.",
+            "model.state_norm.": f"{prefix}hnorm.",
+            "model.embed_tokens.": f"{prefix}embed_tokens.",
+        },
+        has_embedding=prefix + "embed_tokens.weight" in stored,
+        has_head=has_head,
+        head_size=target.vocab_size,
+        embedding_norm=True,
+        state_norm=True,
+        final_norm=True,
+        state_size=target.hidden_size,
+    )

@@ -1,0 +1,244 @@
+"""Layers that guess the next token from a state of the model and the token behind it: EAGLE, MTP.
+
+    token t+1 -> embedding (norm) --+
+                                    +--> fc --> layer(s) --> (norm) --> head --> token t+2
+    state of t ---------- (norm) ---+
+
+What of it there is, and how it is called, is a checkpoint's layout (``eagle.py``, ``mtp.py``).
+EAGLE-3's layer attends over both halves, which no ``fc`` joins.
+Refuses to know: layouts, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+import baton_kernels as ops
+from models.architectures.decoder import (
+    Decoder,
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    Elsewhere,
+)
+from models.base import ForwardContext, Rotations
+from models.config import ModelConfig
+from models.layers.attention import Attention
+from models.layers.linear import JoinedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """What a checkpoint has.
+
+    Attributes:
+        names: how our parameters' names begin -> what the checkpoint has in its place, in order.
+        state_layers: of the model, see ``LayersDrafter``; not empty: EAGLE-3.
+        residual_is_normed: EAGLE-3's layer adds to the normed state.
+        has_embedding, has_head: its own; else the model's.
+        head_size: tokens that its head gives; they are a part of the vocabulary if ``picks``.
+        fc_bias: the bias of ``fc``.
+        embedding_norm, state_norm, final_norm: whether there are such norms.
+        goes_on_normed: what it returned last, for its next guess, is behind the last norm.
+        state_size: of the model's states.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    state_layers: tuple[int, ...] = ()
+    residual_is_normed: bool = False
+    has_embedding: bool = False
+    has_head: bool = False
+    head_size: int = 0
+    picks: bool = False
+    fc_bias: bool = False
+    embedding_norm: bool = False
+    state_norm: bool = False
+    final_norm: bool = False
+    goes_on_normed: bool = False
+    state_size: int = 0
+
+
+class WideLayer(DecoderLayer):
+    """EAGLE-3's layer (arXiv 2503.01840): it attends over the embedding and the state together."""
+
+    def __init__(
+        self, config: ModelConfig, options: DecoderOptions, residual_is_normed: bool
+    ) -> None:
+        super().__init__(config, options, 0)
+        self.hidden_norm = options.make_norm(config)
+        self._residual_is_normed = residual_is_normed
+        attention = self.self_attn
+        assert isinstance(attention, Attention)
+        names = ("q_proj", "k_proj", "v_proj")
+        parts = dict(zip(names, attention.qkv_proj.part_sizes, strict=True))
+        bias = options.attention.qkv_bias
+        attention.qkv_proj = JoinedLinear(2 * config.hidden_size, parts, bias=bias)
+
+    def join(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """What it attends over, ``[n, 2 * hidden_size]``, and what it adds to."""
+        normed = self.hidden_norm(states)
+        before, _ = self._mixer_norms
+        joined = torch.cat([before(embedded), normed], dim=-1)
+        return joined, normed if self._residual_is_normed else states
+
+    def attend(
+        self, joined: Tensor, residual: Tensor, rotations: Rotations, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """As ``DecoderLayer.forward``, behind `join`."""
+        before, _ = self._feed_forward_norms
+        normed, residual = before.add(self.self_attn(joined, rotations, step), residual)
+        return self.mlp(normed), residual
+
+
+class StateDecoder(Decoder):
+    """The layers, and what joins token and state before them."""
+
+    def __init__(self, config: ModelConfig, options: DecoderOptions, layout: StateLayout) -> None:
+        super().__init__(config, options)
+        self.layout = layout
+        width = config.hidden_size
+        self.is_wide = bool(layout.state_layers)
+        if self.is_wide:
+            self.layers = nn.ModuleList([WideLayer(config, options, layout.residual_is_normed)])
+            num_inputs = len(layout.state_layers) * layout.state_size
+        else:
+            num_inputs = width + layout.state_size
+        self.fc: nn.Module = nn.Linear(num_inputs, width, bias=layout.fc_bias)
+        if not layout.has_embedding:
+            self.embed_tokens = Elsewhere()
+        if not layout.final_norm:
+            self.norm = Elsewhere()  # type: ignore[assignment]
+        self.embedding_norm = options.make_norm(config) if layout.embedding_norm else None
+        self.state_norm = (
+            options.make_norm(replace(config, hidden_size=layout.state_size))
+            if layout.state_norm
+            else None
+        )
+
+    def compute(self, embedded: Tensor, states: Tensor, context: ForwardContext) -> Tensor:
+        """Compute tokens: ``[n, hidden_size]``.
+
+        Args:
+            embedded: ``[n, hidden_size]``, of the tokens.
+            states: ``[n, hidden_size]``, of the tokens before.
+        """
+        if self.embedding_norm is not None:
+            embedded = self.embedding_norm(embedded)
+        if self.state_norm is not None:
+            states = self.state_norm(states)
+        if self.is_wide:
+            layer = self.layers[0]
+            assert isinstance(layer, WideLayer)
+            inputs = list(layer.join(embedded, states))
+        else:
+            inputs = [torch.cat([embedded, states], dim=-1)]
+        num_inputs = len(inputs)
+        for rotary_emb in self.rotary_embs:
+            inputs += rotary_emb(context.positions, context.max_seq_len, embedded.dtype)
+
+        def layers(given: Sequence[Tensor], step: ForwardContext) -> tuple[Tensor]:
+            angles = given[num_inputs:]
+            rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
+            return (self._compute_layers(given[:num_inputs], rotations, step),)
+
+        if self.tapes is None:
+            return layers(inputs, context)[0]
+        return self.tapes.run(layers, inputs, context)[0]
+
+    def _compute_layers(
+        self, inputs: Sequence[Tensor], rotations: Rotations, step: ForwardContext
+    ) -> Tensor:
+        if self.is_wide:
+            layer = self.layers[0]
+            assert isinstance(layer, WideLayer)
+            delta, residual = layer.attend(inputs[0], inputs[1], rotations, step)
+        else:
+            delta, residual = self.fc(inputs[0]), None
+            for layer in self.layers:
+                delta, residual = layer(delta, residual, rotations, step)
+        assert residual is not None, "there is a layer"
+        if self.layout.goes_on_normed:
+            return self.norm.add(delta, residual, self._residual_scale)[0]
+        return ops.scaled_add(delta, residual, self._residual_scale)
+
+
+class StateDrafter(DecoderForCausalLM):
+    """See ``LayersDrafter``.
+
+    Args:
+        config: of its layers.
+        options: of its layers.
+        layout: what there is.
+    """
+
+    reads_states = True
+
+    def __init__(self, config: ModelConfig, options: DecoderOptions, layout: StateLayout) -> None:
+        config = replace(config, tie_word_embeddings=False)
+        super().__init__(config, replace(options, sliding_windows=None, layer_ropes=None))
+        self.layout = layout
+        self.state_layers = layout.state_layers
+        self.model: StateDecoder = StateDecoder(
+            config, replace(options, sliding_windows=None, layer_ropes=None), layout
+        )
+        self.max_model_len = config.max_model_len
+        if not layout.has_head:
+            self.lm_head = Elsewhere()
+        elif layout.head_size != config.vocab_size:
+            self.lm_head = nn.Linear(config.hidden_size, layout.head_size, bias=False)
+        # Of the model: its embedding and its head; what the head's tokens are in its vocabulary.
+        self._embed: Callable[[Tensor], Tensor] | None = None
+        self._logits: Callable[[Tensor], Tensor] | None = None
+        self._vocab_size = config.vocab_size
+        self.picked: Tensor | None = None  # [head_size] int64
+
+    def share(self, model: DecoderForCausalLM, picked: Tensor | None) -> None:
+        """Take what it lacks from the model that it guesses for.
+
+        Args:
+            picked: ids of the head's tokens, ``[head_size]``; None: all.
+        """
+        if not self.layout.has_embedding:
+            self._embed = model.model.embed
+        if not self.layout.has_head:
+            self._logits = model.compute_logits
+        self._vocab_size = model.config.vocab_size
+        self.picked = picked
+
+    def checkpoint_name(self, name: str) -> str:
+        """See ``DecoderForCausalLM``."""
+        name = super().checkpoint_name(name)
+        for ours, theirs in self.layout.names.items():
+            if name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
+        return name
+
+    def take_states(self, states: Tensor) -> Tensor:
+        """See ``LayersDrafter``; of states of several layers one is made."""
+        if not self.model.is_wide:
+            return states
+        joined: Tensor = self.model.fc(states)
+        return joined
+
+    def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
+        """See ``LayersDrafter``."""
+        assert states is not None, "it reads states"
+        embed = self._embed or self.model.embed
+        return self.model.compute(embed(token_ids), states, context)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See ``LayersDrafter``."""
+        if self.layout.final_norm and not self.layout.goes_on_normed:
+            hidden = self.model.norm(hidden)
+        if self._logits is not None:
+            return self._logits(hidden)
+        assert self.lm_head is not None
+        logits: Tensor = self.lm_head(hidden)
+        if self.picked is None:
+            return logits[:, : self._vocab_size]
+        every = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        return every.index_copy_(1, self.picked, logits)

@@ -1,0 +1,109 @@
+"""SharedGroup: ranks of one machine that add through memory they share (kernels/csrc/ranks.c).
+
+The memory is a file without a name, which each rank inherits: nothing stays behind. What it cannot
+do, and what goes from one rank to one other, another group does. Refuses to know: how ranks start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from baton_kernels.dispatch import native_ops
+from baton_kernels.native.library import RankGroup
+from models.parallel.group import Collective, CollectiveError
+
+SLOT_BYTES = 2**20  # of a rank's part that is added at once; there are two of them
+_LINE_BYTES = 64
+_TIMEOUT_S = 60
+# Looks at another rank's word before this one sleeps: some 20 us, which decode steps of ranks that
+# have a core each stay below.
+_SPINS = 1000
+
+
+def group_bytes(size: int) -> int:
+    """Memory that a group of so many ranks shares; pages that nobody touches are none."""
+    needed = (1 + size) * _LINE_BYTES + 2 * size * SLOT_BYTES
+    return -(-needed // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def open_shared(num_groups: int, size: int) -> int | None:
+    """Make memory for so many groups; return its descriptor, None where there is no such thing."""
+    if not hasattr(os, "memfd_create") or size == 1:
+        return None
+    descriptor = os.memfd_create("baton-ranks")
+    os.ftruncate(descriptor, num_groups * group_bytes(size))
+    return descriptor
+
+
+class SharedGroup:
+    """See ``Collective``.
+
+    Args:
+        others: the same ranks, for what is not done here.
+        descriptor: from `open_shared`.
+        index: of the group, among those that share the memory.
+    """
+
+    def __init__(self, others: Collective, descriptor: int, index: int) -> None:
+        self.rank, self.size = others.rank, others.size
+        self._others = others
+        num_bytes = group_bytes(self.size)
+        self._memory = mmap.mmap(descriptor, num_bytes, offset=index * num_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        has_cores = (os.cpu_count() or 1) >= self.size
+        spins = _SPINS if has_cores else 0
+        self._group = RankGroup(self.rank, self.size, SLOT_BYTES, spins, _TIMEOUT_S, address, 0)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See ``Collective``."""
+        return tensor if self._collect(tensor) else self._others.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """See ``Collective``."""
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        return gathered if self._collect(tensor, gathered) else self._others.all_gather(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """See ``Collective``."""
+        return self._others.broadcast(tensor, source)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """See ``Collective``."""
+        self._others.send(tensor, to)
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """See ``Collective``."""
+        return self._others.receive(tensor, source)
+
+    def abort(self) -> None:
+        """See ``Collective``."""
+        ops = native_ops()
+        if ops is not None:
+            ops.abort_ranks(self._group)
+        self._others.abort()
+
+    def _collect(self, tensor: Tensor, gathered: Tensor | None = None) -> bool:
+        ops = native_ops()
+        if ops is None:
+            return False
+        try:
+            return ops.collect(self._group, tensor, gathered)
+        except ConnectionAbortedError as error:
+            raise CollectiveError(str(error)) from error
+
+
+def share_memory(group: Collective, descriptor: int | None, index: int) -> Collective:
+    """The group, adding through shared memory if all of its ranks can."""
+    if descriptor is None or group.size == 1:
+        return group
+    shared: SharedGroup | None = None
+    with contextlib.suppress(OSError, ValueError):
+        shared = SharedGroup(group, descriptor, index)
+    can = torch.tensor([int(shared is not None and native_ops() is not None)])
+    return shared if shared is not None and bool(group.all_gather(can).all()) else group

@@ -1,0 +1,71 @@
+"""History: how much the router did in each of the last intervals. Judges nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.calls.request_log import RequestLog
+
+INTERVAL_S = 2.0
+NUM_KEPT = 150  # five minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What happened in one, per second; and what was open and waited at its end."""
+
+    requests_per_s: float
+    failures_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    num_open: int
+    num_queued: int
+
+
+class History:
+    """Of one router.
+
+    Args:
+        log: what is counted.
+        num_queued: requests that wait at the gate now.
+    """
+
+    def __init__(self, log: RequestLog, num_queued: Callable[[], int]) -> None:
+        self._log = log
+        self._num_queued = num_queued
+        self._before = self._counts()
+        self._intervals: deque[Interval] = deque(maxlen=NUM_KEPT)
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """Oldest first."""
+        return list(self._intervals)
+
+    async def run(self) -> None:
+        """Count on, for ever."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            self.note()
+
+    def note(self) -> None:
+        """End an interval."""
+        now, before = self._counts(), self._before
+        self._before = now
+        elapsed_s = max(now[0] - before[0], 1e-3)
+        changes = zip(now[1:], before[1:], strict=True)
+        rates = [max(late - early, 0) / elapsed_s for late, early in changes]
+        self._intervals.append(Interval(*rates, len(self._log.open), self._num_queued()))
+
+    def _counts(self) -> tuple[float, int, int, int, int]:
+        log = self._log
+        num_failed = sum(log.num_failed.values())
+        return (
+            log.clock(),
+            log.num_finished + num_failed,
+            num_failed,
+            log.num_prompt_tokens,
+            log.num_output_tokens,
+        )

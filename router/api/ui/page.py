@@ -1,0 +1,254 @@
+"""StatusPage: the router's state as HTML pages, made anew for each look. Reads only."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from aiohttp import hdrs, web
+
+from baton.api.errors import NotFoundError
+from baton.link.words import scoped_id
+from baton.telemetry.rates import format_rate
+from baton.v1 import admin_pb2
+from baton.version import __version__
+from router.api.admin.request_stats import DEFAULT_WINDOW_S, window_stats
+from router.api.admin.views import (
+    describe_decision,
+    describe_lost,
+    describe_node,
+    describe_overload,
+    describe_quarantine,
+    describe_request,
+    describe_rollout,
+    describe_stats,
+)
+from router.api.ui.drawings import meter, spans_of, sparkline, waterfall
+from router.api.ui.history import INTERVAL_S, NUM_KEPT, History
+from router.calls.dispatcher import Dispatcher
+from router.gate.overload import Overload
+
+FOLDER = Path(__file__).parent / "files"
+MAX_REQUESTS = 40
+MAX_NODES = 256
+MAX_PAIRS = 400
+# Nothing from elsewhere, nothing that is written into the page, and in nobody's frame.
+_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    hdrs.CACHE_CONTROL: "no-store",
+}
+_STATIC = {"ui.css": "text/css", "ui.js": "text/javascript"}
+_RATES = (
+    ("Requests per second", "requests_per_s"),
+    ("Output tokens per second", "output_tokens_per_s"),
+    ("Prompt tokens per second", "prompt_tokens_per_s"),
+    ("Failed per second", "failures_per_s"),
+    ("Open requests", "num_open"),
+    ("Waiting at the gate", "num_queued"),
+)
+
+
+class StatusPage:
+    """Serves ``/ui``, one page per request below it, and what they are drawn with.
+
+    Args:
+        dispatcher: of the router; has its pool and its logs.
+        model: name that clients call the model by.
+        policy: name of the routing policy now.
+        overload: of the router.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        *,
+        model: str,
+        policy: Callable[[], str],
+        overload: Overload,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._pool = dispatcher.pool
+        self._model = model
+        self._policy = policy
+        self._overload = overload
+        self.history = History(dispatcher.log, lambda: dispatcher.admission.num_queued)
+        self._templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(FOLDER),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.globals.update(
+            meter=meter, waterfall=waterfall, spans_of=spans_of, sparkline=sparkline
+        )
+        self._templates.filters.update(
+            seconds=format_seconds, count=format_count, rate=format_rate, clock=_clock
+        )
+
+    async def show_all(self, request: web.Request) -> web.Response:
+        """The page of the whole router."""
+        return self._html("ui.html.j2", **self._state())
+
+    async def show_request(self, request: web.Request) -> web.Response:
+        """The page of one of the last requests; raises NotFoundError."""
+        request_id = request.match_info["request_id"]
+        tenant = request.query.get("tenant")
+        record = self._dispatcher.log.get(request_id, tenant)
+        if record is None:
+            raise NotFoundError(f"request {request_id!r} is not among the last ones of this router")
+        decisions = self._dispatcher.placer.decisions.get(
+            scoped_id(record.request_id, record.tenant)
+        )
+        return self._html(
+            "request.html.j2",
+            trace=describe_request(record),
+            decisions=[describe_decision(decision) for decision in decisions],
+            now_s=self._dispatcher.log.clock() - record.started_at,
+        )
+
+    async def show_file(self, request: web.Request) -> web.Response:
+        """What the pages are drawn with."""
+        name = request.match_info["name"]
+        return web.Response(
+            body=(FOLDER / name).read_bytes(), content_type=_STATIC[name], headers=_HEADERS
+        )
+
+    def _html(self, template: str, **values: Any) -> web.Response:
+        text = self._templates.get_template(template).render(
+            model=self._model, version=__version__, told_at=time.time(), **values
+        )
+        return web.Response(text=text, content_type="text/html", headers=_HEADERS)
+
+    def _state(self) -> dict[str, Any]:
+        dispatcher, pool, log = self._dispatcher, self._pool, self._dispatcher.log
+        joined = pool.nodes
+        nodes = [describe_node(pool, node) for node in joined[:MAX_NODES]]
+        lost = [describe_lost(registration) for registration in pool.lost]
+        clock, wall = log.clock(), time.time()
+        latest = itertools.islice(log.latest(), MAX_REQUESTS)
+        traces = [describe_request(record) for record in latest]
+        pairs = _pairs(nodes)
+        return {
+            "why_not_ready": "" if pool.fleet else pool.why_no_pair(),
+            "policy": self._policy(),
+            "stats": describe_stats(
+                log, window_stats(log, DEFAULT_WINDOW_S), dispatcher.admission.state()
+            ),
+            "overload": describe_overload(self._overload.state()),
+            "series": self._series(),
+            "series_s": INTERVAL_S * NUM_KEPT,
+            "nodes": nodes + lost,
+            "num_nodes": len(joined),
+            "pairs": _grouped(pairs[:MAX_PAIRS]),
+            "max_pairs": MAX_PAIRS,
+            "num_pairs": len(pairs),
+            "transports": _by_transport(pairs),
+            "rollout": describe_rollout(pool),
+            "quarantine": describe_quarantine(dispatcher.suspects),
+            "traces": traces,
+            "ages_s": [wall - trace.received_at for trace in traces],
+            "scale_s": max(
+                (
+                    trace.ended_s if trace.HasField("ended_s") else wall - trace.received_at
+                    for trace in traces
+                ),
+                default=1.0,
+            ),
+            "uptime_s": clock - log.began_at,
+        }
+
+    def _series(self) -> list[tuple[str, float, list[float]]]:
+        """Name, last value, and all values of what is drawn over time."""
+        intervals = self.history.intervals
+        series = []
+        for title, name in _RATES:
+            values = [float(getattr(interval, name)) for interval in intervals]
+            series.append((title, values[-1] if values else 0.0, values))
+        return series
+
+
+def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.PeerDescription]]:
+    """Each pair once, as its prefill node tells of it."""
+    prefills = (node for node in nodes if node.role == 1)
+    return [(node.node_name, peer) for node in prefills for peer in node.peers]
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Decode nodes that one prefill node reaches by one transport, or for one reason does not.
+
+    Attributes:
+        decodes: names, and bytes per second (0: unknown).
+    """
+
+    prefill: str
+    transport: str
+    problem: str
+    decodes: list[tuple[str, float]]
+
+
+def _grouped(pairs: list[tuple[str, admin_pb2.PeerDescription]]) -> list[Reached]:
+    groups: dict[tuple[str, str, str], Reached] = {}
+    for prefill, peer in pairs:
+        transport = peer.transport if peer.connected else "not connected yet"
+        # (What keeps two from being paired names both.)
+        problem = peer.problem.partition(": ")[0] if peer.problem else ""
+        key = (prefill, transport, problem)
+        group = groups.setdefault(key, Reached(prefill, transport, peer.problem, []))
+        group.decodes.append((peer.node_name, peer.bandwidth_bytes_per_s))
+    return list(groups.values())
+
+
+def _by_transport(
+    pairs: list[tuple[str, admin_pb2.PeerDescription]],
+) -> list[tuple[str, int, float, float]]:
+    """Transport, how many pairs, and the lowest and the highest bandwidth that is known."""
+    counts: Counter[str] = Counter()
+    rates: dict[str, list[float]] = {}
+    for _, peer in pairs:
+        name = peer.transport if peer.connected else "not connected"
+        counts[name] += 1
+        known = rates.setdefault(name, [])
+        if peer.bandwidth_bytes_per_s:
+            known.append(peer.bandwidth_bytes_per_s)
+    return [
+        (name, count, min(rates[name], default=0.0), max(rates[name], default=0.0))
+        for name, count in counts.most_common()
+    ]
+
+
+def format_seconds(seconds: float) -> str:
+    """``12.3 ms``, ``4.56 s``, ``2 min 5 s``, ``3 h 4 min``."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_count(number: float) -> str:
+    """``0.32``, ``843``, ``12,340``, ``4.56M``."""
+    if number and abs(number) < 9.95 and not float(number).is_integer():
+        return f"{number:.2g}"
+    return f"{number:,.0f}" if abs(number) < 1e6 else f"{number / 1e6:,.3g}M"
+
+
+def _clock(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%H:%M:%S")

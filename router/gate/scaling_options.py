@@ -1,0 +1,28 @@
+"""ScalingOptions: what signals for the number of nodes are measured by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.options import check_limits, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingOptions:
+    """What a client may have to wait for, as far as the number of nodes decides it."""
+
+    scaling_ttft_s: float = option(
+        2.0,
+        above=0,
+        help="For the scaling signal of prefill nodes: a prompt that has to wait so long for its "
+        "turn wants another node, seconds.",
+    )
+    scaling_itl_s: float = option(
+        0.05,
+        above=0,
+        help="For the scaling signal of decode nodes: steps that take so long want another node, "
+        "seconds.",
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)

@@ -1,0 +1,81 @@
+"""Contract of every proposer in a split system: as many guesses are right as in one process.
+
+The prefill node guesses first, and the decode node's first step looks at it; a drafter's KV has
+come with the model's.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from baton.api.sampling_params import SamplingParams
+from engine import LLM
+from engine.speculation import PROPOSERS
+from tests.fakes import drafters
+from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
+from tests.property.test_split_in_any_company import Alone, folder
+
+pytestmark = pytest.mark.medium
+
+NUM_REQUESTS, NUM_DRAFTS, MAX_TOKENS = 6, 3, 24
+STEPS = {"max_num_requests": 4, "max_num_batched_tokens": 12, "long_prefill_token_threshold": 5}
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    draw = random.Random(4)
+    return [
+        (
+            [draw.randrange(3, 64) for _ in range(draw.choice([1, 6, 13, 30]))],
+            SamplingParams(
+                max_tokens=MAX_TOKENS, temperature=index % 2, seed=index, ignore_eos=True
+            ),
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+
+
+@pytest.mark.parametrize("method", PROPOSERS.names())
+def test_as_many_guesses_are_right_as_in_one_process(method: str) -> None:
+    options: dict[str, Any] = {
+        **drafters.options_of(method, folder()),
+        "num_speculative_tokens": NUM_DRAFTS,
+        "adaptive_speculation": False,
+        "prefix_cache": False,
+        "num_threads": 1,
+    }
+    llm = LLM(str(folder()), block_size=BLOCK_SIZE, num_blocks=300, **STEPS, **options)
+    cluster = Cluster(folder(), Alone({"num_threads": 1}).kv, 300, engine_options=options)
+    for index, (prompt, params) in enumerate(requests()):
+        [expected] = llm.generate([prompt], params)
+        cluster.place(f"r{index}", 1, prompt, params)
+        cluster.settle()
+        attempt = cluster.attempts[f"r{index}", 1]
+        assert tuple(attempt.tokens[place] for place in range(MAX_TOKENS)) == expected.token_ids
+    mine, theirs = llm.metrics(), cluster.d_engine.metrics()
+    assert mine.accepted_drafts_total > 0
+    # A bit of a sum may fall otherwise where prompts are cut otherwise.
+    assert theirs.draft_steps_total == pytest.approx(mine.draft_steps_total, rel=0.01)
+    assert theirs.drafts_total == pytest.approx(mine.drafts_total, rel=0.01)
+    assert theirs.mean_acceptance_length == pytest.approx(mine.mean_acceptance_length, rel=0.01)
+    if method != "ngram":  # which may know nothing to guess
+        for index in range(NUM_REQUESTS):
+            receipt = cluster.receipts[f"r{index}"]
+            assert receipt.num_prompt_tokens_computed == 0
+    assert cluster.d_engine.metrics().blocks_free == 300
+    assert cluster.p.engine.metrics().blocks_free == 300
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
+def test_a_hand_off_grows_by_the_drafters_layers(method: str) -> None:
+    plain = LLM(str(folder()), num_threads=1, num_blocks=8)
+    options = drafters.options_of(method, folder())
+    guessing = LLM(str(folder()), num_threads=1, num_blocks=8, **options)
+    num_layers = plain.engine.model_config.num_layers
+    num_own = 2 if method == "draft_model" else 1
+    one, other = (llm.engine.kv_memory.manifest.unit_bytes(0) for llm in (plain, guessing))
+    assert other / one == (num_layers + num_own) / num_layers
+    assert guessing.engine.compatibility["drafter"].startswith(method)
+    assert "drafter" not in plain.engine.compatibility

@@ -1,0 +1,22 @@
+"""The processes of a node of several ranks, found as any operator would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from baton.local_deployment import LocalDeployment
+
+
+def ranks_of(deployment: LocalDeployment, name: str) -> list[int]:
+    """Their ids; the node's own process, which leads, comes first."""
+    node = deployment.child(name).process.pid
+    others = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # it has ended meanwhile
+        if parent == node and b"engine.executors.rank_process" in words:
+            others.append(int(folder.name))
+    return [node, *sorted(others)]
