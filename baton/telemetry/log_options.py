@@ -28,7 +28,7 @@ class LogOptions:
     )
     log_modules: tuple[str, ...] = option(
         (),
-        name="log-module",
+        name="log_module",
         help="MODULE=LEVEL: what is logged of a module and those in it, such as "
         "kvconnector.protocol=debug; repeat it for several.",
     )
