@@ -66,7 +66,7 @@ def _options(source: DrafterSource, target: ModelConfig) -> DecoderOptions:
     own = source.model.options
     last = target.num_layers - 1
 
-    def feed_forward(config: ModelConfig, layer_index: int) -> nn.Module:
+    def feed_forward(config: ModelConfig, layer_index: int) -> nn.Module | None:
         return own.make_feed_forward(config, last)
 
     kv_layers = None if own.kv_layers is None else own.kv_layers[-1:]

@@ -90,6 +90,7 @@ class WideLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """As ``DecoderLayer.forward``, behind `join`."""
         before, _ = self._feed_forward_norms
+        assert self.mlp is not None, "a layer that guesses has one"
         normed, residual = before.add(self.self_attn(joined, rotations, step), residual)
         return self.mlp(normed), residual
 

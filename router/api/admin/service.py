@@ -259,9 +259,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         rollout, revision = self._pool.rollout, ""
         match request.action:
             case admin_pb2.ROLLOUT_ACTION_PAUSE:
-                what, _ = "pause", rollout.pause()
+                rollout.pause()
+                what = "pause"
             case admin_pb2.ROLLOUT_ACTION_RESUME:
-                what, _ = "resume", rollout.resume()
+                rollout.resume()
+                what = "resume"
             case admin_pb2.ROLLOUT_ACTION_UNDO:
                 named = request.revision if request.HasField("revision") else None
                 what, revision = "undo", rollout.undo(named)

@@ -56,8 +56,13 @@ class History:
         self._before = now
         elapsed_s = max(now[0] - before[0], 1e-3)
         changes = zip(now[1:], before[1:], strict=True)
-        rates = [max(late - early, 0) / elapsed_s for late, early in changes]
-        self._intervals.append(Interval(*rates, len(self._log.open), self._num_queued()))
+        ended, failed, prompt_tokens, output_tokens = (
+            max(late - early, 0) / elapsed_s for late, early in changes
+        )
+        num_open, num_queued = len(self._log.open), self._num_queued()
+        self._intervals.append(
+            Interval(ended, failed, prompt_tokens, output_tokens, num_open, num_queued)
+        )
 
     def _counts(self) -> tuple[float, int, int, int, int]:
         log = self._log
