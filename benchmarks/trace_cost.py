@@ -6,9 +6,9 @@ talk and a client; a collector takes the spans on the other core:
     python benchmarks/trace_cost.py [--num-requests 2000] [--rounds 4]
 
 Requests of 64 tokens, 64 at a time: at the pace of an engine's steps (5 ms), where CPU per request
-is compared; and as fast as the router can, where requests per second are. What tracing costs when
-it is off is measured apart, as it is far below what differs between two rounds: the calls that are
-made for it, over what a request costs.
+is compared; and as fast as the router can, where requests per second are. What tracing costs is
+also measured by itself, as it is below what differs between two rounds on a machine that does other
+things, too: the calls that are made for it, over what a request costs.
 
 Prediction, before the first run: five spans of some 9 us each, of a request that costs 2 ms: 2 %;
 as fast as it can, where tokens come many to a message, a request costs half, and 4 % are lost.
@@ -33,14 +33,34 @@ from typing import Any
 import grpc
 import uvloop
 
+from baton.api.outputs import FinishReason, Receipt
+from baton.api.sampling_params import SamplingParams
+from baton.link import wire
+from baton.link.words import DecodeCommand
 from baton.serving.access_log import AccessEntry
-from baton.telemetry.tracing import NO_TRACING
+from baton.telemetry.trace_options import TraceOptions
+from baton.telemetry.tracing import NO_TRACING, Tracing
 from environment import record_environment, write_results
+from router.calls.call import Call
+from router.calls.request_log import RequestLog
+from router.request_spans import RequestSpans
 from router_cost import large_model, measure_requests, router_site
+from router_cost_parts import DECODE_RECEIPT, PREFILL_RECEIPT
 
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 PACES_S = (0.005, 0.0)
 MAX_TOKENS = 64
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS, seed=1)
+RECEIPT = Receipt(
+    num_prompt_tokens=3,
+    num_output_tokens=MAX_TOKENS,
+    ttft_s=0.01,
+    total_s=0.3,
+    prefill_node="p0",
+    decode_node="d0",
+    prefill=PREFILL_RECEIPT,
+    decode=DECODE_RECEIPT,
+)
 GOALS = {"all sampled": 1.03, "off": 1.005}
 HEADER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -54,6 +74,52 @@ def cost_when_off_us() -> float:
         entry.join_trace(NO_TRACING, HEADER, "")
         time.perf_counter()  # `Following.note_admitted`
     return (time.perf_counter() - began) / number * 1e6
+
+
+def cost_when_on_us(endpoint: str) -> float:
+    """CPU of all that a router does for a traced request beyond one that is not: contexts, spans,
+    messages of them, and sending these from their thread."""
+    number = 10_000
+    tracing = Tracing(TraceOptions(trace_endpoint=endpoint))
+    assert tracing.sink is not None
+    log = RequestLog()
+    log.on_traced = RequestSpans("demo", tracing.sink).take
+    cpu_s = {}
+    for is_traced in (False, True):
+        began = time.process_time()
+        for index in range(number):
+            trace = tracing.begin("") if is_traced else None
+            call = Call(
+                request_id=str(index),
+                prompt_token_ids=[5, 6, 7],
+                sampling_params=PARAMS,
+                received_at=time.perf_counter(),
+                timeout_s=60,
+                trace=trace,
+            )
+            with log.follow(call) as following:
+                following.note_admitted()
+                attempt = following.note_attempt("p0", "d0")
+                for _ in range(2):
+                    wire.command_to_proto(
+                        DecodeCommand(
+                            request_id=call.request_id,
+                            epoch=1,
+                            prompt_token_ids=call.prompt_token_ids,
+                            sampling_params=PARAMS,
+                            prefill_engine_id="p0",
+                            timeout_s=60,
+                            trace=attempt.trace,
+                        )
+                    ).SerializeToString()
+                following.finish(FinishReason.LENGTH, RECEIPT)
+            if index % 100 == 0:
+                time.sleep(0.02)  # as requests come: the exporter gets on meanwhile
+        if is_traced:
+            tracing.close()
+        cpu_s[is_traced] = time.process_time() - began
+    assert tracing.counts() == (5 * number, 0)
+    return (cpu_s[True] - cpu_s[False]) / number * 1e6
 
 
 @contextlib.contextmanager
@@ -97,6 +163,8 @@ async def run(options: argparse.Namespace, model: Path) -> dict[str, Any]:
                 rows.append({"subject": name, "step_s": pace_s, **found})
                 print(rows[-1], flush=True)
     off_us = cost_when_off_us()
+    with collecting() as endpoint:
+        on_us = cost_when_on_us(endpoint)
     request_us = statistics.median(
         row["cpu_us_per_request"] for row in rows if row["subject"] == "off"
     )
@@ -106,7 +174,11 @@ async def run(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "requests_per_s, on over off": {
             pace: ratios(rows, pace, "requests_per_s") for pace in PACES_S
         },
-        "off": {"us_per_request": round(off_us, 2), "share": round(off_us / request_us, 5)},
+        "itself": {
+            "request_us": round(request_us),
+            "all sampled": {"us": round(on_us, 1), "share": round(on_us / request_us, 4)},
+            "off": {"us": round(off_us, 2), "share": round(off_us / request_us, 5)},
+        },
         "rounds": rows,
     }
 

@@ -44,7 +44,7 @@ from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
-from node_runtime.request_view import view_request
+from node_runtime.request_view import ids_of, view_request
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class DecodeNode:
             "is to be decoded; %s computes its prompt of %d tokens",
             command.prefill_engine_id or "this node",
             request.num_initial_tokens,
-            extra={"request_id": command.request_id},
+            extra=ids_of(command),
         )
 
     def _is_short(self, request: Request) -> bool:
@@ -285,7 +285,7 @@ class DecodeNode:
                     "ended (%s) after %d tokens",
                     output.finish_reason.value,
                     job.request.num_output_tokens,
-                    extra={"request_id": output.request_id},
+                    extra=ids_of(job.command),
                 )
             self._deltas.append(RequestDelta(output, job.command.epoch, decode=receipt))
 
@@ -305,8 +305,9 @@ class DecodeNode:
 
     def _fail(self, reservation: Reservation, code: str, reason: str) -> None:
         request_id = reservation.request.request_id
-        self._drop_job(request_id, reason)
-        logger.debug("%s: %s", code, reason, extra={"request_id": request_id})
+        job = self._drop_job(request_id, reason)
+        ids = ids_of(job.command) if job is not None else {"request_id": request_id}
+        logger.debug("%s: %s", code, reason, extra=ids)
         error = RequestError(code, f"decode: {reason}")
         self._deltas.append(failed_delta(request_id, reservation.epoch, error))
 

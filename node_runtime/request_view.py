@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.link.words import RequestView
+from baton.link.words import DecodeCommand, PrefillCommand, RequestView
 from engine.core.request import Request
 
 
@@ -17,3 +17,10 @@ def view_request(request: Request, transfer_state: str, age_s: float) -> Request
         num_blocks=len(request.block_ids),
         age_s=age_s,
     )
+
+
+def ids_of(command: PrefillCommand | DecodeCommand) -> dict[str, str | None]:
+    """What lines of the log about a request are found by."""
+    trace = command.trace
+    trace_id = trace.trace_id.hex() if trace is not None else None
+    return {"request_id": command.request_id, "trace_id": trace_id}

@@ -44,7 +44,7 @@ from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
-from node_runtime.request_view import view_request
+from node_runtime.request_view import ids_of, view_request
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
 from prefill_node.spans import PrefillTraces
@@ -220,7 +220,7 @@ class PrefillNode:
             "has a prompt of %d tokens to compute, for %s",
             request.num_initial_tokens,
             command.decode_engine_id or "nobody else",
-            extra={"request_id": command.request_id},
+            extra=ids_of(command),
         )
         if command.decode_engine_id:
             self.push_tracker.add(
@@ -273,7 +273,7 @@ class PrefillNode:
                 "computed its prompt in %.3g s, %d tokens of it were cached",
                 receipt.prefill_s,
                 receipt.num_cached_tokens,
-                extra={"request_id": output.request_id},
+                extra=ids_of(job.command),
             )
         return handed_over
 
@@ -317,11 +317,12 @@ class PrefillNode:
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
         # A wrong field is named as the client wrote it.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
-        logger.debug("%s: %s", code, message, extra={"request_id": request_id})
+        job = self._jobs.pop(request_id, None)
+        ids = ids_of(job.command) if job is not None else {"request_id": request_id}
+        logger.debug("%s: %s", code, message, extra=ids)
         error = RequestError(code, message)
         self._deltas.append(failed_delta(request_id, epoch, error))
         self._traces.end(request_id, epoch, message, has_pushed=True)
-        self._jobs.pop(request_id, None)
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:

@@ -138,6 +138,11 @@ class RouterConfig:
         "routers of a fleet the same. If not given it is drawn at each start: tenants then find "
         "what they have cached on nodes through this router only, until it ends.",
     )
+    log_prompts: bool = option(
+        False,
+        help="Log each prompt and each output, the first 2,000 characters of them. They are your "
+        "users': who reads the log reads them. Without it no line has any of either.",
+    )
     access_log: bool = option(True, help="A line in the log for each request, when it has ended.")
     metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
     trace: TraceOptions = group(TraceOptions)

@@ -192,6 +192,7 @@ def _make_intake(
         parsers=parsers,
         sampling_defaults=config.texts.sampling_defaults(folder),
         trusts_templates=config.texts.trust_request_chat_template,
+        logs_prompts=config.log_prompts,
     )
 
 

@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 def set_log_level(request: admin_pb2.SetLogLevelRequest) -> admin_pb2.SetLogLevelResponse:
     """Set the log level of this process; raises InvalidRequestError."""
-    logger.info("log-level %r", request.level)  # while INFO is still logged
+    logger.info("log-level %r %s", request.level, request.module)  # while INFO is still logged
     try:
-        previous = change_log_level(request.level)
+        previous = change_log_level(request.level, request.module)
     except ConfigError as error:
         raise InvalidRequestError(*str(error).split(": ", 1)) from None
     return admin_pb2.SetLogLevelResponse(previous=previous)

@@ -36,7 +36,7 @@ def run_program(
 
     watch_parent()
     try:
-        set_up_logging(log.log_level, log.log_format)
+        set_up_logging(log.log_level, log.log_format, log.log_modules)
         raise_descriptor_limit()
         uvloop.run(main())
     except KeyboardInterrupt:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.api.errors import ConfigError
 from baton.options import check_limits, option
 
+# What is ours. Libraries are heard from `info` on: what gRPC and asyncio debug is themselves.
+OURS = (
+    "baton", "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
+    "engine", "kvconnector", "models", "baton_kernels",
+)  # fmt: skip
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
@@ -20,9 +26,28 @@ class LogOptions:
         parse=lambda _, text: text.lower(),
         help="What is logged: this and worse.",
     )
+    log_modules: tuple[str, ...] = option(
+        (),
+        name="log_module",
+        help="MODULE=LEVEL: what is logged of a module and those in it, such as "
+        "kvconnector.protocol=debug; repeat it for several.",
+    )
     log_format: str = option(
         "text", choices=LOG_FORMATS, help="Lines for people (text) or for programs (json)."
     )
 
     def __post_init__(self) -> None:
         check_limits(self)
+        for one in self.log_modules:
+            module, _, level = one.partition("=")
+            check_module("log_module", module)
+            if level not in LOG_LEVELS:
+                known = ", ".join(LOG_LEVELS)
+                raise ConfigError(f"log_module: the level must be one of {known}, got {one!a}")
+
+
+def check_module(field: str, module: str) -> None:
+    """Raise ConfigError unless a module is one of ours, or may be in one."""
+    if module.split(".")[0] not in OURS:
+        known = ", ".join(OURS)
+        raise ConfigError(f"{field}: must be one of {known}, or in one, got {module!a}")

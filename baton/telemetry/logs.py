@@ -12,30 +12,29 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO, TypeAlias
 
 import structlog
 from structlog.typing import Processor
 
-from baton.telemetry.log_options import LogOptions
+from baton.telemetry.log_options import OURS, LogOptions, check_module
 
 MAX_WAITING = 10_000
-# What is ours. Libraries are heard from `info` on: what gRPC and asyncio debug is themselves.
-OURS = (
-    "baton", "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
-    "engine", "kvconnector", "models", "baton_kernels",
-)  # fmt: skip
 _MOST_AT_ONCE = 100
 _CLOSE_TIMEOUT_S = 2.0
 
 Event: TypeAlias = MutableMapping[str, Any]
 
 
-def set_up_logging(level: str, log_format: str = "text") -> None:
-    """Log to standard error from now on; raises ConfigError for what `LogOptions` does not know."""
-    _check(level, log_format)
+def set_up_logging(level: str, log_format: str = "text", modules: Sequence[str] = ()) -> None:
+    """Log to standard error from now on; raises ConfigError for what `LogOptions` does not know.
+
+    Args:
+        modules: ``MODULE=LEVEL``, of those that have a level of their own.
+    """
+    LogOptions(log_level=level.lower(), log_format=log_format, log_modules=tuple(modules))
     close_logging()
     handler = _LineWriter(sys.stderr)
     handler.setFormatter(_make_formatter(log_format))
@@ -44,6 +43,9 @@ def set_up_logging(level: str, log_format: str = "text") -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     _set_level(level)
+    for one in modules:
+        module, _, own = one.partition("=")
+        logging.getLogger(module).setLevel(own.upper())
 
 
 def close_logging() -> None:
@@ -53,14 +55,24 @@ def close_logging() -> None:
             handler.stop()
 
 
-def change_log_level(level: str) -> str:
+def change_log_level(level: str, module: str = "") -> str:
     """Log from now on what is of this level or above, and return the level before.
 
-    Raises ConfigError for an unknown level.
+    Args:
+        module: of this one and those in it alone; empty: of all, but for modules that were given
+            a level of their own.
+
+    Raises ConfigError for an unknown level, and for a module that is none of ours.
     """
-    _check(level)
-    previous = logging.getLevelName(logging.getLogger(OURS[0]).getEffectiveLevel()).lower()
-    _set_level(level)
+    LogOptions(log_level=level.lower())
+    if module:
+        check_module("module", module)
+    logger = logging.getLogger(module or OURS[0])
+    previous = logging.getLevelName(logger.getEffectiveLevel()).lower()
+    if module:
+        logger.setLevel(level.upper())
+    else:
+        _set_level(level)
     return previous
 
 
@@ -69,10 +81,6 @@ def _set_level(level: str) -> None:
     for name in OURS:
         logging.getLogger(name).setLevel(number)
     logging.getLogger().setLevel(max(number, logging.INFO))
-
-
-def _check(level: str, log_format: str = "text") -> None:
-    LogOptions(log_level=level.lower(), log_format=log_format)
 
 
 class _LineWriter(logging.Handler):

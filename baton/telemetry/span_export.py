@@ -8,21 +8,16 @@ its own spans take (ADR 0050).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.api.errors import ConfigError
-from baton.telemetry.spans import Attribute, Span
+from baton.telemetry.spans import Span
 from baton.version import __version__
-
-if TYPE_CHECKING:
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 
 logger = logging.getLogger(__name__)
 
@@ -107,87 +102,14 @@ def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import OTELResourceDetector
 
+    from baton.telemetry.otlp import make_request
+
     own = {"service.name": service, "service.version": __version__, **resource}
     found = OTELResourceDetector().detect().attributes  # the environment's words go before ours
     attributes = {key: str(value) for key, value in {**own, **found}.items()}
-    make = functools.partial(_request_of, resource=attributes)
 
     class Sender(OTLPSpanExporter):
-        def _translate_data(self, data: Any) -> ExportTraceServiceRequest:
-            return make(data)
+        def _translate_data(self, data: Any) -> Any:
+            return make_request(data, attributes)
 
     return Sender(endpoint=endpoint, insecure=endpoint.startswith("http://"))
-
-
-# ------------------------------------------------------------------ plain values to OTLP
-
-
-def _request_of(
-    data: Sequence[tuple[Span, int]], *, resource: dict[str, str]
-) -> ExportTraceServiceRequest:
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-    from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
-    from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-    from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans
-
-    scope = ScopeSpans(
-        scope=InstrumentationScope(name="baton", version=__version__),
-        spans=[_to_otlp(span, zero_ns) for span, zero_ns in data],
-    )
-    whose = Resource(attributes=[_key_value(key, value) for key, value in resource.items()])
-    return ExportTraceServiceRequest(
-        resource_spans=[ResourceSpans(resource=whose, scope_spans=[scope])]
-    )
-
-
-def _to_otlp(span: Span, zero_ns: int) -> OtlpSpan:
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
-    from opentelemetry.proto.trace.v1.trace_pb2 import Status
-
-    made = OtlpSpan(
-        trace_id=span.context.trace_id,
-        span_id=span.context.span_id,
-        parent_span_id=span.parent_id,
-        name=span.name,
-        kind=int(span.kind),  # type: ignore[arg-type]  # the same numbers
-        start_time_unix_nano=zero_ns + round(span.begin_s * 1e9),
-        end_time_unix_nano=zero_ns + round(span.end_s * 1e9),
-        attributes=[_key_value(key, value) for key, value in span.attributes.items()],
-        flags=1,
-    )
-    if span.context.state:
-        made.trace_state = span.context.state
-    if span.links:
-        made.links.extend(
-            OtlpSpan.Link(
-                trace_id=context.trace_id,
-                span_id=context.span_id,
-                attributes=[_key_value("baton.link", how)],
-                flags=1,
-            )
-            for context, how in span.links
-        )
-    if span.events:
-        made.events.extend(
-            OtlpSpan.Event(name=name, time_unix_nano=zero_ns + round(at_s * 1e9))
-            for name, at_s in span.events
-        )
-    if span.error:
-        made.status.CopyFrom(Status(message=span.error, code=Status.STATUS_CODE_ERROR))
-    return made
-
-
-@functools.lru_cache(4096, typed=True)  # most are said again and again
-def _key_value(key: str, value: Attribute) -> Any:
-    from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
-
-    if isinstance(value, bool):
-        return KeyValue(key=key, value=AnyValue(bool_value=value))
-    if isinstance(value, int):
-        return KeyValue(key=key, value=AnyValue(int_value=value))
-    if isinstance(value, float):
-        return KeyValue(key=key, value=AnyValue(double_value=value))
-    if isinstance(value, tuple):
-        texts = ArrayValue(values=[AnyValue(string_value=text) for text in value])
-        return KeyValue(key=key, value=AnyValue(array_value=texts))
-    return KeyValue(key=key, value=AnyValue(string_value=value))

@@ -653,10 +653,12 @@ class NodeFlush(_message.Message):
     def __init__(self, node_name: _Optional[str] = ..., num_prefixes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class SetLogLevelRequest(_message.Message):
-    __slots__ = ("level",)
+    __slots__ = ("level", "module")
     LEVEL_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
     level: str
-    def __init__(self, level: _Optional[str] = ...) -> None: ...
+    module: str
+    def __init__(self, level: _Optional[str] = ..., module: _Optional[str] = ...) -> None: ...
 
 class SetLogLevelResponse(_message.Message):
     __slots__ = ("previous",)
@@ -665,12 +667,14 @@ class SetLogLevelResponse(_message.Message):
     def __init__(self, previous: _Optional[str] = ...) -> None: ...
 
 class AdminSetLogLevelRequest(_message.Message):
-    __slots__ = ("node", "level")
+    __slots__ = ("node", "level", "module")
     NODE_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
     node: str
     level: str
-    def __init__(self, node: _Optional[str] = ..., level: _Optional[str] = ...) -> None: ...
+    module: str
+    def __init__(self, node: _Optional[str] = ..., level: _Optional[str] = ..., module: _Optional[str] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("seconds",)

@@ -41,6 +41,7 @@ from router.intake.grammar_checks import GrammarChecks
 from router.intake.long_answers import LongAnswers
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.choice import OutputParsers
+from router.intake.prompt_log import PromptLog
 from router.intake.texts import ChatPrompt, Texts
 from router.intake.usage import OwnPrompts, told
 
@@ -96,6 +97,7 @@ class Intake:
         parsers: what outputs of conversations go through; by the chat template if not given.
         sampling_defaults: what HTTP clients' requests are sampled with where they do not say.
         trusts_templates: whether a request may bring a chat template.
+        logs_prompts: whether prompts and outputs are in the log.
 
     Attributes:
         tokenizer, cache_salts, parsers, sampling_defaults: as given.
@@ -114,6 +116,7 @@ class Intake:
         parsers: OutputParsers | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
         trusts_templates: bool = False,
+        logs_prompts: bool = False,
     ) -> None:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
@@ -123,6 +126,7 @@ class Intake:
         self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
         self._trusts_templates = trusts_templates
+        self._prompt_log = PromptLog(tokenizer) if logs_prompts else None
         self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
@@ -214,6 +218,8 @@ class Intake:
         if self.tokenizer is not None:
             text = OutputText(self.tokenizer, call.sampling_params, call.text_options)
         num_own = self._own_prompts.num_tokens(call)
+        log = self._prompt_log
+        output_log = None if log is None else log.begin(call)
         try:
             with self._metrics.running() as record:
                 async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
@@ -221,6 +227,8 @@ class Intake:
                         delta = self._text_delta(call, item, text)
                         if delta.output_index == 0:
                             self._own_prompts.note(call)
+                        if output_log is not None:
+                            output_log.note(delta)
                         if delta.finish_reason is None:
                             yield delta
                             continue

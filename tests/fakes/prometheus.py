@@ -55,6 +55,8 @@ def scraping(
     address: str,
     rules: Path | None = None,
     interval_s: float = 1,
+    *,
+    targets_file: Path | None = None,
 ) -> Iterator[Prometheus]:
     """Run a Prometheus.
 
@@ -63,20 +65,25 @@ def scraping(
         folder: for its files.
         address: that it listens on.
         rules: that it evaluates.
+        targets_file: names more, and is read again when it changes.
     """
+    discovered = {"file_sd_configs": [{"files": [str(targets_file)], "refresh_interval": "2s"}]}
     config = folder / "prometheus.json"  # which is YAML, too
     config.write_text(
         json.dumps(
             {
                 "global": {
                     "scrape_interval": f"{interval_s:g}s",
+                    "scrape_timeout": f"{interval_s:g}s",
                     "evaluation_interval": f"{interval_s:g}s",
                 },
                 "rule_files": [str(rules)] if rules else [],
                 "scrape_configs": [
                     {"job_name": job, "static_configs": [{"targets": list(addresses)}]}
                     for job, addresses in targets.items()
-                ],
+                    if addresses
+                ]
+                + ([{"job_name": "discovered", **discovered}] if targets_file else []),
             }
         )
     )

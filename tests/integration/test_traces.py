@@ -52,12 +52,14 @@ def start(
             num_decode=num_decode,
             router_args=[
                 *traced,
+                "--log-level",
+                "debug",
                 "--no-local-prefill",
                 "--served-model-name",
                 "demo",
                 *router_args,
             ],
-            node_args=[*traced, *NODE_ARGS],
+            node_args=[*traced, "--log-level", "debug", *NODE_ARGS],
         )
     )
 
@@ -134,6 +136,13 @@ def test_one_trace_over_three_processes_says_what_the_receipt_says(
         assert len(chunks) == receipt["prefill"]["num_chunks"] > 1
         assert request.attributes["gen_ai.usage.input_tokens"] == len(PROMPT)
         assert request.attributes["gen_ai.usage.output_tokens"] == 20
+        # Logs are found by the trace, and nobody's text is in any.
+        post(running, headers, prompt="a wombat named Zanzibar", max_tokens=2)
+        for name in ("router", "p0", "d0"):
+            log = running.child(name).log.read_text(encoding="utf-8")
+            assert f"trace_id={TRACE_ID}" in log, name
+            assert "Zanzibar" not in log
+            assert str(PROMPT[:3]).strip("[]") not in log
         # What its caller does not want traced is not.
         num_spans = len(collector.spans)
         post(running, {"traceparent": f"00-{TRACE_ID[::-1]}-{PARENT_ID}-00"}, max_tokens=2)

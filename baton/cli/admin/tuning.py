@@ -85,14 +85,18 @@ def flush_cache(
 def log_level(
     name: ServerArgument,
     level: Annotated[str, typer.Argument(help="debug, info, warning or error.")],
+    module: Annotated[
+        str, typer.Option(help="Of this module and those in it alone, as logs name it.")
+    ] = "",
     *,
     access: OperatorAccess,
 ) -> None:
     """Set what a node, or the router (its name here is `router`), logs from now on."""
     node = "" if name == ROUTER else name
     with connection(access) as admin:
-        found = admin.call("SetLogLevel", node=node, level=level)
-    typer.echo(f"{name} logs {level} and above; it was {found.previous}")
+        found = admin.call("SetLogLevel", node=node, level=level, module=module)
+    whose = f" of {module}" if module else ""
+    typer.echo(f"{name} logs {level} and above{whose}; it was {found.previous}")
 
 
 def profile(

@@ -40,8 +40,10 @@ class NodeCalls:
         request = admin_pb2.NodeAdminRequest(flush_cache=admin_pb2.FlushCacheRequest())
         return (await self._ask(node, request)).flush_cache
 
-    async def set_log_level(self, node: Node, level: str) -> admin_pb2.SetLogLevelResponse:
-        change = admin_pb2.SetLogLevelRequest(level=level)
+    async def set_log_level(
+        self, node: Node, level: str, module: str = ""
+    ) -> admin_pb2.SetLogLevelResponse:
+        change = admin_pb2.SetLogLevelRequest(level=level, module=module)
         request = admin_pb2.NodeAdminRequest(set_log_level=change)
         return (await self._ask(node, request)).set_log_level
 

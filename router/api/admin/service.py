@@ -327,10 +327,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.SetLogLevelResponse:
         """Of the router, or of one node."""
         if not request.node:
-            return wire_admin.set_log_level(admin_pb2.SetLogLevelRequest(level=request.level))
+            return wire_admin.set_log_level(
+                admin_pb2.SetLogLevelRequest(level=request.level, module=request.module)
+            )
         node = self._find(request.node)
-        _note(context, f"log-level {request.level!r} on {node.name}")
-        return await _calls(context).set_log_level(node, request.level)
+        _note(context, f"log-level {request.level!r} {request.module!r} on {node.name}")
+        return await _calls(context).set_log_level(node, request.level, request.module)
 
     async def Profile(  # gRPC's naming
         self, request: admin_pb2.AdminProfileRequest, context: Context

@@ -56,6 +56,32 @@ def test_a_line_has_date_level_and_logger(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+def test_a_module_may_have_a_level_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("warning", modules=["kvconnector.protocol=debug", "router=error"])
+    for name in ("kvconnector.protocol.sender", "kvconnector.io", "router.fleet", "engine"):
+        for level in (logging.DEBUG, logging.WARNING):
+            logging.getLogger(name).log(level, "heard")
+    assert change_log_level("debug", "engine.core") == "warning"
+    assert change_log_level("error") == "warning"  # of all others
+    logging.getLogger("engine.core.scheduler").debug("heard")
+    logging.getLogger("engine.offline").warning("not heard")
+    logging.getLogger("kvconnector.protocol").debug("heard")
+    assert [line.split()[2].rstrip(":") for line in lines(capsys)] == [
+        "kvconnector.protocol.sender", "kvconnector.protocol.sender", "kvconnector.io", "engine",
+        "engine.core.scheduler", "kvconnector.protocol",
+    ]  # fmt: skip
+    for name in ("kvconnector.protocol", "engine.core", "router"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("module", ["grpc=debug", "router=loud", "router", "=debug"])
+def test_a_module_that_is_none_of_ours_or_a_level_that_is_none_is_refused(module: str) -> None:
+    with pytest.raises(ConfigError, match="log_module: "):
+        set_up_logging("info", modules=[module])
+    with pytest.raises(ConfigError, match="module: must be one of baton"):
+        change_log_level("debug", "grpc")
+
+
 def test_a_traceback_is_below_its_line_and_looks_like_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

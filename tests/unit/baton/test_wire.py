@@ -25,6 +25,7 @@ from baton.api.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.link import wire
 from baton.link import words as link
+from baton.telemetry.trace_context import TraceContext
 from baton.v1 import node_pb2, types_pb2
 from baton.wire import types as wire_types
 
@@ -41,6 +42,13 @@ uint32 = st.integers(0, 2**32 - 1)
 token_ids = st.lists(uint32, max_size=5)
 output_indexes = st.integers(0, 2**31)
 seconds = st.floats(0, 1e6)
+traces = st.none() | st.builds(
+    TraceContext,
+    st.binary(min_size=16, max_size=16).filter(any),
+    st.binary(min_size=8, max_size=8).filter(any),
+    st.booleans(),
+    st.from_regex(r"[a-z=,]{0,20}", fullmatch=True),
+)
 finish_reasons = st.sampled_from([None, *FinishReason])
 known_ids = st.integers(0, MAX_TOKEN_ID)
 some_text = st.text(min_size=1, max_size=12)
@@ -189,6 +197,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
         decode_engine_id=texts,
         timeout_s=seconds,
         cache_salt=st.binary(max_size=32),
+        trace=traces,
     ),
     st.builds(
         link.DecodeCommand,
@@ -199,6 +208,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
         prefill_engine_id=texts,
         timeout_s=seconds,
         cache_salt=st.binary(max_size=32),
+        trace=traces,
     ),
     st.builds(link.CancelCommand, texts, uint32),
     st.builds(link.RouterBeat),
@@ -324,4 +334,6 @@ def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
         mine = set(ours.__dataclass_fields__)  # type: ignore[attr-defined]  # all are dataclasses
         if ours is SamplingParams:
             mine.remove("n")  # refused, see test_siblings.py
+        if "trace" in mine:  # as W3C's two headers
+            mine = mine - {"trace"} | {"traceparent", "tracestate"}
         assert mine == {field.name for field in theirs.DESCRIPTOR.fields}, ours.__name__
