@@ -85,7 +85,7 @@ class LatentShape:
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline, of which the block table takes two; float32 has no room for two tiles."""
+        """Of the pipeline; the block table takes two. float32 has no room for two tiles."""
         return 4 if self.element_size < 4 else 2
 
     @property
