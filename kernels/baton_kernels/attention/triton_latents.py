@@ -58,7 +58,8 @@ class TritonLatentAttention:
     ) -> Tensor:
         """See ``AttentionBackend.run``; over a cache as ``as_keys_and_values`` shows it."""
         assert value_dim is not None, "layers that keep one vector per token"
-        assert sliding_window is soft_cap is sinks is None, "no network over latents has them"
+        unknown = (sliding_window, soft_cap, sinks)
+        assert all(one is None for one in unknown), "no network over latents has them"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         cache = kv_cache[:, 0, 0]  # [num_blocks, block_size, width]
         assert query.stride()[1:] == (cache.shape[2], 1), f"heads lie apart: {query.stride()}"
