@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.deploy.conftest import CHART, ROOT, Document, problems_of, render, run, tool
 
-pytestmark = pytest.mark.large
+pytestmark = [pytest.mark.large, pytest.mark.timeout(1500)]
 
 SCHEMA: Document = json.loads((CHART / "values.schema.json").read_text())
 NUM_VALUE_SETS = 32

@@ -112,7 +112,7 @@ capabilities:
     name: {{ include "baton.name" $root }}
 - name: auth
   secret:
-    secretName: {{ $root.Values.auth.existingSecret }}
+    secretName: {{ $root.Values.auth.existingSecret | quote }}
     defaultMode: 0440
     items:
       - {key: keys.toml, path: keys.toml}
@@ -122,7 +122,7 @@ capabilities:
 {{- if ne $root.Values.tls.source "none" }}
 - name: tls
   secret:
-    secretName: {{ include "baton.tlsSecret" . }}
+    secretName: {{ include "baton.tlsSecret" . | quote }}
     defaultMode: 0440
 {{- end }}
 - name: model
