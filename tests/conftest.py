@@ -21,7 +21,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks for it when it is imported
 
-from baton.telemetry import logs
+from baton.telemetry import log_options
 from engine.core.kv_retention import NULL_BLOCK
 from engine.core.scheduler import Scheduler
 from tests.fakes.dead_engines import died_on_purpose
@@ -76,7 +76,7 @@ def is_small_if_it_says_so() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """A program that a test runs in this process sets levels: the next test has the usual ones."""
-    loggers = [logging.getLogger(name) for name in (None, *logs.OURS)]
+    loggers = [logging.getLogger(name) for name in (None, *log_options.OURS)]
     levels = [logger.level for logger in loggers]
     yield
     for logger, level in zip(loggers, levels, strict=True):
