@@ -78,7 +78,9 @@ def test_every_kind_of_storage_gives_the_weights_and_logits_of_transformers(
     if config.dtype != "float32":  # of 16-bit files the weights say it all
         return
     found = paged_logits(load_model(folder), TOKENS)
-    torch.testing.assert_close(found, hugging_face_logits(theirs, TOKENS), rtol=1e-4, atol=1e-4)
+    logits = hugging_face_logits(theirs.double(), TOKENS).float()  # in float32 less exact than ours
+    atol = 1e-5 * float(logits.abs().max())
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

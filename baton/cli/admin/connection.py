@@ -5,7 +5,6 @@ What connects is imported where that is done: who asks for help does not wait fo
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import enum
 from collections.abc import Iterator
@@ -149,6 +148,8 @@ def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]
     As nodes join them: a name with several addresses is as many routers, and what each was told
     the others do not know. Raises AdminError.
     """
+    import asyncio
+
     from baton.access.exposure import split_address
     from baton.access.tls import read_tls
     from baton.link.router_links import resolve_routers

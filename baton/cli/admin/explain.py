@@ -44,10 +44,9 @@ def explain(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Show the places that the routing policy looked at, and what it made of each; then why so many
-    guesses of next tokens were computed.
+    """Show the places that the routing policy looked at, and what it made of each.
 
-    Of the past (REQUEST_ID), as they were then; of --prompt or --prompt-tokens, as they are now.
+    Then, why so many guesses of next tokens were computed. Of the past (REQUEST_ID), as they were then; of --prompt or --prompt-tokens, as they are now.
     """
     if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
         raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")

@@ -111,6 +111,7 @@ def test_names_depend_on_all_that_equal_tokens_kv_depends_on_and_on_nothing_else
         "linear_weights": "auto",
         "kv_cache_dtype": "float8_e4m3fn",
         "kv_layout": "0123",
+        "drafter": "none",
         "version": "1",
         "adapters": "none",
         "tokenizer": "t",

@@ -125,7 +125,6 @@ def test_a_peer_that_describes_what_cannot_be_is_refused(
     [
         ({"connector": "pigeon"}, "speaks pigeon, not scripted"),
         ({"manifest": KVManifest(groups=(GROUP,))}, "KV group 0 with layers"),
-        ({"ranks": (RankMemory(), RankMemory())}, "has 2 ranks, not 1"),
         ({"scratch_bytes": 7}, "other scratch memory"),
     ],
 )

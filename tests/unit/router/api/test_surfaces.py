@@ -384,6 +384,9 @@ HTTP_ROLES = {
     ("GET", "/version"): ANY,
     ("GET", "/load"): LOOK,
     ("GET", "/metrics"): LOOK,
+    ("GET", "/ui"): LOOK,
+    ("GET", "/ui/requests/{request_id}"): LOOK,
+    ("GET", "/ui/{name}"): OPEN,  # what pages are drawn with: it says nothing of this router
 }
 STRANGE = [
     b"GET /v1/models HTTP/1.1\r\nHost: a/?\r\n",
@@ -438,7 +441,7 @@ def test_every_path_wants_the_role_that_is_written_here(keys_file: Path) -> None
         }
         assert routes == set(HTTP_ROLES)
         for (method, path), roles in HTTP_ROLES.items():
-            url = scene.url + path.replace("{model}", "demo")
+            url = scene.url + path.format(model="demo", request_id="r", name="ui.css")
             async with scene.session.request(method, url) as response:
                 assert (response.status == 401) == (roles is not OPEN), path
             for role, key in KEYS.items():
