@@ -74,12 +74,14 @@ class SpanExporter:
         """Send what waits, for some seconds at most."""
         self._closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
+        self._waiting.clear()
+        self._sender.shutdown()  # it tries no more
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._closing.wait(_INTERVAL_S):
             self._send_all()
         self._send_all()
-        self._sender.shutdown()
 
     def _send_all(self) -> None:
         while self._waiting:

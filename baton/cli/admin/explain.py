@@ -46,7 +46,8 @@ def explain(
 ) -> None:
     """Show the places that the routing policy looked at, and what it made of each.
 
-    Then, why so many guesses of next tokens were computed. Of the past (REQUEST_ID), as they were then; of --prompt or --prompt-tokens, as they are now.
+    Then, why so many guesses of next tokens were computed. Of the past (REQUEST_ID), as they were
+    then; of --prompt or --prompt-tokens, as they are now.
     """
     if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
         raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")

@@ -69,6 +69,7 @@ def test_nobody_waits_for_a_collector_that_is_not_there(monkeypatch: pytest.Monk
     wait_until(lambda: exporter.num_dropped >= 10, "spans that there is no room for")
     assert exporter.num_exported == 0
     exporter.close()
+    assert not exporter._thread.is_alive()
 
 
 def test_an_endpoint_that_is_no_url_is_refused() -> None:
