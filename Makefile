@@ -15,7 +15,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-large test-clients deploy-check test-all fuzz property-long company-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model clean
+.PHONY: help setup lock demo unit test test-large test-clients deploy-check test-all fuzz property-long company-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -185,6 +185,9 @@ proto: .venv-proto/.ready ## regenerate the stubs in baton/v1
 train-demo-model: setup ## train examples/demo_model anew (about an hour on two cores)
 	$(BIN)/python examples/train_demo_model.py --output examples/demo_model --minutes 60 \
 		--reserve-seconds 60 --compile
+
+train-demo-heads: setup ## train what guesses for examples/demo_model anew (minutes on two cores)
+	$(BIN)/python examples/train_demo_heads.py --batches 240
 
 clean: ## remove environments and caches
 	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-deploy .venv-triton .venv-docs .venv-coverage build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
