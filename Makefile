@@ -38,15 +38,15 @@ demo: setup ## fetch a small model; start router, prefill and decode node; talk 
 	$(BIN)/python examples/demo.py
 
 # A wait that ran into its limit is tried once more, as the machine may have stood still.
-PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun TimeoutError
+PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun TimeoutError --numprocesses 2 --dist worksteal
 # Tests of real processes mostly wait for them: more files at a time than there are cores.
 PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --dist loadfile
 
 unit: setup ## run the tests that need no process, no socket and no patience (a minute or two on two cores)
-	$(PYTEST) --numprocesses 2 --no-processes -m "not medium and not large" tests/unit tests/contract
+	$(PYTEST) --no-processes -m "not medium and not large" tests/unit tests/contract
 
 test: setup ## run the tests, but for the large ones
-	$(PYTEST) --numprocesses 2 -m "not large" --ignore tests/integration
+	$(PYTEST) -m "not large" --ignore tests/integration
 	$(PYTEST_PROCESSES) -m "not large" tests/integration
 
 # Only the files that have some: to collect all tests takes each worker half a minute.

@@ -172,7 +172,10 @@ async def run_node_program(
                 tls=tls,
             )
         )
-        ends = (_drained(stopping, drain, death, drain_timeout_s), _left(leaving, drain))
+        ends = (
+            _drained(stopping, drain, death, drain_timeout_s),
+            _wait_remote_stop(leaving, drain),
+        )
         await _run_until(ends, links[0], node, serving, engine_timeout_s)
         if death:
             raise EngineDeadError(f"the engine cannot continue: {death[0]}")
@@ -242,8 +245,8 @@ async def _make_or_stop(make: Callable[[], NodeProgram], stopping: asyncio.Event
     return making.result()
 
 
-async def _left(leaving: asyncio.Event, drain: Drain) -> None:
-    """Wait for the end that a router wants: until what is open has ended, however long."""
+async def _wait_remote_stop(leaving: asyncio.Event, drain: Drain) -> None:
+    """Wait for an operator's stop by way of a router, then for the drain, however long."""
     await leaving.wait()
     await drain.drained.wait()
 

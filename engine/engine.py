@@ -139,7 +139,7 @@ class Engine:
         return self._scheduler.grant(request_id)
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
-        """How many of a request's initial tokens are cached; names of full blocks that are not."""
+        """Count a request's cached initial tokens; list the hashes of full blocks that lack."""
         return self._scheduler.kv_cache_manager.find_initial_prefix(request)
 
     def num_usable_cached_tokens(self, request: Request) -> int:
@@ -151,7 +151,7 @@ class Engine:
         return self._scheduler.kv_cache_manager.num_usable_cached_tokens(request)
 
     def keep_received(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
-        """Name what came of a granted request that is about to be aborted.
+        """Cache the full blocks that arrived for a granted request, which is about to be aborted.
 
         Returns its granted blocks beyond ``num_tokens``, which a remote node may still write.
         """

@@ -161,20 +161,20 @@ class BlockPool:
         *,
         silent: bool = False,
     ) -> None:
-        """Name the content of full, committed blocks; they are never written again.
+        """Put full, committed blocks under their hashes; they are never written again.
 
         Args:
             parent: hash of the block before the first of them.
-            silent: record no events about these names, now or later.
+            silent: record no events about these hashes, now or later.
         """
         if silent or self._events is None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):
-                self._name(block_id, block_hash)
+                self._index(block_id, block_hash)
                 self._blocks[block_id].silent = silent
             return
         stored: list[BlockHash] = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if self._name(block_id, block_hash):
+            if self._index(block_id, block_hash):
                 stored.append(block_hash)
             else:  # known already: what comes next is stored behind it
                 self._note_stored(stored, parent)
@@ -284,7 +284,7 @@ class BlockPool:
             self.num_evicted += 1
         block.ref_count = 1
 
-    def _name(self, block_id: int, block_hash: BlockHash) -> bool:
+    def _index(self, block_id: int, block_hash: BlockHash) -> bool:
         """Put a block's content into the index; whether that content is new there."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is free"

@@ -77,9 +77,9 @@ class KVCacheCoordinator:
     def cache(
         self, block_ids: Sequence[int], hashes: Sequence[BlockHash], first: int, end: int
     ) -> None:
-        """Name full, committed blocks in each group; what slid out stays without a name.
+        """Cache full, committed blocks in each group, but for those that slid out.
 
-        Only group 0's names go into the pool's events: a router looks for whole prefixes.
+        Only group 0's hashes go into the pool's events: a router looks for whole prefixes.
 
         Args:
             block_ids: of the sequence, all groups.
@@ -94,12 +94,12 @@ class KVCacheCoordinator:
             if self.null_block is not None:
                 num_null = own.count(self.null_block)  # they come before all others
                 start, own = first + num_null, own[num_null:]
-            names = hashes[start:end]
+            own_hashes = hashes[start:end]
             if group:
                 suffix = _suffix(group)
-                names = [block_hash + suffix for block_hash in names]
+                own_hashes = [block_hash + suffix for block_hash in own_hashes]
             parent = hashes[start - 1] if start else None
-            self._pool.cache(own, names, parent, silent=group > 0)
+            self._pool.cache(own, own_hashes, parent, silent=group > 0)
 
     # ------------------------------------------------------------------ blocks
 

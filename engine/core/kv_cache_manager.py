@@ -39,7 +39,7 @@ class KVCacheManager:
         num_blocks: blocks in the cache.
         block_size: tokens per block.
         sliding_windows: of each KV cache group; None: full attention.
-        hasher: names blocks for the prefix cache; None switches it off.
+        hasher: of blocks, for the prefix cache; None switches it off.
         record_events: keep what the prefix cache stored and removed.
 
     Attributes:
@@ -94,11 +94,11 @@ class KVCacheManager:
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
         return self._coordinator.longest_hit(request.block_hashes[: num_tokens // self.block_size])
 
-    def allocate_with_prefix(self, request: Request, spare: int = 0) -> int | None:
+    def allocate_with_prefix(self, request: Request, num_reserved: int = 0) -> int | None:
         """Give a request without blocks its cached prefix, and room for all its known tokens.
 
         Args:
-            spare: blocks that must be left free after that.
+            num_reserved: blocks that must be left free after that.
 
         Returns:
             The tokens of the prefix, or None, with nothing changed, when too few blocks are free.
@@ -108,7 +108,7 @@ class KVCacheManager:
         num_new = self.num_blocks_for(request.num_tokens) - len(cached)
         pool = self.block_pool
         taken = [block_id for block_id in cached if block_id != self._null_block]
-        if num_new + pool.num_free_among(taken) + spare > pool.num_free:
+        if num_new + pool.num_free_among(taken) + num_reserved > pool.num_free:
             return None
         pool.touch(taken)
         new_block_ids = pool.allocate(num_new, extents=True)
@@ -132,7 +132,7 @@ class KVCacheManager:
         sibling.num_cached_tokens = sibling.num_computed_tokens
 
     def cache_blocks(self, request: Request) -> None:
-        """Name the request's blocks that are full and computed, so that others can find them."""
+        """Cache the request's blocks that are full and computed, so that others can find them."""
         self._cache_up_to(request, request.num_computed_tokens)
 
     def _cache_up_to(self, request: Request, num_tokens: int) -> None:
@@ -150,7 +150,7 @@ class KVCacheManager:
         """What is cached of a request's initial tokens, the last one included, without taking it.
 
         Returns:
-            The number of these tokens, and the names of the full blocks that are lacking; none
+            The number of these tokens, and the hashes of the full blocks that are lacking; none
             where there is no prefix cache.
         """
         cached = self._longest_hit(request, request.num_initial_tokens)
@@ -213,7 +213,7 @@ class KVCacheManager:
         return True
 
     def blocks_to_receive(self, request: Request) -> GrantedBlocks:
-        """What of a request with blocks for its hand-off has no name yet, hence must arrive."""
+        """List the blocks for a request's hand-off that are not cached, hence must arrive."""
         places = self.handoff_indices(request.num_initial_tokens)
         first = bisect.bisect_left(places, request.num_cached_blocks * self.num_groups)
         block_ids = tuple(request.block_ids[place] for place in places[first:])
@@ -222,7 +222,7 @@ class KVCacheManager:
         return GrantedBlocks(first, block_ids, groups)
 
     def keep_received(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """Name the full blocks that arrived for a granted request, which is about to be aborted.
+        """Cache the full blocks that arrived for a granted request, which is about to be aborted.
 
         Args:
             num_tokens: whose KV is complete, whatever happened to the others.

@@ -369,11 +369,11 @@ class Scheduler:
             request = self._room.peek()
             if request is None:
                 break
-            # Alone, a request may take all there is: it fits, and nobody else needs the spare.
-            spare = self._watermark_blocks if self._running else 0
+            # Alone, a request may take all there is: it fits, and nobody else needs the reserve.
+            num_reserved = self._watermark_blocks if self._running else 0
             # Room for all known tokens at once, not for the first chunk only: prompts that begin
             # together would else take the blocks that each of them needs to end.
-            num_cached = self.kv_cache_manager.allocate_with_prefix(request, spare)
+            num_cached = self.kv_cache_manager.allocate_with_prefix(request, num_reserved)
             if num_cached is None:
                 break
             self._room.pop()

@@ -40,10 +40,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def make_llm(checkpoint: TinyCheckpoint, **options: Any) -> LLM:
-    """With room for all requests, unless ``num_blocks`` says otherwise."""
-    memory = {} if "num_blocks" in options else {"kv_cache_bytes": 2**23}
-    defaults = {"dtype": "float32", "max_num_requests": 8, "block_size": 4}
-    return LLM(str(checkpoint.folder), **(defaults | memory | options))
+    """With room for all requests, and not much more: `run` looks at every block at every step."""
+    defaults = {"dtype": "float32", "max_num_requests": 8, "block_size": 4, "num_blocks": 600}
+    return LLM(str(checkpoint.folder), **(defaults | options))
 
 
 def run(llm: LLM, examples: Sequence[Example], num_tokens: int) -> list[Request]:

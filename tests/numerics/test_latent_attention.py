@@ -60,12 +60,17 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None], **config:
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
 
+PARAMS = SamplingParams(
+    max_tokens=20, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=1
+)
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), **({"block_size": 16, "num_blocks": 120} | options))
+
+
 def generate(folder: Path, prompts: list[list[int]], **options: Any) -> list[Completion]:
-    params = SamplingParams(
-        max_tokens=20, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=1
-    )
-    llm = LLM(str(folder), **({"block_size": 16, "num_blocks": 120} | options))
-    return llm.generate(prompts, params)
+    return make_llm(folder, **options).generate(prompts, PARAMS)
 
 
 @needs_native
@@ -76,10 +81,8 @@ def test_bits_are_the_same_alone_and_in_company(dtype: str, heads: int, tmp_path
     draw = random.Random(0)
     prompts = [draw.choices(range(3, 61), k=length) for length in LENGTHS]
     prompts.append(prompts[-1][:200] + prompts[2])  # finds a prefix
-    alone = [
-        generate(folder, [prompt], dtype=dtype, num_threads=1, prefix_cache=False)[0]
-        for prompt in prompts
-    ]
+    by_itself = make_llm(folder, dtype=dtype, num_threads=1, prefix_cache=False)
+    alone = [by_itself.generate([prompt], PARAMS)[0] for prompt in prompts]
     for num_threads in (1, 2):
         together = generate(
             folder,

@@ -33,10 +33,9 @@ KINDS = {
 pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
 
 
-@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
 
@@ -77,13 +76,18 @@ class Texts:
     "options", [{}, {"sliding_window": 250}, {"soft_cap": 3.0}, SINKS], ids=str
 )
 def test_attention(kind: str, head_dim: int, ratio: int, options: dict[str, float]) -> None:
-    """As a decode alone, as decodes together, in prompts in one chunk and in chunks of any size."""
+    """As a decode alone, as decodes together, in prompts in one chunk and in chunks of any size.
+
+    One thread computes what is alone, two compute what has company.
+    """
     texts = Texts(LENGTHS, kind, head_dim, ratio)
     numbers = range(len(LENGTHS))
+    torch.set_num_threads(2)
     whole = texts.attend([(text, 0, LENGTHS[text]) for text in numbers], **options)
     decoded = texts.attend(
         [(text, LENGTHS[text] - 1, LENGTHS[text]) for text in numbers], **options
     )
+    torch.set_num_threads(1)
     for text, length in enumerate(LENGTHS):
         [alone] = texts.attend([(text, length - 1, length)], **options)
         assert torch.equal(alone, decoded[text])
@@ -91,9 +95,11 @@ def test_attention(kind: str, head_dim: int, ratio: int, options: dict[str, floa
     longest = len(LENGTHS) - 1
     length, generator = LENGTHS[longest], torch.Generator().manual_seed(1)
     borders = torch.randperm(length - 1, generator=generator)[:9].add(1).sort().values.tolist()
-    for begin, end in zip([0, *borders], [*borders, length], strict=True):
+    for number, (begin, end) in enumerate(zip([0, *borders], [*borders, length], strict=True)):
+        torch.set_num_threads(1 + number % 2)
         chunk = texts.attend([(2, 0, LENGTHS[2]), (longest, begin, end)], **options)[1]
         assert torch.equal(chunk, whole[longest][begin:end])
+    torch.set_num_threads(1)
     for row in (0, 5, TILE - 1, TILE, SPAN - 1, SPAN, SPAN + 249, length - 2):
         [alone] = texts.attend([(longest, row, row + 1)], **options)
         assert torch.equal(alone[0], whole[longest][row])

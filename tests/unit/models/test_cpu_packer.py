@@ -152,11 +152,11 @@ from engine.worker.host_memory import peak_growth
 from models import load_model
 from models.cpu.packing import CpuPacker
 
-folder, weights = sys.argv[1:]
+folder, small, weights = sys.argv[1:]
 torch.set_num_threads(2)
 torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
 packer = CpuPacker.choose(torch.float32, weights)
-load_model(sys.argv[1], dtype=torch.float32, packer=packer)  # what is imported, and threads
+load_model(small, dtype=torch.float32, packer=packer)  # what is imported, and threads
 found = []
 growth = peak_growth(
     lambda: found.append(load_model(folder, dtype=torch.float32, packer=packer))
@@ -164,6 +164,21 @@ growth = peak_growth(
 kept = sum(one.numel() * one.itemsize for one in found[0].parameters())
 print(json.dumps([growth, kept]))
 """
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype | None, Path]:
+    """By type, a tied head of 96 MiB in bfloat16, and layers; None: a small model of that kind."""
+    architecture = "Qwen3ForCausalLM"
+    shape = {"vocab_size": 49152, "hidden_size": 1024, "intermediate_size": 2048}
+    theirs = make_hugging_face_model(architecture, tie_word_embeddings=True, **shape).bfloat16()
+    small = make_hugging_face_model(architecture, tie_word_embeddings=True).bfloat16()
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        torch.bfloat16: save(theirs, folder / "16"),
+        torch.float32: save(theirs.float(), folder / "32"),
+        None: save(small, folder / "small"),
+    }
 
 
 @pytest.mark.medium
@@ -178,15 +193,14 @@ print(json.dumps([growth, kept]))
     ],
     ids=str,
 )
-def test_memory_grows_by_what_is_kept(tmp_path: Path, weights: str, stored: torch.dtype) -> None:
-    """A tied head of 96 MiB in bfloat16, and layers; 32 MiB are for pages on their way."""
+def test_memory_grows_by_what_is_kept(
+    large: dict[torch.dtype | None, Path], weights: str, stored: torch.dtype
+) -> None:
+    """32 MiB are for pages on their way."""
     if native_ops() is None or not Path("/proc/self/clear_refs").exists():
         pytest.skip("no native kernels, or no Linux")
-    shape = {"vocab_size": 49152, "hidden_size": 1024, "intermediate_size": 2048}
-    theirs = make_hugging_face_model("Qwen3ForCausalLM", tie_word_embeddings=True, **shape)
-    folder = save(theirs.bfloat16().to(stored), tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(folder), weights],
+        [sys.executable, "-c", PEAK, str(large[stored]), str(large[None]), weights],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
