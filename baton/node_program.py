@@ -119,12 +119,7 @@ async def run_node_program(
     """
     access = access or Access()
     files = _tls_files(tls)
-    exposure = Exposure(
-        authentication="--tls-ca or --api-keys-file",
-        is_authenticated=not access.is_open,
-        is_encrypted=bool(tls.cert),
-        insecure=insecure,
-    )
+    exposure = _exposure(access, tls, insecure=insecure)
     exposure.check("listen", listen)
     exposure.check("metrics_listen", metrics_listen)
     loop = asyncio.get_running_loop()
@@ -230,6 +225,16 @@ async def _drained(
     except TimeoutError:
         if timeout_s:
             logger.warning("stopped with open requests: not drained within %g s", timeout_s)
+
+
+def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
+    """What a node's listeners have, and so where they may be."""
+    return Exposure(
+        authentication="--tls-ca or --api-keys-file",
+        is_authenticated=not access.is_open,
+        is_encrypted=bool(tls.cert),
+        insecure=insecure,
+    )
 
 
 async def _make_or_stop(make: Callable[[], NodeProgram], stopping: asyncio.Event) -> NodeProgram:
