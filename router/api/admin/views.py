@@ -52,6 +52,9 @@ def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
     """Revisions, in the order in which they came."""
     fleet = pool.fleet  # made first: what is told of revisions is told of the last fleet
     views = pool.rollout.view((node.load for node in pool.nodes), fleet)
+    names: dict[str, list[str]] = {}
+    for node in pool.nodes:
+        names.setdefault(node.registration.revision, []).append(node.name)
     return admin_pb2.RolloutDescription(
         state=pool.rollout.state,
         revisions=[
@@ -62,7 +65,7 @@ def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
                 num_prefill=view.num_prefill,
                 num_decode=view.num_decode,
                 num_placed=view.num_placed,
-                nodes=[n.name for n in pool.nodes if n.registration.revision == view.name],
+                nodes=names[view.name],
             )
             for view in views
         ],
