@@ -10,7 +10,6 @@ import pytest
 
 from baton.access.identity import ANYBODY, Limits, Principal
 from baton.api.errors import ConfigError, DeadlineExceededError, OverloadedError
-from baton.link.words import NodeBeat
 from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
@@ -483,19 +482,3 @@ async def test_a_key_that_had_its_part_is_refused_before_anything_is_looked_up()
     async with gate.enter(principal=key("b", requests_per_minute=60)):
         pass
     await gate.close()
-
-
-def test_a_node_that_says_it_is_busy_for_ever_is_not_what_others_are_measured_by() -> None:
-    book = FleetBook(2, 1)
-    fleet = book.fleet()
-    for node in book.prefills:
-        for size in (1, 2) * 50:  # a token takes a millisecond
-            node.prefill.measure(size * PROMPT, size * 1.0)
-        node.prefill.refresh()
-    capacity = Capacity(lambda: fleet)
-    liar, other = book.prefills
-    for node in (liar, other):
-        node.note_beat(NodeBeat(num_uncomputed_tokens=3 * PROMPT))
-    assert capacity.wait_s(2, 2 * PROMPT, 0) == pytest.approx(4.0, rel=0.05)  # both share it
-    liar.note_beat(NodeBeat(num_uncomputed_tokens=2**32 - 1))
-    assert capacity.wait_s(2, 2 * PROMPT, 0) == pytest.approx(5.0, rel=0.05)
