@@ -15,7 +15,7 @@ from baton_kernels.state_metadata import StateMetadata
 from engine.core.step_plan import SHARE, UNKNOWN_TOKEN, NewRow, StepPlan
 from engine.sampling.device_sampling import kernel_parameters
 from engine.sampling.logprobs import PromptRows
-from engine.sampling.philox import WordTable, counter_words
+from engine.sampling.philox import WordTable
 from engine.sampling.sampling_input import (
     PARAMETERS,
     RequestSnapshot,
@@ -318,10 +318,7 @@ class InputBatch:
         return SamplingInput(
             tuple([request_ids[row] for row in as_list]),
             parameters,
-            # Of a row that samples once, words are computed ahead.
-            self._random_words.take(rows, parameters["seed"], places)
-            if columns.num_behind is None
-            else counter_words(parameters["seed"], places),
+            self._random_words.take(rows, parameters["seed"], places),
             {
                 index: self._snapshot(as_list[index], int(columns.sampled_at[index]))
                 for index in parameters["changes_logits"].nonzero()[0].tolist()
