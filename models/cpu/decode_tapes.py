@@ -25,7 +25,7 @@ Results = tuple[Tensor, ...]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Results]
 # Of all tapes together: a row keeps what all layers compute of it.
 MAX_ROWS_KEPT = 64
-_FEW_ROWS, _SOON = 6, 8
+FEW_ROWS, _SOON = 6, 8
 _Key = tuple[Any, ...]
 
 
@@ -60,7 +60,7 @@ class DecodeTapes:
         """Compute ``layers(inputs, context)``, by a tape if there is one or can be."""
         key = _key(inputs, context) if native_ops() is self._ops else None
         if key is None or key not in self._tapes:
-            few = len(inputs[0]) <= _FEW_ROWS
+            few = len(inputs[0]) <= FEW_ROWS
             repeated = key in (self._latest if few else list(self._latest)[-1:])
             self._latest.append(key)
             if key is None or not repeated:
