@@ -140,8 +140,9 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
                     got += delta.token_ids
                     if delta.receipt is not None:
                         attempts = delta.receipt.num_attempts
-                        num_drafts = delta.receipt.decode.num_drafts
-                        num_accepted_drafts = delta.receipt.decode.num_accepted_drafts
+                        if (decode := delta.receipt.decode) is not None:
+                            num_drafts = decode.num_drafts
+                            num_accepted_drafts = decode.num_accepted_drafts
                     if leave_after is not None and len(got) > leave_after:
                         outcome = "left"
                         break
