@@ -105,9 +105,11 @@ def generate(
     if receipt and last is not None and last.receipt is not None:
         from rich.console import Console
 
+        from baton.api.printable import printable
         from baton.telemetry.receipt_table import receipt_line
 
-        Console(stderr=True, highlight=False).print(receipt_line(last.receipt), style="dim")
+        line = printable(receipt_line(last.receipt))
+        Console(stderr=True, highlight=False).print(line, style="dim", markup=False)
 
 
 def chat(

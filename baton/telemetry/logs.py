@@ -19,6 +19,7 @@ from typing import Any, TextIO, TypeAlias
 import structlog
 from structlog.typing import Processor
 
+from baton.api.printable import printable
 from baton.telemetry.log_options import OURS, LogOptions, check_module
 
 MAX_WAITING = 10_000
@@ -166,9 +167,9 @@ def _add_time(logger: Any, name: str, event: Event) -> Event:
 def _render_text(logger: Any, name: str, event: Event) -> str:
     """``TIME LEVEL LOGGER: message key=value ...``, and a traceback below it, indented."""
     head, fields, exception = _parts(event)
-    text = f"{head['time']} {head['level'].upper()} {head['logger']}: {_printable(head['message'])}"
+    text = f"{head['time']} {head['level'].upper()} {head['logger']}: {printable(head['message'])}"
     text += "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
-    return "\n  ".join([text, *map(_printable, exception.splitlines())])
+    return "\n  ".join([text, *map(printable, exception.splitlines())])
 
 
 def _render_json(logger: Any, name: str, event: Event) -> str:
@@ -195,18 +196,9 @@ def _parts(event: Event) -> tuple[Event, Event, str]:
     return head, fields, event.get("exception") or ""
 
 
-def _printable(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
-
-
 def _quoted(value: object) -> str:
     """Quote a value if it could be taken for several, or for a key."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     if text and text.isprintable() and not any(char in text for char in ' "='):
         return text
-    return _printable(json.dumps(text, ensure_ascii=False))
+    return printable(json.dumps(text, ensure_ascii=False))

@@ -11,6 +11,7 @@ from baton.api.errors import (
     OverloadedError,
     RequestCancelledError,
 )
+from baton.api.printable import printable
 from baton.link.words import RequestError
 
 _ERRORS: dict[str, type[BatonError]] = {
@@ -23,7 +24,8 @@ _ERRORS: dict[str, type[BatonError]] = {
 
 def error_of(error: RequestError) -> BatonError:
     """The exception for a request's error; a code that nobody knows is the engine's fault."""
+    message = printable(error.message)
     if error.code == "INVALID_ARGUMENT":
-        field_name, _, problem = error.message.partition(": ")
+        field_name, _, problem = message.partition(": ")
         return InvalidRequestError(field_name, problem)
-    return _ERRORS.get(error.code, EngineDeadError)(error.message)
+    return _ERRORS.get(error.code, EngineDeadError)(message)

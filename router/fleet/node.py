@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from baton.api.outputs import FinishReason
+from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.link.words import (
     NodeBeat,
@@ -225,6 +226,9 @@ class Node:
     def _hand_over(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
         leg = self._leg_of(delta)
         if leg is not None:
+            if delta.error is not None:  # people read it, in terminals
+                error = RequestError(printable(delta.error.code), printable(delta.error.message))
+                delta = msgspec.structs.replace(delta, error=error)
             self._learn(leg, delta)
             leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
 

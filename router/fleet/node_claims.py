@@ -26,6 +26,8 @@ from baton.link.words import (
 )
 
 MAX_NAME_CHARS = 256  # names of nodes, engine ids, addresses, versions
+MAX_WHY_CHARS = 1024
+_NAME = f"must have at most {MAX_NAME_CHARS} printable characters"
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
 MAX_REGISTRATION_PARTS = 2**10  # three for each of those, and its fields
 MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
@@ -62,10 +64,10 @@ def registration_problem(registration: NodeRegistration) -> str:
         "prefix_hash": registration.prefix_hash,
     }
     for field, name in names.items():
-        if len(name) > MAX_NAME_CHARS or not (name.isprintable() or not name):
-            return f"{field}: must have at most {MAX_NAME_CHARS} printable characters"
+        if not _is_name(name):
+            return f"{field}: {_NAME}"
     revision = registration.revision
-    if len(revision) > MAX_REVISION_CHARS or not (revision.isprintable() or not revision):
+    if len(revision) > MAX_REVISION_CHARS or not revision.isprintable():
         return f"revision: must have at most {MAX_REVISION_CHARS} printable characters"
     if len(registration.peer_info) > MAX_PEER_INFO_BYTES:
         return (
@@ -189,8 +191,10 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
         decode = delta.decode
         push = decode.push
         times += decode.parked_s, decode.first_step_s, push.exposed_transfer_s, push.posting_s
-        if len(push.transport) > MAX_NAME_CHARS:
-            return f"decode: push.transport: must have at most {MAX_NAME_CHARS} characters"
+        if not _is_name(push.transport):
+            return f"decode: push.transport: {_NAME}"
+        if len(decode.why_drafts) > MAX_WHY_CHARS or not decode.why_drafts.isprintable():
+            return f"decode: why_drafts: must have at most {MAX_WHY_CHARS} printable characters"
     if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # nor NaN
         return f"receipt: times must be at most {MAX_SECONDS:.0f} s"
     return ""
@@ -208,8 +212,8 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
     for field in ("stalled_s", "longest_round_s"):
         if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # nor NaN
             return f"{field}: must be 0 to {MAX_SECONDS:.0f}, got {getattr(beat, field):g}"
-    if len(beat.stalled_thread) > MAX_NAME_CHARS:
-        return f"stalled_thread: must have at most {MAX_NAME_CHARS} characters"
+    if not _is_name(beat.stalled_thread):
+        return f"stalled_thread: {_NAME}"
     return ""
 
 
@@ -219,8 +223,12 @@ def _report_problem(report: PeerReport) -> str:
             f"bandwidth_bytes_per_s: must be 0 to {MAX_RATE:g}, "
             f"got {report.bandwidth_bytes_per_s:g}"
         )
-    if len(report.engine_id) > MAX_NAME_CHARS or len(report.transport) > MAX_NAME_CHARS:
-        return f"peer_report: names must have at most {MAX_NAME_CHARS} characters"
+    if not (_is_name(report.engine_id) and _is_name(report.transport)):
+        return f"peer_report: names: {_NAME}"
     if len(report.problem) > MAX_TEXT_CHARS:
         return f"peer_report: problem: must have at most {MAX_TEXT_CHARS} characters"
     return ""
+
+
+def _is_name(text: str) -> bool:
+    return len(text) <= MAX_NAME_CHARS and text.isprintable()

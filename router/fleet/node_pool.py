@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.api.errors import NotFoundError
+from baton.api.printable import printable
 from baton.block_hash import HASH_ALGORITHMS, cache_namespace
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.link.words import (
@@ -316,8 +317,9 @@ class NodePool:
             and (peer := self._nodes.get(event.engine_id)) is not None
             and are_peers(node, peer)
         ):
-            if len(event.problem) > MAX_KEPT_CHARS:  # of each pair one is kept
-                event = dataclasses.replace(event, problem=event.problem[:MAX_KEPT_CHARS])
+            # Of each pair one is kept, and people read it, in terminals.
+            problem = printable(event.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
+            event = dataclasses.replace(event, problem=problem)
             node.reports[event.engine_id] = event
             self._reach.note_report(node, peer)
             self._note_change()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.api.printable import printable
 from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
@@ -69,7 +70,7 @@ def explain(
     for number, decision in enumerate(found.decisions, start=1):
         _print(decision, f"attempt {number}" if request_id else f"now, by {found.policy}")
     if trace is not None and trace.receipt.decode.why_drafts:
-        typer.echo(f"at its end {trace.receipt.decode.why_drafts}")
+        typer.echo(f"at its end {printable(trace.receipt.decode.why_drafts)}")
 
 
 def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:

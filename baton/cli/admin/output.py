@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from baton.api.printable import printable
 from baton.cli.admin.connection import OutputFormat
 
 if TYPE_CHECKING:
@@ -50,10 +51,10 @@ def make_grid() -> Table:
 
 
 def escape(text: str) -> str:
-    """A text as markup that shows it as it is."""
+    """A text, whoever said it, as markup that shows it as it is and does nothing else."""
     from rich.markup import escape as escape_markup
 
-    return escape_markup(text)
+    return escape_markup(printable(text))
 
 
 def print_json(value: Message | Mapping[str, Any]) -> None:

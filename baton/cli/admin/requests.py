@@ -183,7 +183,7 @@ def _decode_account(found: admin_pb2.RequestTrace) -> str:
     push = decode.push
     return text + (
         f"; {escape(receipt.decode_node)} got {format_bytes(push.num_bytes)} "
-        f"({format_count(push.num_blocks)} blocks) by {push.transport}, "
+        f"({format_count(push.num_blocks)} blocks) by {escape(push.transport)}, "
         f"{format_seconds(push.exposed_transfer_s)} of it exposed; "
         f"parked {format_seconds(decode.parked_s)}, "
         f"first step {format_seconds(decode.first_step_s)} later, "

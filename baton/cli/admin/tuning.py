@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from baton.api.printable import printable
 from baton.cli.admin.connection import (
     TIMEOUT_S,
     ExitCode,
@@ -77,7 +78,8 @@ def flush_cache(
         print_json(found)
     else:
         for one in found.nodes:
-            typer.echo(f"{one.node_name}: {one.problem or f'{one.num_prefixes} blocks forgotten'}")
+            forgotten = printable(one.problem) or f"{one.num_prefixes} blocks forgotten"
+            typer.echo(f"{printable(one.node_name)}: {forgotten}")
     if any(one.problem for one in found.nodes):
         raise typer.Exit(ExitCode.ERROR)
 

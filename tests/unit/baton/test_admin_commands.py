@@ -21,11 +21,13 @@ from baton.cli.admin.connection import ExitCode
 from baton.cli.admin.nodes import kv_bar
 from baton.cli.admin.output import (
     enum_word,
+    escape,
     format_bar,
     format_count,
     format_seconds,
     print_json,
 )
+from baton.cli.admin.requests import _decode_account
 from baton.v1 import admin_pb2, node_pb2, types_pb2
 
 PAGE = (Path(__file__).parents[3] / "docs" / "admin.md").read_text(encoding="utf-8")
@@ -144,3 +146,16 @@ def test_a_nodes_kv_in_use_is_not_known_before_its_first_beat() -> None:
     assert kv_bar(node).endswith(" 0%")
     node.beat.num_free_blocks = 0
     assert kv_bar(node).endswith(" 100%")
+
+
+def test_what_a_node_says_is_shown_as_it_is_and_does_nothing_to_a_terminal() -> None:
+    said = "[/] [link=x]\x1b]52;c;aGk=\x07\n\u202e"
+    page = io.StringIO()
+    Console(file=page, force_terminal=True, color_system=None, width=200).print(escape(said))
+    assert page.getvalue() == "[/] [link=x]\\x1b]52;c;aGk=\\x07\\n\\u202e\n"
+    receipt = types_pb2.Receipt(decode_node="d", num_output_tokens=2)
+    receipt.decode.push.transport = said
+    found = admin_pb2.RequestTrace(receipt=receipt)
+    page = io.StringIO()
+    Console(file=page, width=1000).print(_decode_account(found))
+    assert "by [/] [link=x]\\x1b" in page.getvalue()

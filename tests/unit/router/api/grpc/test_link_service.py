@@ -21,6 +21,8 @@ from baton.link.words import (
     AdminReply,
     CancelCommand,
     DecodeCommand,
+    NodeBeat,
+    NodeEvent,
     NodeRole,
     PeerReport,
     RequestDelta,
@@ -30,6 +32,7 @@ from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
 from baton.wire import reading as wire_reading
 from router.api.grpc.link_service import NodeLinkService
+from router.fleet.call_errors import error_of
 from router.fleet.node import LegDelta
 from router.fleet.node_claims import (
     MAX_TEXT_CHARS,
@@ -39,7 +42,7 @@ from router.fleet.node_claims import (
 )
 from router.fleet.node_pool import MAX_KEPT_CHARS, NodePool
 from tests.fakes.http_scene import until
-from tests.fakes.nodes import HandNode, make_pool, make_registration
+from tests.fakes.nodes import DECODE_RECEIPT, HandNode, failure, make_pool, make_registration
 from tests.fakes.router_scene import asynchronous
 
 
@@ -162,6 +165,36 @@ def test_what_a_node_says_of_a_peer_is_cut_to_what_pages_and_memory_have_room_fo
     assert len(prefill.node.reports[decode.engine_id].problem) == MAX_KEPT_CHARS
     pool.take(prefill.node, PeerReport(decode.engine_id, True, "t" * 257))
     assert prefill.is_hung_up
+
+
+def test_what_a_node_says_to_people_is_short_and_moves_no_cursor() -> None:
+    escape = "\x1b[2J"
+    registration = make_registration("d", NodeRole.DECODE)
+
+    def problem_of(event: NodeEvent) -> str:
+        return event_problem(registration, event, Vocabulary(9, 9))
+
+    def delta(**changes: Any) -> tuple[RequestDelta]:
+        receipt = dataclasses.replace(DECODE_RECEIPT, **changes)
+        return (RequestDelta(RequestOutput("a", 0, ()), 1, decode=receipt),)
+
+    for text in (escape, "x" * 1025):
+        assert "why_drafts: must have at most 1024" in problem_of(delta(why_drafts=text))
+        push = dataclasses.replace(DECODE_RECEIPT.push, transport=text)
+        assert "push.transport: must have at most 256" in problem_of(delta(push=push))
+        assert "names: must have at most 256" in problem_of(PeerReport("p", True, text))
+        assert "stalled_thread: must have" in problem_of(NodeBeat(stalled_thread=text))
+    assert not problem_of(delta(why_drafts="3 of 4 guesses paid"))
+    pool = make_pool()
+    prefill = HandNode(pool, make_registration("p", NodeRole.PREFILL))
+    decode = HandNode(pool, registration)
+    pool.take(prefill.node, PeerReport(decode.engine_id, False, problem=escape))
+    assert prefill.node.reports[decode.engine_id].problem == "\\x1b[2J"
+    reader = Reader()
+    decode.node.open_leg("a", 1, 10, reader)
+    decode.say(failure("a", "INTERNAL", escape, epoch=1))
+    assert reader.items[0].delta.error == RequestError("INTERNAL", "\\x1b[2J")
+    assert str(error_of(RequestError("INTERNAL", escape))) == "\\x1b[2J"
 
 
 def test_what_differs_between_two_nodes_is_told_in_a_line() -> None:
