@@ -49,6 +49,10 @@ class Storage:
     keep: Callable[[Parts, QuantizationConfig], GroupedIntegers | None] = lambda *_: None
 
 
+# What comes of parts of any shape, of a file that may hold anything.
+_DO_NOT_FIT = (ValueError, RuntimeError, LookupError, ArithmeticError)
+
+
 def read_quantized(
     tensors: Mapping[str, StoredTensor], quantization: QuantizationConfig
 ) -> Iterator[StoredTensor]:
@@ -89,8 +93,8 @@ def _restored(
         )
     try:
         return storage.restore(parts, quantization)
-    except (ValueError, RuntimeError) as error:
-        raise ModelLoadError(f"{path}: {layer}: {error}") from error
+    except _DO_NOT_FIT as error:
+        raise ModelLoadError(f"{path}: {layer}: its parts do not fit: {error}") from error
 
 
 def _kept(
@@ -102,8 +106,8 @@ def _kept(
         return None
     try:
         return storage.keep(parts, quantization)
-    except (ValueError, RuntimeError) as error:
-        raise ModelLoadError(f"{stored[0].path}: {layer}: {error}") from error
+    except _DO_NOT_FIT as error:
+        raise ModelLoadError(f"{stored[0].path}: {layer}: its parts do not fit: {error}") from error
 
 
 def _read_parts(layer: str, stored: Sequence[StoredTensor]) -> dict[str, Tensor]:
