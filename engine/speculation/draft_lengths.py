@@ -62,8 +62,8 @@ class StepCosts:
         Args:
             gain: how many times as many tokens per second other steps seem to give.
         """
-        noted_at = self._noted_at.get(_size_class(num_tokens), ())
-        if len(noted_at) < TRIED:
+        noted_at = self._noted_at.get(_size_class(num_tokens))
+        if noted_at is None or len(noted_at) < TRIED:
             return False
         return self._num_noted - noted_at[0] < (_FRESH if gain >= _MUCH else _FRESH_IF_LITTLE)
 
