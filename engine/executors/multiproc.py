@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from baton.engine_config import EngineConfig
-from engine.executors.rank_process import ENCODER, STOPPED, Start, process_state
+from engine.executors.rank_process import ENCODER, Start
+from engine.executors.rank_watch import STOPPED, process_state
 from engine.executors.ranks import OtherRanks, RanksExecutor
 from models.parallel.shared_group import open_shared
 from models.parallel.torch_group import connect
