@@ -138,19 +138,7 @@ class RayCluster:
     """
 
     def __init__(self, address: str) -> None:
-        self._ray = ray = import_ray()
-        is_own = not (address or os.environ.get("RAY_ADDRESS"))
-        if is_own:
-            os.environ.update({k: v for k, v in _OWN_SETTINGS.items() if k not in os.environ})
-        own = {"num_cpus": _OWN_CPUS, "include_dashboard": False} if is_own else {}
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init(address=address or None, log_to_driver=False, logging_level="ERROR", **own)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            why = " ".join(str(error).split())
-            raise ConfigError(f"ray_address: {address or 'auto'}: {why}") from error
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # Ray has its own idea of it
+        self._ray = ray = connect_ray(address, log_to_driver=False, logging_level="ERROR")
         self.num_machines = sum(node["Alive"] for node in ray.nodes())
         # Nodes find the same cluster by it, wherever they are.
         self.address: str = ray.get_runtime_context().gcs_address
@@ -182,14 +170,33 @@ class RayCluster:
         self._ray.shutdown()
 
 
-def import_ray() -> Any:
-    """Import Ray; raises ConfigError that says how it is installed."""
+def connect_ray(address: str, **settings: Any) -> Any:
+    """Import Ray and have it reach a cluster; raises ConfigError.
+
+    Args:
+        address: of it; empty: that of RAY_ADDRESS, or a new one on this machine.
+        settings: more arguments of ``ray.init``.
+    """
     try:
-        return importlib.import_module("ray")
+        ray = importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError(
             "executor: ray is not installed; pip install 'baton-serve[ray]'"
         ) from error
+    if ray.is_initialized():
+        return ray
+    if not (address or os.environ.get("RAY_ADDRESS")):
+        os.environ.update({k: v for k, v in _OWN_SETTINGS.items() if k not in os.environ})
+        settings = {"num_cpus": _OWN_CPUS, "include_dashboard": False, **settings}
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address or None, **settings)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"ray_address: {address or 'auto'}: {why}") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # Ray has its own idea of it
+    return ray
 
 
 def where_code_is() -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch
 
 from baton.api.errors import ConfigError, EngineDeadError
 from baton.engine_config import EngineConfig
-from baton.processes.ray_processes import import_ray, where_code_is
+from baton.processes.ray_processes import connect_ray, where_code_is
 from engine.executors.meeting import Invitation, Meeting, attend, start_all
 from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
 from models.parallel.torch_group import connect
@@ -36,14 +36,7 @@ class RayExecutor(RanksExecutor):
     """See `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
-        ray = import_ray()
-        if not ray.is_initialized():
-            try:
-                ray.init(address=config.ray_address or None, log_to_driver=True)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(
-                    f"ray_address: {config.ray_address or 'auto'}: {error}"
-                ) from error
+        ray = connect_ray(config.ray_address, log_to_driver=True)
         ranks = [rank for rank in range(config.num_ranks) if rank != config.leader]
         meeting = Meeting(ray.util.get_node_ip_address(), ranks)
         self._meeting = meeting  # with the store that other ranks talk to
