@@ -30,6 +30,7 @@ from baton.api.errors import BatonError
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.rank_watch import STOPPED, process_state
+from engine.worker.cores import bind, cores_of_rank
 from engine.worker.worker import Worker
 from models.parallel.torch_group import connect
 
@@ -113,8 +114,10 @@ def serve(
     done = threading.Event()
     end = until_over, done, Path(start.meeting)
     threading.Thread(target=_end_with, args=end, daemon=True).start()
+    config = start.config
+    if config.executor_name == "multiproc":
+        bind(cores_of_rank(config, start.rank))
     try:
-        config = start.config
         ranks = connect(
             *(start.rank, config.num_ranks, config.tensor_parallel_size, start.meeting),
             device=torch.device(config.device if config.device != "auto" else "cpu"),

@@ -66,6 +66,16 @@ def start(
         return EXECUTORS.load(name)(DEMO, config)
 
 
+_launched: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launched_ranks_end() -> Iterator[None]:
+    yield
+    for process in _launched:
+        process.wait(30)
+
+
 def launch_other_rank(
     name: str, num_tensor_ranks: int, num_stages: int, ahead: bool
 ) -> dict[str, str]:
@@ -79,10 +89,12 @@ def launch_other_rank(
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     leader = num_stages - 1
     of = (name, num_tensor_ranks, num_stages, ahead)
-    subprocess.Popen(
-        [sys.executable, "-c", f"from {__name__} import start; start(*{of}, leads=False)"],
-        env={**os.environ, **place, "RANK": str(1 - leader)},
-        cwd=Path(__file__).parents[2],
+    _launched.append(
+        subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import start; start(*{of}, leads=False)"],
+            env={**os.environ, **place, "RANK": str(1 - leader)},
+            cwd=Path(__file__).parents[2],
+        )
     )
     return {**place, "RANK": str(leader)}
 
