@@ -267,6 +267,8 @@ class EngineConfig:
     @property
     def executor_name(self) -> str:
         """Of the executor in the registry."""
+        if self.executor == "ray" and self.num_ranks == 1:
+            return "uniproc"  # of a fleet that Ray places: nobody else is to be started
         if self.executor != "auto":
             return self.executor
         return "uniproc" if self.num_ranks == 1 else "multiproc"

@@ -1,11 +1,13 @@
 """LocalDeployment: a router and its nodes as processes of this machine.
 
-Starts them, waits until every pair is connected, and ends all of them whatever happens: they hold
-a pipe of ours, so that even kill -9 of this process ends them.
+Nodes may be where Ray puts them, too. Starts them, waits until every pair is connected, and ends
+all of them whatever happens: they hold a pipe of ours, so that even kill -9 of this process ends
+them.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import secrets
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import grpc
 
@@ -25,6 +28,7 @@ from baton.access.tls import read_tls
 from baton.access.tls_options import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.processes.child_processes import PARENT_PIPE_VARIABLE, PYTHON_MODULE, fleet_environment
+from baton.processes.ray_processes import RayCluster
 from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
@@ -49,6 +53,8 @@ class LocalDeploymentConfig:
         tls_folder: of certificates as `baton certs dev` makes them, which then everybody needs;
             None: no TLS.
         insecure: listen beyond loopback also where TLS or authentication is missing.
+        ray_address: of a Ray cluster that places the nodes, and their ranks if they are told so;
+            empty: that of RAY_ADDRESS, or a new one on this machine; None: all run here.
     """
 
     model: str
@@ -65,6 +71,7 @@ class LocalDeploymentConfig:
     drain_timeout_s: float = 2.0
     tls_folder: Path | None = None
     insecure: bool = False
+    ray_address: str | None = None
 
     def tls_of(self, name: str) -> TlsOptions:
         """Return the certificate of this name in the folder."""
@@ -75,10 +82,39 @@ class LocalDeploymentConfig:
 
     @property
     def router_address(self) -> str:
-        """Where its own processes reach the router: nothing is dialled at a wildcard."""
+        """Where processes of this machine reach the router: nothing is dialled at a wildcard."""
         host, port = split_address("listen", self.listen)
-        local = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-        return f"{local.get(host, host)}:{port}"
+        return f"{_LOCAL.get(host, host)}:{port}"
+
+    def router_address_on(self, cluster: RayCluster) -> str:
+        """Where nodes that Ray places reach the router; raises ConfigError if they cannot."""
+        host, port = split_address("listen", self.listen)
+        if host in _LOCAL:
+            return f"{cluster.own_host}:{port}"
+        if cluster.num_machines > 1 and host in ("localhost", "127.0.0.1", "[::1]"):
+            raise ConfigError(
+                f"listen: nodes on the {cluster.num_machines} machines of the Ray cluster cannot "
+                f"reach {self.listen}; give an address of this machine, or 0.0.0.0:{port}"
+            )
+        return self.listen
+
+
+_LOCAL = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+
+class Process(Protocol):
+    """A `subprocess.Popen`, or what is like it; see there."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -86,7 +122,7 @@ class Child:
     """One started process."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     arguments: list[str]
     cores: list[int] | None
@@ -101,6 +137,7 @@ class LocalDeployment:
         self.children: list[Child] = []
         self._stack = contextlib.ExitStack()
         self._tokens = _tokens(config)
+        self._cluster: RayCluster | None = None
 
     def __enter__(self) -> LocalDeployment:
         # Or our nodes would join whoever is there, before our router says that it is in use.
@@ -118,6 +155,9 @@ class LocalDeployment:
         self._log_folder = folder
         self._read_end, self._write_end = os.pipe()
         try:
+            if self.config.ray_address is not None:
+                self._cluster = RayCluster(self.config.ray_address)
+                self._stack.callback(self._cluster.close)
             self._start_all()
         except BaseException:
             self.stop()
@@ -242,6 +282,10 @@ class LocalDeployment:
             ],
             None,
         )  # fmt: skip
+        router, where = config.router_address, list[str]()
+        if self._cluster is not None:
+            router = config.router_address_on(self._cluster)
+            where = ["--ray-address", self._cluster.address]
         names = [("prefill", f"p{i}") for i in range(config.num_prefill)]
         names += [("decode", f"d{i}") for i in range(config.num_decode)]
         for (command, name), share in zip(names, cores, strict=True):
@@ -249,12 +293,12 @@ class LocalDeployment:
             self._start(
                 name,
                 [
-                    command, "--model", config.model, "--router", config.router_address,
-                    "--name", name, *_options_of(config.tls_of(name)),
-                    "--num-threads", str(len(share)), "--drain-timeout-s", "0",
+                    command, "--model", config.model, "--router", router,
+                    "--name", name, *_options_of(config.tls_of(name)), *where,
+                    "--num-threads", "1" if where else str(len(share)), "--drain-timeout-s", "0",
                     *config.node_args, *own_args,
                 ],
-                share,
+                None if where else share,
             )  # fmt: skip
 
     def _start(self, name: str, arguments: list[str], cores: list[int] | None) -> None:
@@ -273,6 +317,10 @@ class LocalDeployment:
             PARENT_PIPE_VARIABLE: str(self._read_end),
             **self._tokens,  # not where `ps` shows them
         }
+        if self._cluster is not None and name != "router":
+            arguments_now = [*arguments, *more_arguments]
+            placed = self._cluster.start(arguments_now, environment, threads_of(arguments_now), log)
+            return Child(name, placed, log, arguments, cores)
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
         with log.open("ab") as output:  # after a restart the log goes on
@@ -334,6 +382,14 @@ def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]
         end = start + size + (index < extra)
         yield list(cores[start:end])
         start = end
+
+
+def threads_of(arguments: Sequence[str]) -> int:
+    """Return what the last ``--num-threads`` says; 1 where it leaves that to the machine."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    parser.add_argument("--num-threads", default="1")
+    found: str = parser.parse_known_args(list(arguments))[0].num_threads
+    return max(1, int(found)) if found.isdecimal() else 1
 
 
 def _options_of(tls: TlsOptions) -> list[str]:

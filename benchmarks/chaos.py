@@ -60,6 +60,7 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
+RANK_DETECTION_S = 1.0  # from the signal until the router knows that the node is gone
 FLUSH_INTERVAL_S = 1.0  # what nodes have in their caches does not travel, and kills nobody
 
 
@@ -266,6 +267,8 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     result.detection_s = site.detection_s
     complete = [answer for answer in load.answers if answer.outcome == "complete"]
     result.recovery_s = max((answer.longest_gap_s for answer in complete), default=0.0)
+    if drill.of_ranks and (site.detection_s or 0.0) > RANK_DETECTION_S:
+        result.broken.append(f"noticed only after {site.detection_s:.2f} s")
     for name in site.undetected:
         result.broken.append(f"{name} not missed within {DETECTION_TIMEOUT_S:g} s")
     for outcome in BROKEN:

@@ -29,6 +29,7 @@ import msgspec
 from baton.api.errors import EngineDeadError
 from baton.engine_config import EngineConfig
 from engine.executors.rank_process import ENCODER, Start, serve
+from engine.executors.rank_watch import WAS_STOPPED, start_watch
 from models.parallel.torch_group import host_store
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ _HELLO_TIMEOUT_S = 10.0
 _MAX_UNKNOWN = 128  # connections that have said no key yet, each with a thread
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
-# A machine that is busy with other things is silent for a while, too.
+# A machine that is busy with other things is silent for a while, too; of a rank that was stopped
+# there is word sooner (`rank_watch`).
 _SILENCE_S = 5.0
 # A machine that is gone closes no connection: its kernel just answers nothing any more.
 _USER_TIMEOUT_MS = 10_000
@@ -83,7 +85,8 @@ class RemoteRank:
     def why_gone(self) -> str | None:
         try:
             while self._life_line.poll():
-                self._life_line.recv_bytes(1)
+                if self._life_line.recv_bytes(1) == WAS_STOPPED:
+                    return f"rank {self.rank} was stopped"
                 self._heard_at = time.monotonic()
         except (EOFError, OSError):
             return f"rank {self.rank} ended"
@@ -208,6 +211,7 @@ def attend(invitation: Invitation, rank: int, model_folder: Path | None = None) 
         model_folder: on this machine; None: as the engine's process has it.
     """
     messages, life_line, beside = (_come(invitation, rank, kind) for kind in _LINKS)
+    start_watch(life_line.fileno())
     serve(messages, beside, functools.partial(_live, life_line), model_folder)
 
 

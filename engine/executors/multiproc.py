@@ -20,8 +20,12 @@ from pathlib import Path
 import torch
 
 from baton.engine_config import EngineConfig
-from engine.executors.rank_process import ENCODER, STOPPED, Start, process_state
+from engine.core.step_plan import StepHooks, StepPlan
+from engine.executors.base import PendingStep
+from engine.executors.rank_process import ENCODER, Start
+from engine.executors.rank_watch import STOPPED, process_state
 from engine.executors.ranks import OtherRanks, RanksExecutor
+from engine.worker.cores import cores_of_rank, on_cores
 from models.parallel.shared_group import open_shared
 from models.parallel.torch_group import connect
 
@@ -83,9 +87,18 @@ class MultiprocExecutor(RanksExecutor):
         ]
         others = OtherRanks(ranks, functools.partial(shutil.rmtree, folder, ignore_errors=True))
         size, stage_size = config.num_ranks, config.tensor_parallel_size
-        super().__init__(
-            *(model_folder, config, others),
-            lambda: connect(config.leader, size, stage_size, folder, torch.device("cpu"), shared),
-        )
+        # The thread is whoever's wants an answer: it is elsewhere only as long as it computes.
+        self._cores = cores_of_rank(config, config.leader)
+        with on_cores(self._cores):
+            super().__init__(
+                *(model_folder, config, others),
+                lambda: connect(
+                    config.leader, size, stage_size, folder, torch.device("cpu"), shared
+                ),
+            )
         if shared is not None:
             os.close(shared)  # it is mapped now
+
+    def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
+        with on_cores(self._cores):
+            return super().submit(plan, hooks)

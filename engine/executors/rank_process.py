@@ -29,12 +29,13 @@ import torch
 from baton.api.errors import BatonError
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
+from engine.executors.rank_watch import STOPPED, process_state
+from engine.worker.cores import bind, cores_of_rank
 from engine.worker.worker import Worker
 from models.parallel.torch_group import connect
 
 logger = logging.getLogger(__name__)
 
-STOPPED = ("T", "t")  # in /proc/PID/stat: by a signal, or by a debugger
 _ABORT_GRACE_S = 0.5
 _LOOK_EVERY_S = 0.2
 _MOST_LOOKS = 3  # at a leader that is stopped; whoever continues a whole group continues it, too
@@ -113,8 +114,10 @@ def serve(
     done = threading.Event()
     end = until_over, done, Path(start.meeting)
     threading.Thread(target=_end_with, args=end, daemon=True).start()
+    config = start.config
+    if config.executor_name == "multiproc":
+        bind(cores_of_rank(config, start.rank))
     try:
-        config = start.config
         ranks = connect(
             *(start.rank, config.num_ranks, config.tensor_parallel_size, start.meeting),
             device=torch.device(config.device if config.device != "auto" else "cpu"),
@@ -186,14 +189,6 @@ def _end_with(until_over: Callable[[], object], done: threading.Event, meeting: 
         shutil.rmtree(meeting, ignore_errors=True)
     if not done.wait(_ABORT_GRACE_S):  # it may be ending by itself
         os._exit(1)
-
-
-def process_state(pid: int) -> str:
-    """Of a process, as the kernel calls it; empty where nobody can say."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def _end_if_stopped(engine_pid: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from baton.api.errors import ConfigError, EngineDeadError
 from baton.engine_config import EngineConfig
+from baton.processes.ray_processes import connect_ray, where_code_is
 from engine.executors.meeting import Invitation, Meeting, attend, start_all
 from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
 from models.parallel.torch_group import connect
@@ -36,16 +36,7 @@ class RayExecutor(RanksExecutor):
     """See `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
-        if config.num_ranks == 1:
-            raise ConfigError("executor: ray starts the ranks besides the first, but there is one")
-        ray = _import("ray")
-        if not ray.is_initialized():
-            try:
-                ray.init(address=config.ray_address or None, log_to_driver=True)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(
-                    f"ray_address: {config.ray_address or 'auto'}: {error}"
-                ) from error
+        ray = connect_ray(config.ray_address, log_to_driver=True)
         ranks = [rank for rank in range(config.num_ranks) if rank != config.leader]
         meeting = Meeting(ray.util.get_node_ip_address(), ranks)
         self._meeting = meeting  # with the store that other ranks talk to
@@ -64,7 +55,7 @@ class RayExecutor(RanksExecutor):
                 raise ConfigError(
                     f"executor: the Ray cluster has no room for {len(ranks)} more ranks of {need}"
                 )
-            strategies = _import("ray.util.scheduling_strategies")
+            strategies = importlib.import_module("ray.util.scheduling_strategies")
             tasks = []
             for place, rank in enumerate(ranks):
                 options = {
@@ -74,7 +65,7 @@ class RayExecutor(RanksExecutor):
                     "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
                         placement_group=group, placement_group_bundle_index=place
                     ),
-                    "runtime_env": {"env_vars": _environment()},
+                    "runtime_env": {"env_vars": where_code_is()},
                 }
                 actors.append(ray.remote(RankActor).options(**options).remote())
                 tasks.append(actors[-1].serve.remote(meeting.invitation.encode(), rank))
@@ -98,17 +89,3 @@ class RayExecutor(RanksExecutor):
             *(model_folder, config, others),
             lambda: connect(config.leader, *sizes, meeting.address, torch.device("cpu")),
         )
-
-
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            "executor: ray is not installed; pip install 'baton-serve[ray]'"
-        ) from error
-
-
-def _environment() -> dict[str, str]:
-    """What an actor needs of this process's environment to find the same code."""
-    return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}

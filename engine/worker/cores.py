@@ -5,8 +5,9 @@ Refuses to know: what is computed.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -45,6 +46,38 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
         num_threads = max((config.num_threads or torch.get_num_threads()) // num_ranks, 1)
     if num_threads:
         torch.set_num_threads(num_threads)
+
+
+def cores_of_rank(config: EngineConfig, rank: int) -> frozenset[int]:
+    """Return where a rank computes if no option says it: on its share of what this process may use.
+
+    Two ranks that wait for each other on the same core are half as fast, and look busy enough to
+    the kernel to be left there. Empty: there are fewer cores than ranks, or the option says it.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if config.cpu_list or len(allowed) < config.num_ranks:
+        return frozenset()
+    return _share(frozenset(allowed), rank, config.num_ranks)
+
+
+def bind(cores: frozenset[int]) -> None:
+    """Have this thread, and those it starts from now on, run there; if empty, as before."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def on_cores(cores: frozenset[int]) -> Iterator[None]:
+    """Have this thread, and those it starts meanwhile, run there; if empty, as before."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) -> frozenset[int]:

@@ -10,6 +10,7 @@
  * Refuses to know: what the numbers are, how ranks are started.
  */
 #define _GNU_SOURCE
+#include <sched.h>
 #include <time.h>
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -21,6 +22,7 @@
 
 #define LINE 64 /* bytes of a cache line */
 #define PIECE 512 /* floats that are added at once */
+#define YIELD_NS 1000000 /* that who waits gives its core to others in between, before it sleeps */
 #define SLEEP_NS 50000000 /* then a sleeper looks whether the others still are there */
 #define GONE 2 /* what a call returns when a rank is, or has said nothing for too long */
 
@@ -85,6 +87,10 @@ static void come(rank_group *g, uint32_t step) {
     if (__atomic_load_n(&f->num_sleepers, __ATOMIC_SEQ_CST)) wake(f);
 }
 
+static int64_t nanoseconds_between(const struct timespec *start, const struct timespec *now) {
+    return (now->tv_sec - start->tv_sec) * (int64_t)1000000000 + now->tv_nsec - start->tv_nsec;
+}
+
 static int await(const rank_group *g, int64_t rank, uint32_t step) {
     flag *f = flag_of(g, rank);
     for (int64_t i = 0; i < g->spins; i++) {
@@ -95,6 +101,12 @@ static int await(const rank_group *g, int64_t rank, uint32_t step) {
     }
     struct timespec start, now;
     clock_gettime(CLOCK_MONOTONIC, &start);
+    now = start;
+    while (g->spins && nanoseconds_between(&start, &now) < YIELD_NS) {
+        if (has_come(f, step)) return 0;
+        sched_yield();
+        clock_gettime(CLOCK_MONOTONIC, &now);
+    }
     while (!has_come(f, step)) {
         clock_gettime(CLOCK_MONOTONIC, &now);
         if (is_aborted(g) || now.tv_sec - start.tv_sec > g->timeout_s) return GONE;

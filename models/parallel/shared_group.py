@@ -21,8 +21,7 @@ from models.parallel.group import Collective, CollectiveError
 SLOT_BYTES = 2**20  # of a rank's part that is added at once; there are two of them
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
-# Looks at another rank's word before this one sleeps: some 20 us, which decode steps of ranks that
-# have a core each stay below.
+# Looks at another rank's word before this one lets others have its core: some 20 us.
 _SPINS = 1000
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -20,21 +25,34 @@ GREEDY = SamplingParams(temperature=0)
 
 
 # Executor, ranks of a stage, stages, and whether steps are launched ahead.
-ALL = [
+HERE = [
     ("uniproc", 1, 1, False),
     ("uniproc", 1, 1, True),
     ("multiproc", 2, 1, False),
     ("multiproc", 2, 1, True),
     ("multiproc", 1, 2, True),
 ]
+OF_LAUNCHERS = [
+    ("external_launcher", 2, 1, False),
+    ("external_launcher", 1, 2, True),
+    ("ray", 2, 1, False),
+    ("ray", 1, 2, True),
+]
+ALL = [*HERE, *(pytest.param(of, marks=pytest.mark.large) for of in OF_LAUNCHERS)]
 
 
 def test_every_executor_is_in_this_suite() -> None:
-    of_launchers = {"external_launcher", "ray"}  # tests/integration/test_launchers.py
-    assert {name for name, *_ in ALL} | of_launchers == set(EXECUTORS.names())
+    assert {name for name, *_ in (*HERE, *OF_LAUNCHERS)} == set(EXECUTORS.names())
 
 
-def start(name: str, num_tensor_ranks: int, num_stages: int, ahead: bool) -> Executor:
+def start(
+    name: str, num_tensor_ranks: int, num_stages: int, ahead: bool, *, leads: bool = True
+) -> Executor:
+    if name == "ray":
+        pytest.importorskip("ray")
+    own_place = dict[str, str]()
+    if name == "external_launcher" and leads:
+        own_place = launch_other_rank(name, num_tensor_ranks, num_stages, ahead)
     config = EngineConfig(
         device="cpu",
         num_threads=1,
@@ -44,7 +62,41 @@ def start(name: str, num_tensor_ranks: int, num_stages: int, ahead: bool) -> Exe
         tensor_parallel_size=num_tensor_ranks,
         pipeline_parallel_size=num_stages,
     )
-    return EXECUTORS.load(name)(DEMO, config)
+    with mock.patch.dict(os.environ, own_place):
+        return EXECUTORS.load(name)(DEMO, config)
+
+
+_launched: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launched_ranks_end() -> Iterator[None]:
+    yield
+    for process in _launched:
+        process.wait(30)
+
+
+def launch_other_rank(
+    name: str, num_tensor_ranks: int, num_stages: int, ahead: bool
+) -> dict[str, str]:
+    """Start the one of two that does not lead, as a launcher would; it ends with the executor.
+
+    Returns:
+        What the launcher would say to the one that does.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    leader = num_stages - 1
+    of = (name, num_tensor_ranks, num_stages, ahead)
+    _launched.append(
+        subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import start; start(*{of}, leads=False)"],
+            env={**os.environ, **place, "RANK": str(1 - leader)},
+            cwd=Path(__file__).parents[2],
+        )
+    )
+    return {**place, "RANK": str(leader)}
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -131,7 +183,7 @@ def test_workers_are_called_and_are_well(executor: Executor) -> None:
     executor.check_health()
 
 
-@pytest.mark.parametrize("of", [ALL[0], ALL[2]])
+@pytest.mark.parametrize("of", [HERE[0], HERE[2]])
 def test_a_late_answer_is_an_error_and_the_executor_has_failed(
     of: tuple[str, int, int, bool],
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from baton import Client, SamplingParams
+from baton.api.errors import ConfigError
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]
 
@@ -96,10 +101,12 @@ def test_an_engine_fails_when_a_rank_far_away_is_gone(
     assert leader.stdout is not None
     assert leader.stdout.readline().strip() == tokens
     other.send_signal(how)
-    time.sleep(0.5 if how == signal.SIGKILL else 6.0)
+    assert other.wait(10) == -signal.SIGKILL  # a stopped rank is ended where it is
+    time.sleep(0.5)
     _, errors = leader.communicate("", timeout=60)
     assert leader.returncode != 0
-    assert "EngineDeadError: rank 1" in errors
+    said = "was stopped" if how == signal.SIGSTOP else ""
+    assert re.search(f"EngineDeadError: rank 1 .*{said}", errors)
 
 
 def test_ranks_end_when_the_engine_is_killed(as_slurm_starts: list[subprocess.Popen[str]]) -> None:
@@ -131,5 +138,36 @@ def test_ray_places_ranks_as_actors(shape: tuple[int, int], tokens: str) -> None
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert found(done.stdout) == tokens
+    mine = psutil.Process().children(recursive=True)
+    assert not [one for one in mine if "ray" in one.name()]
+
+
+@pytest.mark.lengthy
+def test_ray_places_nodes_and_their_ranks(tokens: str) -> None:
+    pytest.importorskip("ray")
+    config = LocalDeploymentConfig(
+        model=str(DEMO),
+        listen=f"127.0.0.1:{free_port()}",
+        node_args=["--executor", "ray", "--kv-cache-memory", "32M"],
+        router_args=["--no-local-prefill"],
+        prefill_args=["--tensor-parallel-size", "2"],
+        ray_address="",
+    )
+    with LocalDeployment(config) as running:
+        running.wait_ready(200)
+        nodes = [running.child(name).process for name in ("p0", "d0")]
+        assert all(psutil.Process(one.pid).parent() != psutil.Process() for one in nodes)
+        with Client(config.listen) as client:
+            answer = client.generate(
+                "One day a little", SamplingParams(max_tokens=12, temperature=0)
+            )
+        assert f"TOKENS {list(answer.token_ids)}" == tokens
+        processes = [psutil.Process(one.pid) for one in nodes]
+        nodes[0].kill()
+        assert nodes[0].wait(30) == -signal.SIGKILL
+        with pytest.raises(ConfigError, match="p0 ended"):
+            running.check()
+    psutil.wait_procs(processes, 30)
+    assert not [one for one in processes if one.is_running()]
     mine = psutil.Process().children(recursive=True)
     assert not [one for one in mine if "ray" in one.name()]

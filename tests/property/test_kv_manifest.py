@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -31,9 +32,16 @@ from baton.kv_manifest import (
 RANKS = st.integers(1, 9)
 
 
-def group(heads: int, *, axis: int | None = 1, layers: int = 3, dtype: str = "float16") -> KVGroup:
+def group(
+    heads: int,
+    *,
+    axis: int | None = 1,
+    layers: int = 3,
+    dtype: str = "float16",
+    kind: KVKind = KVKind.PAGED,
+) -> KVGroup:
     return KVGroup(
-        kind=KVKind.PAGED,
+        kind=kind,
         layers=tuple(range(layers)),
         arrays=(KVArray(shape=(2, heads, 4, 5), dtype=dtype, shard_axis=axis),),
         num_places=layers,
@@ -90,9 +98,11 @@ def part_of(
 
 
 @given(
-    one=st.builds(group, st.integers(1, 12), axis=st.sampled_from([None, 0, 1]),
-                  dtype=st.sampled_from(["float32", "float16"]))
-    | st.builds(states, st.integers(1, 12), st.integers(1, 40)),
+    one=st.builds(group, st.integers(1, 16), axis=st.sampled_from([None, 0, 1]),
+                  dtype=st.sampled_from(["float32", "float16"]),
+                  kind=st.sampled_from([KVKind.PAGED, KVKind.WINDOW]))
+    | st.builds(group, st.just(1), axis=st.none(), kind=st.just(KVKind.LATENT))
+    | st.builds(states, st.integers(1, 16), st.integers(1, 40)),
     num_writers=RANKS,
     num_readers=RANKS,
     layers=st.sampled_from([None, (0, 1), (1, 3), (2, 3)]),
@@ -164,13 +174,61 @@ def ranks_of(side: KVManifest) -> range:
     return range(side.num_ranks)
 
 
-def test_ordered_by_heads_a_ranks_part_is_one_range_whatever_the_ranks_of_a_stage() -> None:
-    one = msgspec.structs.replace(group(8), order=KVOrder.HEADS)
-    for num_writers in (1, 2, 4, 8, 16):
-        for num_readers in (1, 2, 4, 8, 16):
-            copies = rank_copies(one, num_writers, num_readers)
-            pairs = [(copy.writer, copy.reader) for copy in copies]
-            assert len(pairs) == len(set(pairs))
+SIZES = (1, 2, 3, 4, 6, 8)
+
+
+def by_heads(heads: int) -> KVGroup:
+    return msgspec.structs.replace(group(heads), order=KVOrder.HEADS)
+
+
+@pytest.mark.parametrize("heads", range(1, 17))
+def test_ordered_by_heads_a_ranks_part_is_one_range_whatever_the_ranks_of_a_stage(
+    heads: int,
+) -> None:
+    for num_writers, num_readers in itertools.product(SIZES, SIZES):
+        copies = rank_copies(by_heads(heads), num_writers, num_readers)
+        pairs = [(copy.writer, copy.reader) for copy in copies]
+        assert len(pairs) == len(set(pairs))
+
+
+@pytest.mark.parametrize("one", [group(8), group(1, axis=None)], ids=["heads", "latents"])
+def test_ordered_by_layers_a_unit_is_one_range_where_shares_are_equal(one: KVGroup) -> None:
+    for size in SIZES:
+        copies = rank_copies(one, size, size)
+        pairs = [(copy.writer, copy.reader) for copy in copies]
+        assert len(pairs) == len(set(pairs))
+
+
+@given(
+    heads=st.integers(1, 16),
+    writers=st.tuples(st.sampled_from(SIZES), st.integers(1, 3)),
+    readers=st.tuples(st.sampled_from(SIZES), st.integers(1, 3)),
+)
+def test_ordered_by_heads_each_byte_is_written_once_and_right(
+    heads: int, writers: tuple[int, int], readers: tuple[int, int]
+) -> None:
+    one = by_heads(heads)
+    unit = [place[0] for place in unit_of(one)]  # [2, heads, 4, 5] of each layer
+
+    def part(side: KVManifest, rank: int) -> bytes:
+        stage, place = divmod(rank, side.stage_size)
+        of_layers = [unit[layer] for layer in side.places(one, stage)]
+        mine = range(*shard(heads, place, side.stage_size))
+        return b"".join(layer[:, head].tobytes() for head in mine for layer in of_layers)
+
+    sides = [
+        KVManifest(groups=(one,), num_ranks=size * stages, num_stages=stages)
+        for size, stages in (writers, readers)
+    ]
+    wanted = [part(sides[1], rank) for rank in ranks_of(sides[1])]
+    written = [bytearray(len(one)) for one in wanted]
+    num_written = 0
+    for writer, reader, source, target, num_bytes in unit_copies(sides[0], sides[1], 0):
+        found = part(sides[0], writer)[source : source + num_bytes]
+        written[reader][target : target + num_bytes] = found
+        num_written += len(found)
+    assert list(map(bytes, written)) == wanted
+    assert num_written == sum(map(len, wanted))
 
 
 def stage_part(unit: list[list[NDArray[Any]]], side: KVManifest, rank: int) -> NDArray[np.uint8]:

@@ -422,6 +422,62 @@ LOAD_GENERATOR = Source(
     rows=(_generator(500), _generator(1000), _generator(2000, has_target=True)),
 )
 
+
+def _of_ranks(
+    what: str,
+    key: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    holds_back: str = "",
+) -> Row:
+    return Row(
+        what=what,
+        target=f">= {least:g}" if least is not None else f"<= {most:g}",
+        measure=value("ratios", key, form="{:.3f}", least=least, most=most),
+        holds_back=holds_back,
+    )
+
+
+_OTHERS = (
+    "other work on both cores, which whoever waits for a sum waits for, too; 0.98 of two threads in"
+    " a quieter minute, see the log."
+)
+
+PARALLEL = Source(
+    name="parallel",
+    command="benchmarks/parallel.py",
+    intro="Ranks of one machine: sums between two processes; a Qwen3 shape of 125 million random"
+    " weights in float32, one thread a rank; hand-overs of the demo model in the better of the two"
+    " orders of a block.",
+    rows=(
+        _of_ranks(
+            "sums of 8 to 64 KiB in shared memory: time / gloo's, the worst", "sums", most=0.2
+        ),
+        _of_ranks(
+            "TP 2, decode 1: speed / 2 threads",
+            "decode TP 2 / 2 threads",
+            least=0.9,
+            holds_back=_OTHERS,
+        ),
+        _of_ranks(
+            "TP 2, decode 1: speed / 1 thread",
+            "decode TP 2 / 1 thread",
+            least=1.6,
+            holds_back=_OTHERS,
+        ),
+        _of_ranks(
+            "PP 2, a prompt of 12 chunks: / 1 thread",
+            "prompt PP 2 / 1 thread",
+            least=1.7,
+            holds_back="other work on the machine; 1.79 in a quieter run, see the log.",
+        ),
+        _of_ranks("a rank that waits: share of a core", "idle rank, share of a core", most=0.01),
+        _of_ranks("hand-over P2 to D1: time / P1 to D1", "hand-over P2 -> D1", most=1.15),
+        _of_ranks("hand-over P1 to D2: time / P1 to D1", "hand-over P1 -> D2", most=1.15),
+    ),
+)
+
 AREAS = (
     Area(
         title="Split or not",
@@ -445,7 +501,10 @@ AREAS = (
     ),
     Area(
         title="On a CPU",
-        sources=(ENGINE_CPU, KERNELS_CPU, MODEL_LOAD),
-        log=("2026-11-21: paged attention and projections on a CPU",),
+        sources=(ENGINE_CPU, PARALLEL, KERNELS_CPU, MODEL_LOAD),
+        log=(
+            "2026-11-21: paged attention and projections on a CPU",
+            "2026-11-26: what ranks cost and bring",
+        ),
     ),
 )

@@ -23,7 +23,7 @@ _FOR_ROUTER = (
     "policy", "served_model_name", "chat_template", "generation_config", "tool_call_parser",
     "reasoning_parser",
 )  # fmt: skip
-_FOR_NODES = ("dtype", "kv_cache_dtype", "kv_cache_memory")
+_FOR_NODES = ("dtype", "kv_cache_dtype", "kv_cache_memory", "executor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,13 @@ class UpOptions:
     dtype: str = same_option(PrefillOptions, "dtype")
     kv_cache_dtype: str = same_option(PrefillOptions, "kv_cache_dtype")
     kv_cache_memory: str = same_option(PrefillOptions, "kv_cache_memory")
+    executor: str = same_option(PrefillOptions, "executor")
+    ray_address: str = option(
+        "",
+        help="Ray cluster that places the nodes on its machines, and their ranks (--executor ray, "
+        "which it implies), such as auto or HOST:6379; empty: with --executor ray the one that "
+        "RAY_ADDRESS names, or a new one on this machine.",
+    )
     node_args: str = option("", help="More options of every node, as one string.")
     prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
@@ -72,7 +79,8 @@ class UpOptions:
 def up(options: UpOptions, context: typer.Context) -> None:
     """Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.
 
-    The machine's cores are divided between the nodes. All of them read --config.
+    The machine's cores are divided between the nodes. All of them read --config. With Ray, nodes
+    run where it puts them.
     """
     # Imported here: who asks for help does not wait for it.
     from baton.cli.programs.run_up import run_up
@@ -87,6 +95,8 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
 
     path = file_of(context)
     file_args = ["--config", str(path)] if path is not None else []
+    with_ray = options.executor == "ray" or bool(options.ray_address)
+    by_ray = ["--executor", "ray"] if with_ray and options.executor == "auto" else []
     return LocalDeploymentConfig(
         model=options.model,
         listen=options.listen,
@@ -94,7 +104,9 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         num_prefill=options.prefill,
         num_decode=options.decode,
         router_args=[*file_args, *passed_on(context, _FOR_ROUTER), *_keys_in(path)],
-        node_args=[*file_args, *passed_on(context, _FOR_NODES), *options.node_args.split()],
+        node_args=[
+            *(*file_args, *passed_on(context, _FOR_NODES), *by_ray, *options.node_args.split())
+        ],
         prefill_args=options.prefill_args.split(),
         decode_args=options.decode_args.split(),
         log_folder=Path(options.log_folder) if options.log_folder else None,
@@ -102,6 +114,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         tls_folder=Path(options.tls_folder) if options.tls_folder else None,
         insecure=options.insecure,
         drain_timeout_s=options.drain_timeout_s,
+        ray_address=options.ray_address if with_ray else None,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from engine.worker.cores import cores_by_numa, numa_nodes
+from engine.worker.cores import cores_by_numa, cores_of_rank, numa_nodes, on_cores
 
 TWO = [frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})]
 
@@ -46,3 +46,22 @@ def test_what_is_no_list_of_cores_is_refused() -> None:
     assert EngineConfig(cpu_list="numa").cpu_list == "numa"
     with pytest.raises(ConfigError, match="cpu_list"):
         EngineConfig(cpu_list="numb")
+
+
+def test_ranks_divide_the_cores_of_their_process_where_there_is_one_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 5, 9})
+    two = EngineConfig(tensor_parallel_size=2)
+    assert [cores_of_rank(two, rank) for rank in range(2)] == [{3, 4}, {5, 9}]
+    assert cores_of_rank(EngineConfig(tensor_parallel_size=3, pipeline_parallel_size=2), 0) == set()
+    assert cores_of_rank(EngineConfig(tensor_parallel_size=2, cpu_list="0-1"), 0) == set()
+
+
+def test_a_thread_is_elsewhere_only_for_a_while() -> None:
+    before = os.sched_getaffinity(0)
+    with on_cores(frozenset({min(before)})):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
+    with on_cores(frozenset()):
+        assert os.sched_getaffinity(0) == before

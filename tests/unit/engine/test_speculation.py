@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -158,3 +159,15 @@ def test_options_say_who_guesses_and_how_much() -> None:
     assert EngineConfig().for_device("cpu").max_decode_rows == 64
     with pytest.raises(ConfigError, match=r"^ngram_max: must be at least ngram_min \(5\), got 4$"):
         EngineConfig(ngram_min=5)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [EngineConfig(tensor_parallel_size=2), EngineConfig(pipeline_parallel_size=2)],
+    ids=["TP", "PP"],
+)
+def test_of_several_ranks_no_model_guesses_and_ngram_does(ranks: EngineConfig) -> None:
+    for method in ("draft_model", "medusa", "eagle", "mtp"):
+        with pytest.raises(ConfigError, match=f"speculative_method: {method} .* there are 2"):
+            replace(ranks, speculative_method=method, speculative_model="a folder")
+    assert replace(ranks, speculative_method="ngram").max_num_drafts
