@@ -15,7 +15,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-large test-clients deploy-check test-all fuzz property-long company-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
+.PHONY: help setup lock demo unit test test-large test-clients deploy-check test-all fuzz property-long company-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -75,7 +75,11 @@ property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, 
 	for pid in $$pids; do wait $$pid || failed=1; done; test -z "$$failed"
 
 company-long: setup ## REQUESTS (2000) alone and in company, bit for bit: cut, preempted, retried, in each dtype (takes long)
-	BATON_REQUESTS=$(REQUESTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout 0 --durations 5 $(wildcard tests/*/test_*_in_any_company.py)
+	BATON_REQUESTS=$(REQUESTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout 0 --durations 5 --tell-properties $(wildcard tests/*/test_*_in_any_company.py)
+
+speculation-long: setup ## more than 64,000 tokens with every method of guessing, and rejection sampling drawn a million times a case (takes long)
+	BATON_REQUESTS=1200 BATON_DRAWS=1000000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 0 --durations 5 --tell-properties \
+		tests/property/test_speculation_in_any_company.py tests/numerics/test_rejection.py
 
 # atheris has wheels for few platforms, and is needed for nothing else: a folder of its own.
 fuzz: setup .venv-fuzz/.ready ## SECONDS (120) of coverage-guided fuzzing of each target; then EXAMPLES of bodies over HTTP

@@ -28,6 +28,7 @@ MAX_GROUPS = 64
 MAX_AXES = 8
 MAX_ARRAYS = 8
 MAX_RANKS = 1024
+MAX_STAGE_SIZE = 64  # as of --tensor-parallel-size: who writes what to whom takes their square
 _MAX_UNIT_BYTES = 2**31
 _ALIGNMENT = 16  # bytes
 
@@ -217,6 +218,8 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
             raise TransferError(
                 f"num_stages: {self.num_stages} of {self.num_ranks} ranks for {num_layers} layers"
             )
+        if self.stage_size > MAX_STAGE_SIZE:
+            raise TransferError(f"num_ranks: at most {MAX_STAGE_SIZE} of a stage")
         for index, group in enumerate(self.groups):
             for array in group.arrays:
                 if array.dtype not in _DTYPE_BYTES:

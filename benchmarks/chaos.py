@@ -42,6 +42,7 @@ from chaos_site import (
 from environment import record_environment, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
+DRAFTERS = ("eagle", "medusa", "mtp")  # trained for the demo model
 STORM_REQUESTS = 1000
 NODE_ARGS = [
     *("--dtype", "float32", "--num-blocks", "400", "--max-num-requests", "16"),
@@ -69,6 +70,8 @@ class Result:
     name: str
     counts: dict[str, int] = field(default_factory=dict)
     retried: int = 0
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
     detection_s: float | None = None
     recovery_s: float = 0.0
     free_after_s: float | None = None
@@ -258,6 +261,8 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
         await running
     result.counts = dict(sorted(load.counts().items()))
     result.retried = sum(answer.attempts > 1 for answer in load.answers)
+    result.num_drafts = sum(answer.num_drafts for answer in load.answers)
+    result.num_accepted_drafts = sum(answer.num_accepted_drafts for answer in load.answers)
     result.detection_s = site.detection_s
     complete = [answer for answer in load.answers if answer.outcome == "complete"]
     result.recovery_s = max((answer.longest_gap_s for answer in complete), default=0.0)
@@ -288,8 +293,10 @@ async def run_all(
     seed: int,
     console: Console,
     kv_connector: str,
+    method: str = "none",
 ) -> list[Result]:
     """Each drill on a whole site; a site that cannot be made whole is replaced by a new one."""
+    guesses = guessing_args(method)
     results: list[Result] = []
     while len(results) < len(chosen):
         config = LocalDeploymentConfig(
@@ -299,9 +306,10 @@ async def run_all(
             num_decode=2,
             router_args=["--no-local-prefill"],  # it is the hand-off that is to fail
             node_args=[
-                *(*NODE_ARGS, "--kv-connector", kv_connector),
+                *(*NODE_ARGS, *guesses, "--kv-connector", kv_connector),
                 *(RANK_ARGS if chosen[len(results)].of_ranks else []),
             ],
+            decode_args=["--no-adaptive-speculation"] if guesses else [],
         )
         of_ranks = chosen[len(results)].of_ranks
         with LocalDeployment(config) as deployment:
@@ -310,6 +318,8 @@ async def run_all(
             while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
+                if guesses and not result.num_accepted_drafts:
+                    result.broken.append(f"{result.num_drafts} guesses, and none was right")
                 results.append(result)
                 mark = "; ".join(result.broken) or "holds"
                 console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
@@ -325,10 +335,18 @@ async def run_all(
     return results
 
 
+def guessing_args(method: str) -> list[str]:
+    """Options of nodes that guess so."""
+    if method == "none":
+        return []
+    drafter = ["--speculative-model", str(MODEL / method)] if method in DRAFTERS else []
+    return ["--speculative-method", method, "--num-speculative-tokens", "3", *drafter]
+
+
 def show(console: Console, results: list[Result]) -> None:
     table = Table(
         "drill", "complete", "typed errors", "left", "retried", "detection s", "recovery s",
-        "free after s", "promises",
+        "free after s", "promises", "right guesses",
     )  # fmt: skip
     for result in results:
         errors = {k: v for k, v in result.counts.items() if k.endswith("Error")}
@@ -341,6 +359,7 @@ def show(console: Console, results: list[Result]) -> None:
             str(result.retried),
             *("-" if number is None else f"{number:.2f}" for number in numbers),
             "; ".join(result.broken) or "hold",
+            f"{result.num_accepted_drafts} of {result.num_drafts}" if result.num_drafts else "-",
         )
     console.print(table)
 
@@ -353,17 +372,25 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=random.randrange(2**16))
     parser.add_argument("--kv-connector", default="nixl", help="nixl or tls")
+    parser.add_argument(
+        "--speculative-method", default="none", choices=("none", "ngram", *DRAFTERS)
+    )
     arguments = parser.parse_args()
     environment = record_environment()
     console = Console(highlight=False, width=160)
     console.print(f"seed {arguments.seed}")
+    method = arguments.speculative_method
     chosen = [
-        d for d in drills() if arguments.only in d.name and (d.in_short or not arguments.short)
+        drill
+        for drill in drills()
+        if arguments.only in drill.name
+        and (drill.in_short or not arguments.short)
+        and not (drill.of_ranks and method in DRAFTERS)  # which guess in one rank alone
     ]
     cases = make_cases(str(MODEL), 12 if arguments.short else 32, arguments.seed)
     connector = arguments.kv_connector
     results = asyncio.run(
-        run_all(chosen, cases, arguments.concurrency, arguments.seed, console, connector)
+        run_all(chosen, cases, arguments.concurrency, arguments.seed, console, connector, method)
     )
     show(console, results)
     if not arguments.short and not arguments.only:
@@ -376,6 +403,8 @@ def main() -> int:
                 r.name: {
                     "counts": r.counts,
                     "retried": r.retried,
+                    "drafts": r.num_drafts,
+                    "accepted_drafts": r.num_accepted_drafts,
                     "detection_s": r.detection_s,
                     "recovery_s": r.recovery_s,
                     "free_after_s": r.free_after_s,
@@ -385,6 +414,7 @@ def main() -> int:
             },
         }
         name = "chaos" if connector == "nixl" else f"chaos_{connector}"
+        name += "" if method == "none" else f"_{method}"
         write_results(name, environment, summary)
     return 1 if any(result.broken for result in results) else 0
 

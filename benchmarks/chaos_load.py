@@ -45,6 +45,7 @@ class Answer:
         outcome: complete, left, hung, lost, wrong, or the type of the error.
         longest_gap_s: between two of its tokens, or before the first.
         attempts: by the receipt; 1 of an answer that was left.
+        num_drafts, num_accepted_drafts: likewise; 0 of an answer that was left.
     """
 
     outcome: str
@@ -52,6 +53,8 @@ class Answer:
     ended_at: float
     longest_gap_s: float
     attempts: int = 1
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
             patience_s = draw.uniform(0.0, PATIENCE_S)
     got: list[int] = []
     last_at, longest, attempts = time.monotonic(), 0.0, 1
+    num_drafts = num_accepted_drafts = 0
     outcome, detail = "", ""
     try:
         async with asyncio.timeout(patience_s):
@@ -136,6 +140,9 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
                     got += delta.token_ids
                     if delta.receipt is not None:
                         attempts = delta.receipt.num_attempts
+                        if (decode := delta.receipt.decode) is not None:
+                            num_drafts = decode.num_drafts
+                            num_accepted_drafts = decode.num_accepted_drafts
                     if leave_after is not None and len(got) > leave_after:
                         outcome = "left"
                         break
@@ -149,7 +156,11 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
         outcome, detail = "wrong", f"token {where} of {len(case.expected)}, {case.name}"
     elif not outcome and len(got) < len(case.expected):
         outcome, detail = "lost", f"{len(got)} of {len(case.expected)} tokens"
-    return Answer(outcome or "complete", detail, time.monotonic(), longest, attempts)
+    return Answer(
+        *(outcome or "complete", detail, time.monotonic(), longest, attempts),
+        num_drafts=num_drafts,
+        num_accepted_drafts=num_accepted_drafts,
+    )
 
 
 def make_cases(model: str, num_cases: int, seed: int) -> list[Case]:

@@ -1,9 +1,10 @@
 """One tenant at ten times its share: what others notice of it, and how soon it is refused.
 
-Two parts. On virtual time (`fair_share_virtual.py`), with the router's own gate, dispatcher and
+Three parts. On virtual time (`fair_share_virtual.py`), with the router's own gate, dispatcher and
 policy over simulated nodes: the others' times to the first token, alone and beside the greedy one,
 and, as a control, with all in one queue as without keys. And with a router process, a process of
-simulated nodes and clients with keys: how long the greedy one waits for each refusal.
+simulated nodes and clients with keys: how long the greedy one waits for each refusal. And with
+real nodes, one of each role: the others' times again.
 
     .venv/bin/python benchmarks/fair_share.py --write
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import random
 import secrets
@@ -37,8 +39,9 @@ MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 MOST_RATIO = 1.2
 MOST_REFUSAL_S = 0.05
 LEAST_CONTROL_RATIO = 2.0
-PARTS = ("virtual", "processes")
+PARTS = ("virtual", "processes", "nodes")
 OTHERS = ("t1", "t2", "t3", "t4")
+NODES_TOKENS, NODES_ROUNDS = 1500, 3
 
 
 # ---------------------------------------------------------------- on virtual time
@@ -88,8 +91,12 @@ def describe(others: Sequence[Answer]) -> dict[str, Any]:
 
 
 @contextmanager
-def running(num_prefill: int, num_decode: int) -> Iterator[dict[str, AsyncClient]]:
-    """A router with keys, a process of simulated nodes, and a client of each tenant."""
+def running(num_simulated: tuple[int, int] | None) -> Iterator[dict[str, AsyncClient]]:
+    """A router with keys, nodes, and a client of each tenant.
+
+    Args:
+        num_simulated: prefill and decode nodes, in one process; None: a real one of each.
+    """
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -99,11 +106,16 @@ def running(num_prefill: int, num_decode: int) -> Iterator[dict[str, AsyncClient
         path.write_text("\n".join(entry_text(key, name) for name, key in made.items()), "utf-8")
         model = ["--model", str(MODEL)]
         listen = ["--listen", address, "--http-listen", "", "--api-keys-file", str(path)]
-        fleet = ["--prefill", str(num_prefill), "--decode", str(num_decode)]
-        commands = [
-            ["router", *model, *listen, "--max-queued-requests", "64"],
-            ["sim-node", *model, "--router", address, *fleet, "--time-scale", "4"],
-        ]
+        commands = [["router", *model, *listen, "--max-queued-requests", "64"]]
+        if num_simulated is None:
+            own = ["--router", address, "--listen", "127.0.0.1:0", "--num-blocks", "2048"]
+            commands += [
+                [role, *model, *own, "--num-threads", "1"] for role in ("prefill", "decode")
+            ]
+        else:
+            fleet = [*zip(("--prefill", "--decode"), map(str, num_simulated), strict=True)]
+            own = ["--router", address, *itertools.chain(*fleet), "--time-scale", "4"]
+            commands.append(["sim-node", *model, *own])
         environment = {**os.environ, "BATON_NODE_TOKEN": secrets.token_urlsafe(32)}
         processes = [
             subprocess.Popen(
@@ -144,11 +156,13 @@ async def wait_ready(client: AsyncClient, num_tokens: int) -> None:
         await asyncio.sleep(0.5)
 
 
-async def arrive(client: AsyncClient, tenant: str, rate: float, seconds: float) -> list[Answer]:
+async def arrive(
+    client: AsyncClient, tenant: str, rate: float, seconds: float, num_tokens: int = 1500
+) -> list[Answer]:
     """Poisson arrivals; all answers, without a greedy one's queue at the end."""
     tasks, ends_at = [], time.monotonic() + seconds
     while time.monotonic() < ends_at:
-        tasks.append(asyncio.create_task(ask(client, tenant, 1500)))
+        tasks.append(asyncio.create_task(ask(client, tenant, num_tokens)))
         await asyncio.sleep(random.expovariate(rate))
     if tenant == "greedy":
         for task in tasks:
@@ -180,8 +194,44 @@ async def drill(clients: dict[str, AsyncClient], seconds: float) -> dict[str, An
 
 def run_processes(seconds: float) -> dict[str, Any]:
     async def scene() -> dict[str, Any]:
-        with running(16, 4) as clients:
+        with running((16, 4)) as clients:
             return await drill(clients, seconds)
+
+    return asyncio.run(scene())
+
+
+# ---------------------------------------------------------------- with real nodes
+
+
+def run_nodes(seconds: float) -> dict[str, Any]:
+    """Rounds in turns, alone and beside; times of all rounds together."""
+
+    async def scene() -> dict[str, Any]:
+        with running(None) as clients:
+            await wait_ready(clients["t1"], NODES_TOKENS)
+            began = time.perf_counter()
+            await asyncio.gather(*(ask(clients["t1"], "t1", NODES_TOKENS) for _ in range(40)))
+            share = 40 / (time.perf_counter() - began) / (len(OTHERS) + 1)
+            rates = dict.fromkeys(OTHERS, 0.3 * share)
+            answers: dict[str, list[Answer]] = {"alone": [], "beside": []}
+            for _ in range(NODES_ROUNDS):
+                for name, more in (("alone", {}), ("beside", {"greedy": 10 * share})):
+                    loads = [
+                        arrive(clients[t], t, rate, seconds, NODES_TOKENS)
+                        for t, rate in (rates | more).items()
+                    ]
+                    answers[name] += itertools.chain(*await asyncio.gather(*loads))
+            for client in clients.values():
+                await client.close()
+        others = {n: [a for a in all_ if a.tenant != "greedy"] for n, all_ in answers.items()}
+        found: dict[str, Any] = {name: describe(part) for name, part in others.items()}
+        found["share_per_s"] = round(share, 2)
+        found["greedy"] = dict(
+            Counter(a.outcome for a in answers["beside"] if a.tenant == "greedy")
+        )
+        found["ratio"] = round(p99_s(others["beside"]) / p99_s(others["alone"]), 3)
+        print(f"nodes: {found}", flush=True)
+        return found
 
     return asyncio.run(scene())
 
@@ -204,9 +254,12 @@ def main() -> int:
             fleet = (args.prefill, args.decode)
             found = run_virtual(fleet, args.seconds, args.seed, args.others_load)
             problems = problems_of_virtual(found)
-        else:
+        elif part == "processes":
             found = run_processes(args.process_seconds)
             problems = problems_of_processes(found)
+        else:
+            found = run_nodes(args.process_seconds)
+            problems = problems_of_nodes(found)
         if args.write:
             write_results(f"fair_share_{part}", environment, {**found, "problems": problems})
         all_problems += problems
@@ -221,6 +274,14 @@ def problems_of_virtual(found: dict[str, Any]) -> list[str]:
     if found["ratio_of_one_queue"] < LEAST_CONTROL_RATIO:
         problems.append("with all in one queue nobody notices the greedy one: it is no test")
     return problems
+
+
+def problems_of_nodes(found: dict[str, Any]) -> list[str]:
+    if "greedy" not in found or found["greedy"].get("complete", 0) < 1:
+        return ["the greedy one got nothing: it is no test"]
+    if found["ratio"] > MOST_RATIO:
+        return [f"others' p99 with real nodes is {found['ratio']} of alone, at most {MOST_RATIO}"]
+    return []
 
 
 def problems_of_processes(found: dict[str, Any]) -> list[str]:

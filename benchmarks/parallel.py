@@ -2,7 +2,7 @@
 
 Sums are timed in two processes, side by side. Engines have a process each, in turns, and a Qwen3
 shape of about 125 million random weights in float32. Hand-overs are those of the demo model between
-real nodes. Ratios are of medians of one run.
+real nodes. Ratios are of medians of one run; parts may be measured in runs of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from environment import record_environment, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 KIBIBYTES = (8, 16, 32, 64)
-NUM_SUMS = 500
+# Of one transport in a row, as in a step: the ranks come to each at the same time.
+NUM_BURSTS, SUMS_IN_BURST = 50, 10
 # Threads of all ranks together, ranks of a stage, stages.
 ENGINES = {
     "one process, 1 thread": (1, 1, 1),
@@ -69,11 +71,13 @@ def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
     for kibibytes in KIBIBYTES:
         tensor = torch.zeros(kibibytes * 256)
         samples: dict[str, list[float]] = {"gloo": [], "shared memory": []}
-        for _ in range(NUM_SUMS):
+        for _ in range(NUM_BURSTS):
             for name, group in (("gloo", gloo), ("shared memory", shared)):
-                started = time.perf_counter()
-                group.all_reduce(tensor)
-                samples[name].append(time.perf_counter() - started)
+                group.all_reduce(tensor)  # ranks that come at unlike times meet here
+                for _ in range(SUMS_IN_BURST):
+                    started = time.perf_counter()
+                    group.all_reduce(tensor)
+                    samples[name].append(time.perf_counter() - started)
         for name, times in samples.items():
             found.setdefault(name, {})[str(kibibytes)] = statistics.median(times) * 1e6
     if rank == 0:
@@ -270,10 +274,23 @@ def main() -> int:
     for rows in (sums, engines, handovers):
         for name, figures in rows.items():
             print(name, json.dumps(figures))
-    if not arguments.without:
-        results = {"ratios": found, "sums_us": sums, "engines": engines, "handovers": handovers}
-        write_results("parallel", environment, results)
+    measured = {"sums_us": sums, "engines": engines, "handovers": handovers}
+    write_results("parallel", environment, merge_results(environment, measured))
     return 0
+
+
+def merge_results(environment: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """With what an earlier run measured of the parts that this one left out, and when it did."""
+    path = Path(__file__).parent / "results" / "parallel.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    keys = ("date", "git_revision", "load_average")
+    when = {key: environment[key] for key in keys}
+    parts = {name: figures or before.get(name, {}) for name, figures in measured.items()}
+    of_parts = {
+        name: when if figures else before.get("of_parts", {}).get(name, {})
+        for name, figures in measured.items()
+    }
+    return {"ratios": ratios(*parts.values()), **parts, "of_parts": of_parts}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--no-processes", action="store_true", help="tests may start no process and open no socket"
     )
+    parser.addoption(
+        "--tell-properties", action="store_true", help="say what tests recorded, and its sums"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """With ``--tell-properties``: how much the long targets drew is what they are run for."""
+    if not terminalreporter.config.getoption("--tell-properties"):
+        return
+    sums = Counter[str]()
+    for report in terminalreporter.getreports("passed"):
+        if report.when == "call" and report.user_properties:
+            told = ", ".join(f"{name} {value}" for name, value in report.user_properties)
+            terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {told}")
+            numbers = {k: v for k, v in report.user_properties if isinstance(v, int)}
+            sums.update(numbers)
+    terminalreporter.write_line(f"together: {dict(sums)}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tools.performance import engine, fleet, gpu, handoff, others
+from tools.performance import engine, fleet, gpu, handoff, others, speculation
 from tools.performance.page import write
 
 PAGE = "docs/performance.md"
@@ -19,6 +19,7 @@ AREAS = (
     *others.AREAS,
     *fleet.AREAS,
     *engine.AREAS[1:],
+    *speculation.AREAS,
     *gpu.AREAS,
 )
 

@@ -56,6 +56,7 @@ class SpanExporter:
         self.num_exported = 0
         self.num_dropped = 0
         self._told_dropped = 0
+        self._has_failed = False
         self._waiting: deque[tuple[Sequence[Span], int]] = deque()
         self._num_waiting = 0  # an estimate: threads do not wait for one another
         self._closing = threading.Event()
@@ -90,13 +91,23 @@ class SpanExporter:
                 spans, zero_ns = self._waiting.popleft()
                 batch += zip(spans, itertools.repeat(zero_ns))
             self._num_waiting = max(self._num_waiting - len(batch), 0)
-            if self._sender.export(batch).value == 0:
+            if self._send(batch):
                 self.num_exported += len(batch)
             else:
                 self.num_dropped += len(batch)
             if self.num_dropped >= self._told_dropped + _TELL_INTERVAL:
                 self._told_dropped = self.num_dropped
                 logger.warning("%d spans are lost: the collector takes none", self.num_dropped)
+
+    def _send(self, batch: list[tuple[Span, int]]) -> bool:
+        """Return whether the collector has taken them."""
+        try:
+            return bool(self._sender.export(batch).value == 0)
+        except Exception:  # the top of this thread: what a collector answers may be anything
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("spans could not be sent (told once)", exc_info=True)
+            return False
 
 
 def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:

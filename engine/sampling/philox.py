@@ -64,13 +64,19 @@ class WordTable:
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.uint32]:
-        """`counter_words` of seeds and positions; all are `[n]`, rows without repetition."""
+        """`counter_words` of seeds and positions; all are `[n]`.
+
+        A row may be there several times, one behind the other, at positions that rise.
+        """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
             # All of them, so that they run out together and not one in every step.
-            wanted = positions[:, None] + np.arange(POSITIONS_AHEAD)  # [n, POSITIONS_AHEAD]
-            words = counter_words(seeds.repeat(POSITIONS_AHEAD), wanted.reshape(-1))
-            self._words[rows] = words.reshape(*wanted.shape, 2)
-            self._first[rows] = positions
-            ahead = np.zeros_like(positions)
+            first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))  # of each row
+            wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
+            words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))
+            self._words[rows[first]] = words.reshape(*wanted.shape, 2)
+            self._first[rows[first]] = positions[first]
+            ahead = positions - self._first[rows]
+            if (ahead >= POSITIONS_AHEAD).any():  # of one row in one step
+                return counter_words(seeds, positions)
         return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)

@@ -16,11 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ENOUGH = 5  # samples; of fewer the least counts: a size that is new is prepared for, once
+TRIED = 3  # samples of a size, before which it counts as not known
+_FRESH = 128  # steps, in which a size must have been measured for others to be held against it
 _SAMPLES = 7  # latest ones of a size, whose median counts: a machine has other things to do
-_FORGET_AFTER = 1000  # steps; then a size is tried again, should it look as if it could pay
+_FORGET_AFTER = 4000  # steps; then a size is tried again, should it look as if it could pay
 _MEMORY = 0.93  # of a request's acceptance, per draft that was looked at
+_MEMORY_OF_ALL = 0.99  # likewise of all requests' together
 _PRIOR_WEIGHT = 2.0  # drafts that those of all requests count for in one request's
 _FIRST_PRIOR = 0.7
+TRY_AFTER = 512  # steps in which nothing was guessed, for it did not pay; then twice as many
+TRY_AT_LEAST = 8192  # ... and so on up to here
 _MARGIN = 1.02  # by how much more tokens per second drafts must give
 
 
@@ -31,28 +36,51 @@ class StepCosts:
         self._samples: dict[int, deque[float]] = {}
         self._noted_at: dict[int, int] = {}
         self._num_noted = 0
+        # Typical seconds by size, rising: of sizes that are known, or where none is, of all.
+        self._typical: dict[int, float] = {}
+        self._num_known = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step that only decoded took so long."""
         size = _size_class(num_tokens)
-        self._samples.setdefault(size, deque(maxlen=_SAMPLES)).append(seconds)
+        samples = self._samples.setdefault(size, deque(maxlen=_SAMPLES))
+        samples.append(seconds)
         self._num_noted += 1
         self._noted_at[size] = self._num_noted
         if self._num_noted % 64 == 0:
-            oldest = self._num_noted - _FORGET_AFTER
-            for old in [size for size, at in self._noted_at.items() if at < oldest]:
-                del self._samples[old], self._noted_at[old]
+            self._forget()
+        if size in self._typical and len(samples) != TRIED:
+            self._typical[size] = _of(samples)
+        elif len(samples) >= TRIED or not self._num_known:
+            self._look_again()
+
+    def is_fresh(self, num_tokens: int) -> bool:
+        """Whether steps of so many tokens were measured often enough, and not long ago."""
+        size = _size_class(num_tokens)
+        since = self._num_noted - self._noted_at.get(size, -_FRESH)
+        return since < _FRESH and len(self._samples[size]) >= TRIED
+
+    def _forget(self) -> None:
+        oldest = self._num_noted - _FORGET_AFTER
+        for old in [size for size, at in self._noted_at.items() if at < oldest]:
+            del self._samples[old], self._noted_at[old]
+            self._look_again()
+
+    def _look_again(self) -> None:
+        known = {size: own for size, own in self._samples.items() if len(own) >= TRIED}
+        self._num_known = len(known)
+        self._typical = {size: _of(own) for size, own in sorted((known or self._samples).items())}
 
     def seconds(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of steps of so many tokens, rising numbers; the first is about what is being computed.
 
-        Between measured sizes: a line. Beyond the largest: the line from the smallest to there, or,
-        where one size alone is known, the same: what is not known is tried, and is known then.
+        Between sizes that are known: a line. Beyond the largest: the line from the smallest to
+        there, or, where one size alone is known, the same: what is not known is tried, and is
+        known then.
         """
-        sizes = sorted(self._samples)
+        sizes, costs = list(self._typical), list(self._typical.values())
         if not sizes:
             return np.ones(len(num_tokens))
-        costs = [_typical(self._samples[size]) for size in sizes]
         found = np.interp(num_tokens, sizes, costs)
         beyond = num_tokens > sizes[-1]
         if len(sizes) > 1:
@@ -61,7 +89,7 @@ class StepCosts:
         return found
 
 
-def _typical(samples: Sequence[float]) -> float:
+def _of(samples: Sequence[float]) -> float:
     return statistics.median(samples) if len(samples) >= _ENOUGH else min(samples)
 
 
@@ -93,13 +121,19 @@ def _size_class(num_tokens: int) -> int:
 class Acceptance:
     """How often drafts are right: one request's, or all requests'."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float = _MEMORY) -> None:
+        self._memory = memory
         self._right = self._looked_at = 0.0
+
+    @classmethod
+    def of_all(cls) -> Acceptance:
+        """Make one of all requests."""
+        return cls(_MEMORY_OF_ALL)
 
     def note(self, is_right: bool) -> None:
         """A draft was looked at; those behind a wrong one are not."""
-        self._right = self._right * _MEMORY + is_right
-        self._looked_at = self._looked_at * _MEMORY + 1
+        self._right = self._right * self._memory + is_right
+        self._looked_at = self._looked_at * self._memory + 1
 
     def rate(self, prior: float = _FIRST_PRIOR) -> float:
         """Chance that a draft is right if all before it are; ``prior`` where little is known."""
@@ -183,3 +217,28 @@ def choose_num_drafts(
     step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
     possible = (num_rows * best, num_rows * most)
     return best, Choice(*possible, num_rows, rate, step_s, guessing[best or most])
+
+
+class Trials:
+    """When to guess although it does not pay, for what it is worth may change; ever more rarely."""
+
+    def __init__(self) -> None:
+        self._num_silent = self._num_left = 0
+        self._wait = TRY_AFTER
+
+    def is_due(self) -> bool:
+        """Whether a step in which guesses do not pay is to guess all the same; ask once a step."""
+        if self._num_left:
+            self._num_left -= 1
+            return True
+        self._num_silent += 1
+        if self._num_silent <= self._wait:
+            return False
+        self._num_silent, self._num_left = 0, TRIED - 1
+        self._wait = min(2 * self._wait, TRY_AT_LEAST)
+        return True
+
+    def note_paid(self) -> None:
+        """Guesses pay."""
+        self._num_silent = self._num_left = 0
+        self._wait = TRY_AFTER

@@ -23,11 +23,12 @@ from engine.speculation.draft_lengths import (
     Choice,
     DraftingCosts,
     StepCosts,
+    Trials,
     choose_lengths,
     choose_num_drafts,
 )
 
-TRY_AFTER = 256  # steps in which nothing was guessed, for it did not pay
+_CHOICE_LASTS = 4  # steps of as many requests
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # requests that may have ended without a word before anybody looks
 
@@ -58,11 +59,12 @@ class Speculation:
         self._proposer = proposer
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
         self._adaptive, self._in_steps = adaptive, in_steps
-        self._num_silent_steps = 0  # in which nothing was guessed, since something was
+        self._trials = Trials()
+        self._to_guess = (0, 0, 0)  # by whoever computes; for how many requests, and steps
         self._known: dict[str, Request] = {}  # those that the proposer may keep something of
         self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts behind the known tokens
         self._acceptance: dict[str, Acceptance] = {}
-        self._acceptance_of_all = Acceptance()
+        self._acceptance_of_all = Acceptance.of_all()
         self._costs = StepCosts()
         self._drafting_costs = DraftingCosts()
         self.choice: Choice | None = None
@@ -78,16 +80,21 @@ class Speculation:
         """
         if not self._in_steps or not self._adaptive:
             return self._num_drafts if self._in_steps else 0
-        best, self.choice = choose_num_drafts(
-            self._costs,
-            self._drafting_costs,
-            max(num_rows, 1),
-            self._num_drafts,
-            self._acceptance_of_all.rate(),
-        )
-        self._num_silent_steps = 0 if best else self._num_silent_steps + 1
-        if self._num_silent_steps > TRY_AFTER:
-            self._num_silent_steps, best = 0, self._num_drafts
+        best, of_rows, num_steps = self._to_guess
+        if not num_steps or of_rows != num_rows:
+            num_steps = _CHOICE_LASTS
+            best, self.choice = choose_num_drafts(
+                self._costs,
+                self._drafting_costs,
+                max(num_rows, 1),
+                self._num_drafts,
+                self._acceptance_of_all.rate(),
+            )
+        self._to_guess = best, num_rows, num_steps - 1
+        if best:
+            self._trials.note_paid()
+        elif self._trials.is_due():
+            return self._num_drafts
         return best
 
     def after_step(
@@ -104,6 +111,9 @@ class Speculation:
         """
         if self._in_steps:
             self._proposer.take(guessed)
+            if not guessed and not self._proposed:
+                self._num_rows = len(result.outputs) - len(result.finished)
+                return {}
         self._forget_ended(requests)
         for output in result.outputs:
             self._look_at(output)
@@ -165,6 +175,8 @@ class Speculation:
     ) -> dict[str, tuple[int, ...]]:
         if not self._adaptive or not drafts:
             return drafts
+        if not self._costs.is_fresh(num_rows):  # what would a step without them take?
+            return {}
         prior = self._acceptance_of_all.rate()
         unknown = Acceptance()
         rates = [self._acceptance.get(name, unknown).rate(prior) for name in drafts]

@@ -15,7 +15,7 @@ from baton_kernels.state_metadata import StateMetadata
 from engine.core.step_plan import SHARE, UNKNOWN_TOKEN, NewRow, StepPlan
 from engine.sampling.device_sampling import kernel_parameters
 from engine.sampling.logprobs import PromptRows
-from engine.sampling.philox import WordTable, counter_words
+from engine.sampling.philox import WordTable
 from engine.sampling.sampling_input import (
     PARAMETERS,
     RequestSnapshot,
@@ -291,12 +291,24 @@ class InputBatch:
         """Copy what a plan, which was just filled in, says to whoever guesses behind it."""
         columns = [tuple(plan.shares[first::SHARE]) for first in range(SHARE)]
         rows, starts, num_tokens, num_known = columns
+        request_ids = tuple([self._request_ids[row] for row in rows])
+        if (
+            not plan.num_drafts
+            and not plan.new_rows
+            and len(plan.token_ids) == len(rows)
+            and tuple([start + 1 for start in starts]) == num_known
+        ):
+            return DraftingStep(
+                *(0, frozenset(), request_ids, *columns, plan.token_ids, ()),
+                *(self._parameters[:0], (), ()),
+                is_silent=True,
+            )
         num_held = tuple(map(self._block_tables[0].num_held, rows))
         width = max(num_held) // self._block_size
         return DraftingStep(
             num_drafts=plan.num_drafts,
             new_rows=frozenset(new.row for new in plan.new_rows),
-            request_ids=tuple(self._request_ids[row] for row in rows),
+            request_ids=request_ids,
             rows=rows,
             starts=starts,
             num_tokens=num_tokens,
@@ -318,10 +330,7 @@ class InputBatch:
         return SamplingInput(
             tuple([request_ids[row] for row in as_list]),
             parameters,
-            # Of a row that samples once, words are computed ahead.
-            self._random_words.take(rows, parameters["seed"], places)
-            if columns.num_behind is None
-            else counter_words(parameters["seed"], places),
+            self._random_words.take(rows, parameters["seed"], places),
             {
                 index: self._snapshot(as_list[index], int(columns.sampled_at[index]))
                 for index in parameters["changes_logits"].nonzero()[0].tolist()

@@ -5,6 +5,7 @@ Refuses to know: what the layers compute, and which requests there are.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ Results = tuple[Tensor, ...]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Results]
 # Of all tapes together: a row keeps what all layers compute of it.
 MAX_ROWS_KEPT = 64
+FEW_ROWS, _SOON = 6, 8
 _Key = tuple[Any, ...]
 
 
@@ -41,7 +43,8 @@ class DecodeTapes:
     """Tapes by the shape of a step. Used by one thread at a time.
 
     A shape is taped when it comes twice in a row: where batches change with every step, nothing
-    is. The tapes used last are kept.
+    is. A small one is when it comes again soon: what guesses reads one to a few tokens by turns.
+    The tapes used last are kept.
 
     Args:
         ops: which make the calls.
@@ -50,16 +53,18 @@ class DecodeTapes:
     def __init__(self, ops: NativeOps) -> None:
         self._ops = ops
         self._tapes: dict[_Key, _Taped | None] = {}  # None: cannot be taped; used last is last
-        self._last_key: _Key | None = None
+        self._latest: deque[_Key | None] = deque(maxlen=_SOON)
 
     @torch.no_grad()
     def run(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> Results:
         """Compute ``layers(inputs, context)``, by a tape if there is one or can be."""
         key = _key(inputs, context) if native_ops() is self._ops else None
-        repeated, self._last_key = key == self._last_key, key
-        if key is None or not (repeated or key in self._tapes):
-            return layers(inputs, context)
-        if key not in self._tapes:
+        if key is None or key not in self._tapes:
+            few = len(inputs[0]) <= FEW_ROWS
+            repeated = key in (self._latest if few else list(self._latest)[-1:])
+            self._latest.append(key)
+            if key is None or not repeated:
+                return layers(inputs, context)
             # What is recorded is also computed, and then once more: the same into the same places.
             self._tapes[key] = self._record(layers, inputs, context)
             self._forget()

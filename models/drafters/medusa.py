@@ -43,14 +43,17 @@ class MedusaHeads:
     ) -> None:
         self.num_heads = weights.shape[1]
         self._model, self._biases, self._heads = model, biases, heads
-        # All heads of a block in one product, over the states; of later blocks each its own.
         self._weights = weights
 
     def guess(self, states: Tensor, num_drafts: int) -> Tensor:
         """See ``HeadsDrafter``."""
         num_rows, width = states.shape
-        hidden = states.unsqueeze(0).expand(num_drafts, -1, -1)  # [num_drafts, n, hidden_size]
-        for weight, bias in zip(self._weights, self._biases, strict=True):
+        # All heads' first blocks look at the same: one product.
+        joined, biases = self._weights[0, :num_drafts], self._biases[0, :num_drafts]
+        products = functional.linear(states, joined.reshape(-1, width), biases.reshape(-1))
+        hidden = states.unsqueeze(1) + functional.silu(products).view(num_rows, num_drafts, width)
+        hidden = hidden.transpose(0, 1)  # [num_drafts, n, hidden_size]
+        for weight, bias in zip(self._weights[1:], self._biases[1:], strict=True):
             products = torch.baddbmm(
                 bias[:num_drafts, None], hidden, weight[:num_drafts].transpose(1, 2)
             )

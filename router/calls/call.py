@@ -23,6 +23,7 @@ class Call:
         session_id: calls with the same one go to the same nodes, if the policy looks at it.
         priority: where calls wait, smaller goes first.
         principal: who asks.
+        leaves_room: no node is to have much of its tenant before it, as others ask for theirs.
         cache_salt: of who shares the prompt's KV; empty: everybody.
         cache_word: what the client gave to share it with fewer.
         text_options: how tokens become text.
@@ -39,6 +40,7 @@ class Call:
     session_id: str = ""
     priority: int = 0
     principal: Principal = ANYBODY
+    leaves_room: bool = False
     cache_salt: bytes = field(default=b"", repr=False)
     cache_word: str = field(default="", repr=False)
     text_options: DetokenizeOptions = DEFAULT_TEXT

@@ -157,7 +157,8 @@ class Dispatcher:
             find_cached_tokens=lambda: self._num_cached(call),
         ) as ticket:
             left_s = call.timeout_s - ticket.waited_s
-            yield dataclasses.replace(call, timeout_s=left_s), ticket
+            admitted = dataclasses.replace(call, timeout_s=left_s, leaves_room=ticket.leaves_room)
+            yield admitted, ticket
 
     def _num_cached(self, call: Call) -> int:
         """How much of a prompt some node has in its prefix cache."""

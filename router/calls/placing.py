@@ -60,6 +60,7 @@ class Placer:
             max_tokens=call.sampling_params.max_tokens - len(output_token_ids),
             session_id=call.session_id,
             timeout_s=remaining_s,
+            leaves_room=call.leaves_room,
             num_waiting=self._num_queued(),
             now=pool.clock(),
             find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),

@@ -16,6 +16,9 @@ from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.telemetry.trace_context import TraceContext
 from router.calls.call import Call
 
+# What is kept of an error. There are thousands, and some are what a node says.
+MAX_CODE_CHARS, MAX_ERROR_CHARS = 64, 2048
+
 
 @dataclass(slots=True)
 class AttemptRecord:
@@ -193,7 +196,8 @@ class Following:
         if record.finish_reason is None:
             record.ended_s = self._now_s()
             if isinstance(error, BatonError):
-                record.error_code, record.error = status_name(error), str(error)
+                record.error_code = status_name(error)
+                record.error = str(error)[:MAX_ERROR_CHARS]
             elif isinstance(error, Exception):
                 record.error_code, record.error = "INTERNAL", type(error).__name__
             else:
@@ -216,7 +220,8 @@ class Following:
     def note_failure(self, code: str, message: str) -> None:
         """The attempt failed; another may follow."""
         attempt = self._record.attempts[-1]
-        attempt.failed_s, attempt.error_code, attempt.error = self._now_s(), code, message
+        attempt.failed_s, attempt.error_code = self._now_s(), code[:MAX_CODE_CHARS]
+        attempt.error = message[:MAX_ERROR_CHARS]  # a node said it
 
     def note_output(self, output: TextDelta) -> None:
         """Note tokens that are on their way to the client."""

@@ -101,6 +101,23 @@ class Fleet:
             ruled_out=self._ruled_out | ruled_out,
         )
 
+    def by_revision(self) -> dict[str, Fleet]:
+        """The same nodes apart: those of each revision that is here, as they reach each other."""
+        groups: dict[str, tuple[list[NodeLoad], list[NodeLoad], list[NodeLoad]]] = {}
+        for place, nodes in enumerate((self.prefills, self.decodes, self.self_prefilling)):
+            for node in nodes:
+                groups.setdefault(node.revision, ([], [], []))[place].append(node)
+        return {
+            name: Fleet(
+                prefills,
+                decodes,
+                self._reach,
+                self_prefilling=self_prefilling,
+                ruled_out=self._ruled_out,
+            )
+            for name, (prefills, decodes, self_prefilling) in groups.items()
+        }
+
     def with_room_for(self, num_tokens: int, num_tokens_at_end: int = 0) -> Fleet:
         """Without nodes that never take requests of so many tokens.
 
@@ -181,3 +198,6 @@ def _name(node: NodeLoad) -> str:
 
 def _room(node: NodeLoad) -> int:
     return min(node.num_blocks * node.block_size, node.max_model_len)
+
+
+NO_FLEET = Fleet((), (), {})

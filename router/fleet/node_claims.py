@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.api.outputs import TokenLogprobs
-from baton.limits import MAX_PEER_INFO_BYTES
+from baton.limits import MAX_PEER_INFO_BYTES, MAX_REVISION_CHARS
 from baton.link.words import (
     AdminReply,
     KVCacheEvents,
@@ -64,6 +64,9 @@ def registration_problem(registration: NodeRegistration) -> str:
     for field, name in names.items():
         if len(name) > MAX_NAME_CHARS or not (name.isprintable() or not name):
             return f"{field}: must have at most {MAX_NAME_CHARS} printable characters"
+    revision = registration.revision
+    if len(revision) > MAX_REVISION_CHARS or not (revision.isprintable() or not revision):
+        return f"revision: must have at most {MAX_REVISION_CHARS} printable characters"
     if len(registration.peer_info) > MAX_PEER_INFO_BYTES:
         return (
             f"peer_info: must have at most {MAX_PEER_INFO_BYTES} bytes, "
@@ -216,7 +219,8 @@ def _report_problem(report: PeerReport) -> str:
             f"bandwidth_bytes_per_s: must be 0 to {MAX_RATE:g}, "
             f"got {report.bandwidth_bytes_per_s:g}"
         )
-    texts = (report.engine_id, report.transport, report.problem)
-    if max(map(len, texts)) > MAX_TEXT_CHARS:
-        return f"peer_report: texts must have at most {MAX_TEXT_CHARS} characters"
+    if len(report.engine_id) > MAX_NAME_CHARS or len(report.transport) > MAX_NAME_CHARS:
+        return f"peer_report: names must have at most {MAX_NAME_CHARS} characters"
+    if len(report.problem) > MAX_TEXT_CHARS:
+        return f"peer_report: problem: must have at most {MAX_TEXT_CHARS} characters"
     return ""

@@ -6,6 +6,7 @@ Takes registrations, reports and deltas from links; gives a fleet to the dispatc
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 import statistics
@@ -46,6 +47,8 @@ from router.fleet.rollout import Rollout
 from router.fleet.served_identity import ServedIdentity
 
 logger = logging.getLogger(__name__)
+
+MAX_KEPT_CHARS = 1024  # of what a node says of a peer
 
 
 class NodePool:
@@ -180,7 +183,9 @@ class NodePool:
         self._nodes[node.engine_id] = node
         self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)
-        self.rollout.note_joined(node.registration.revision)
+        self.rollout.note_joined(
+            node.registration.revision, {one.load.revision for one in self._nodes.values()}
+        )
         self._note_kv_sizes()
         self._note_change()
         logger.info("%s node %s joined", node.registration.role.value, node.name)
@@ -311,6 +316,8 @@ class NodePool:
             and (peer := self._nodes.get(event.engine_id)) is not None
             and are_peers(node, peer)
         ):
+            if len(event.problem) > MAX_KEPT_CHARS:  # of each pair one is kept
+                event = dataclasses.replace(event, problem=event.problem[:MAX_KEPT_CHARS])
             node.reports[event.engine_id] = event
             self._reach.note_report(node, peer)
             self._note_change()

@@ -10,6 +10,8 @@ from router.fleet.node import Node
 
 logger = logging.getLogger(__name__)
 
+MAX_SAID_CHARS = 128
+
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     """Why two nodes must not be paired, naming the first thing that differs; empty if nothing."""
@@ -17,8 +19,17 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     for key in sorted(keys, key=lambda key: (key != REVISION, key)):  # it may be why others do
         mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
         if mine != theirs:
-            return f"{key} differs: {one.node_name} has {mine}, {other.node_name} has {theirs}"
+            return (
+                f"{_short(key)} differs: {one.node_name} has {_short(mine)}, "
+                f"{other.node_name} has {_short(theirs)}"
+            )
     return ""
+
+
+def _short(said: str | None) -> str:
+    """Cut what a node says to what a line has room for; one line is kept for each two nodes."""
+    text = str(said)
+    return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 
 
 def introduce(node: Node, peers: Iterable[Node]) -> None:

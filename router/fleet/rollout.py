@@ -21,17 +21,17 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.api.errors import InvalidRequestError, NotFoundError
 from baton.link.beat_interval import BEAT_INTERVAL_S
-from router.fleet.fleet import Fleet
+from router.fleet.fleet import NO_FLEET, Fleet
 from router.fleet.load.node_load import NodeLoad
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 64
+MAX_REMEMBERED = 64  # of those that no node has and that are not undone
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,24 @@ class Rollout:
 
     # ------------------------------------------------------------------ nodes
 
-    def note_joined(self, revision: str) -> None:
-        """A node came; one of a revision that nobody had makes that the last one."""
+    def note_joined(self, revision: str, here: Collection[str] = ()) -> None:
+        """A node came; one of a revision that nobody had makes that the last one.
+
+        What comes and goes makes nothing forgotten that nodes have or an operator has undone.
+
+        Args:
+            here: revisions of all nodes that have joined.
+        """
         if revision not in self._seen:
             self._seen.append(revision)
             if len(self._seen) > 1:
                 logger.info("a node of another revision joined: %s", revision or "without one")
-            for forgotten in self._seen[:-MAX_REMEMBERED]:
-                self._undone.discard(forgotten)
-                del self.num_placed[forgotten]
-            del self._seen[:-MAX_REMEMBERED]
+            gone = [
+                name for name in self._seen[:-1] if name not in here and name not in self._undone
+            ]
+            for forgotten in gone[: max(len(gone) - MAX_REMEMBERED + 1, 0)]:
+                self._seen.remove(forgotten)
+                self.num_placed.pop(forgotten, None)
 
     def admit(self, fleet: Fleet) -> Fleet:
         """Leave out the nodes of revisions that get no requests; for each new fleet."""
@@ -91,7 +99,7 @@ class Rollout:
         names = _revisions_in(fleet)
         if len(names) <= 1:
             return fleet
-        parts = {name: _part(fleet, name) for name in sorted(names)}
+        parts = dict(sorted(fleet.by_revision().items()))
         complete = {name: part for name, part in parts.items() if part.prefills}
         serving = {name: complete[name] for name in complete if name not in self._undone}
         serving = serving or complete
@@ -196,9 +204,9 @@ class Rollout:
         """
         here = {node.revision for node in nodes}
         shares = self.shares() or dict.fromkeys(_revisions_in(fleet), 1.0)
-        views = []
+        parts, views = fleet.by_revision(), []
         for name in (one for one in self._seen if one in here):
-            part = _part(fleet, name)
+            part = parts.get(name, NO_FLEET)
             state = "serving" if part else "undone" if name in self._undone else "incomplete"
             views.append(
                 RevisionView(
@@ -216,13 +224,6 @@ class Rollout:
 def _revisions_in(fleet: Fleet) -> set[str]:
     nodes = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
     return {node.revision for node in nodes}
-
-
-def _part(fleet: Fleet, revision: str) -> Fleet:
-    def is_of_it(node: NodeLoad) -> bool:
-        return node.revision == revision
-
-    return fleet.only(is_of_it, is_of_it)
 
 
 def _shares_of_capacity(parts: Mapping[str, Fleet]) -> dict[str, float]:

@@ -326,5 +326,7 @@ class Admission:
 
     def _has_room(self, ticket: Ticket) -> bool:
         num_output_tokens = ticket.num_kv_tokens - ticket.num_prompt_tokens
-        shares = self._queue.leaves_room(ticket, asyncio.get_running_loop().time())
-        return self._capacity.has_room(ticket.num_prompt_tokens, num_output_tokens, shares=shares)
+        ticket.leaves_room = self._queue.leaves_room(ticket, asyncio.get_running_loop().time())
+        return self._capacity.has_room(
+            ticket.num_prompt_tokens, num_output_tokens, shares=ticket.leaves_room
+        )

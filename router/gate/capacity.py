@@ -98,16 +98,16 @@ class Capacity:
         prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)
         if not prefills or not decodes:
             return 0.0
-        work_s = sum(node.prefill_queue_s for node in prefills)
         base, per_token = _mean_line(prefills)
-        work_s += num_requests * base + num_prompt_tokens * per_token
+        work_s = num_requests * base + num_prompt_tokens * per_token
+        prefill_s = _level([node.prefill_queue_s for node in prefills], work_s)
         room = sum(_room(node) for node in decodes)
         num_free = sum(node.num_free_tokens for node in decodes) - room * _KV_HEADROOM
         num_held = max(room - num_free, 1.0)
         # A decode node gives back what it holds about once in the time that a request stays.
         room_s = (num_kv_tokens - num_free) * decodes[0].shared.residence_s / num_held
         last_s = base + per_token * last if last else 0.0
-        return self.bias * (max(work_s / len(prefills), room_s, 0.0) + last_s)
+        return self.bias * (max(prefill_s, room_s, 0.0) + last_s)
 
     def decode_s(self, max_tokens: int) -> float:
         """From the first token of an answer to its last, if it is as long as lately long ones."""
@@ -126,6 +126,20 @@ class Capacity:
         low, high = _BIAS_LIMITS
         error = min(max(actual_s / estimated_s, low), high) - self.bias
         self.bias += (_BIAS_UP if error > 0 else _BIAS_DOWN) * error
+
+
+def _level(queues_s: list[float], work_s: float) -> float:
+    """Until all are done if so much work comes, and goes where there is least before it.
+
+    Nodes with more before them than that get none of it, and do not count: one says of itself how
+    much that is, and may say anything.
+    """
+    while True:
+        level = (sum(queues_s) + work_s) / len(queues_s)
+        lower = [queue_s for queue_s in queues_s if queue_s <= level]
+        if not lower or len(lower) == len(queues_s):
+            return level
+        queues_s = lower
 
 
 def _mean_line(prefills: Sequence[NodeLoad]) -> tuple[float, float]:

@@ -23,6 +23,7 @@ class Ticket:
         num_tokens_used: that it did cost; None while that is not known.
         expires_at: the request's deadline, by the loop's clock.
         is_charged: its tenant was charged with it: its turn came.
+        leaves_room: its tenant had its part before the nodes, and others ask for theirs.
         began_at: None while it waits.
         has_first_token: it needs no prefill node any more.
         expected_wait_s: until its first token, when it came; 0 of one that begins at once.
@@ -44,6 +45,7 @@ class Ticket:
     expected_wait_s: float = 0.0
     bias: float = 1.0
     is_charged: bool = False
+    leaves_room: bool = False
     began_at: float | None = None
     has_first_token: bool = False
     turn: asyncio.Future[None] | None = None

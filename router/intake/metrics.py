@@ -7,6 +7,8 @@ requests in and streams them says so here; `/metrics` serves the text.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 
@@ -27,6 +29,7 @@ from router.gate.overload import Overload
 from router.intake.fleet_metrics import RevisionCollector
 
 _PREFIX = "baton_router"
+MAX_PAIRS = 2048  # told one by one: a page of all that there may be would hold up the loop
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -281,18 +284,24 @@ class _PairCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         bandwidth = GaugeMetricFamily(
             f"{_PREFIX}_pair_bandwidth_bytes_per_second",
-            "Of nodes that reach each other, as measured when they met; 0: unknown.",
+            "Of nodes that reach each other, as measured when they met; 0: unknown. Of the "
+            f"{MAX_PAIRS} slowest pairs.",
             labels=["prefill_node", "decode_node", "transport"],
         )
-        for node in self._pool.nodes:
-            if node.registration.role is not NodeRole.PREFILL:
-                continue
-            for engine_id, report in list(node.reports.items()):
-                peer = self._pool.node(engine_id)
-                if peer is not None and report.connected:
-                    labels = [node.name, peer.name, report.transport]
-                    bandwidth.add_metric(labels, report.bandwidth_bytes_per_s)
+        slowest = heapq.nsmallest(MAX_PAIRS, self._pairs(), key=lambda one: one[0] or math.inf)
+        for rate, node, engine_id in sorted(slowest, key=lambda one: (one[1].name, one[2])):
+            peer = self._pool.node(engine_id)
+            if peer is not None:
+                labels = [node.name, peer.name, node.reports[engine_id].transport]
+                bandwidth.add_metric(labels, rate)
         yield bandwidth
+
+    def _pairs(self) -> Iterator[tuple[float, Node, str]]:
+        for node in self._pool.nodes:
+            if node.registration.role is NodeRole.PREFILL:
+                for engine_id, report in node.reports.items():
+                    if report.connected:
+                        yield report.bandwidth_bytes_per_s, node, engine_id
 
 
 class _SuspectsCollector(Collector):

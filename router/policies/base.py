@@ -29,6 +29,7 @@ class RouteQuery:
         max_tokens: that may follow.
         session_id: requests with the same one share a prefix; empty: unknown.
         timeout_s: until its deadline.
+        leaves_room: it is not to wait on a node where others might have to wait behind it.
         num_waiting: requests that wait at the router, and begin as nodes have room.
         now: by `time.monotonic`; 0 if nothing is to go by it.
         find_cached_tokens: how many first tokens of the prompt each node has in its prefix cache,
@@ -39,6 +40,7 @@ class RouteQuery:
     max_tokens: int
     session_id: str = ""
     timeout_s: float = math.inf
+    leaves_room: bool = False
     num_waiting: int = 0
     now: float = 0.0
     find_cached_tokens: Callable[[], Mapping[str, int]] = _nothing_cached

@@ -184,9 +184,15 @@ class _Search:
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
-        """Without those that would be taken, and at which somebody would miss a deadline."""
+        """Without those that would be taken, and at which somebody would miss a deadline.
+
+        And of a tenant that has its part without those where something is before it: the gate lets
+        it begin as prefill nodes have room, and who comes then would wait behind all of it.
+        """
         if best_pair_s == float("inf"):
             return places
+        if self._terms.leaves_room:
+            places = [place for place in places if not place.decode.stall_s]
         return [
             place
             for place in places

@@ -37,6 +37,7 @@ class CostTerms:
         num_steps: decode steps that are expected.
         most_steps: that few requests exceed.
         timeout_s: until the request's deadline.
+        leaves_room: it does not wait on a decode node.
         num_behind: prompts that this one will delay, on whichever prefill node; see BUSY_FACTOR.
         kv_bytes_per_token: 0 if unknown.
     """
@@ -50,6 +51,7 @@ class CostTerms:
     now: float
     kv_bytes_per_token: float
     best_bytes_per_s: float
+    leaves_room: bool = False
     num_behind: float = 0.0
 
     @staticmethod
@@ -65,6 +67,7 @@ class CostTerms:
             timeout_s=query.timeout_s,
             cached=query.find_cached_tokens(),
             now=query.now,
+            leaves_room=query.leaves_room,
             kv_bytes_per_token=decodes[0].shared.kv_bytes_per_token if decodes else 0.0,
             best_bytes_per_s=fleet.best_bandwidth or DEFAULT_BYTES_PER_S,
             num_behind=(

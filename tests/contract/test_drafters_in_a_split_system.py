@@ -7,12 +7,15 @@ come with the model's.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
+from engine.core.outputs import SchedulerOutput
+from engine.engine import Engine
 from engine.speculation import PROPOSERS
 from tests.fakes import drafters
 from tests.fakes.handoff_cluster import BLOCK_SIZE, Cluster
@@ -25,20 +28,24 @@ STEPS = {"max_num_requests": 4, "max_num_batched_tokens": 12, "long_prefill_toke
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
+    """The last prompt has every token: whatever comes, a look-up finds it."""
     draw = random.Random(4)
+    lengths = [*(draw.choice([1, 6, 13, 30]) for _ in range(NUM_REQUESTS - 1)), 64]
     return [
         (
-            [draw.randrange(3, 64) for _ in range(draw.choice([1, 6, 13, 30]))],
+            draw.sample(range(64), length),
             SamplingParams(
                 max_tokens=MAX_TOKENS, temperature=index % 2, seed=index, ignore_eos=True
             ),
         )
-        for index in range(NUM_REQUESTS)
+        for index, length in enumerate(lengths)
     ]
 
 
 @pytest.mark.parametrize("method", PROPOSERS.names())
-def test_as_many_guesses_are_right_as_in_one_process(method: str) -> None:
+def test_as_many_guesses_are_right_as_in_one_process(
+    method: str, record_property: Callable[[str, object], None]
+) -> None:
     options: dict[str, Any] = {
         **drafters.options_of(method, folder()),
         "num_speculative_tokens": NUM_DRAFTS,
@@ -48,6 +55,7 @@ def test_as_many_guesses_are_right_as_in_one_process(method: str) -> None:
     }
     llm = LLM(str(folder()), block_size=BLOCK_SIZE, num_blocks=300, **STEPS, **options)
     cluster = Cluster(folder(), Alone({"num_threads": 1}).kv, 300, engine_options=options)
+    first_steps = note_first_steps(cluster.d_engine)
     for index, (prompt, params) in enumerate(requests()):
         [expected] = llm.generate([prompt], params)
         cluster.place(f"r{index}", 1, prompt, params)
@@ -60,12 +68,38 @@ def test_as_many_guesses_are_right_as_in_one_process(method: str) -> None:
     assert theirs.draft_steps_total == pytest.approx(mine.draft_steps_total, rel=0.01)
     assert theirs.drafts_total == pytest.approx(mine.drafts_total, rel=0.01)
     assert theirs.mean_acceptance_length == pytest.approx(mine.mean_acceptance_length, rel=0.01)
-    if method != "ngram":  # which may know nothing to guess
-        for index in range(NUM_REQUESTS):
-            receipt = cluster.receipts[f"r{index}"]
+    record_property("mean acceptance length, one process", f"{mine.mean_acceptance_length:.4f}")
+    record_property("mean acceptance length, split", f"{theirs.mean_acceptance_length:.4f}")
+    unit_bytes = cluster.d_engine.kv_memory.manifest.unit_bytes(0)
+    for index, (prompt, _) in enumerate(requests()):
+        name = f"r{index}"
+        receipt = cluster.receipts[name]
+        num_blocks = -(-len(prompt) // BLOCK_SIZE)  # none of those that guesses have
+        assert receipt.push.num_blocks == num_blocks
+        assert receipt.push.num_bytes == num_blocks * unit_bytes
+        if method != "ngram":  # which may know nothing to guess
             assert receipt.num_prompt_tokens_computed == 0
+            assert first_steps[name] == (1, NUM_DRAFTS), "the first step looks at guesses"
+    assert first_steps[f"r{NUM_REQUESTS - 1}"] == (1, NUM_DRAFTS)
     assert cluster.d_engine.metrics().blocks_free == 300
     assert cluster.p.engine.metrics().blocks_free == 300
+
+
+def note_first_steps(engine: Engine) -> dict[str, tuple[int, int]]:
+    """Of each request's first step: its known tokens, and the guesses behind them."""
+    found: dict[str, tuple[int, int]] = {}
+    schedule = engine.schedule
+
+    def noting() -> SchedulerOutput:
+        scheduled = schedule()
+        for item in scheduled.scheduled:
+            num_drafts = len(item.draft_token_ids)
+            first = (item.num_scheduled_tokens - num_drafts, num_drafts)
+            found.setdefault(item.request.request_id, first)
+        return scheduled
+
+    engine.schedule = noting  # type: ignore[method-assign]
+    return found
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])

@@ -104,17 +104,27 @@ def test_taped_steps_are_the_eager_ones(
 
 
 def test_batches_that_change_are_taped_when_they_stay(
-    model: DecoderForCausalLM, num_runs: list[int]
+    model: DecoderForCausalLM, num_runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(models.cpu.decode_tapes, "FEW_ROWS", 0)
     taped, eager = both(model, [1, 2, 1, 2, 2, 1, 2, 2])
     assert all(torch.equal(one, other) for one, other in zip(taped, eager, strict=True))
     assert len(num_runs) == 3  # 2 came twice in a row, and its tape was kept
+
+
+def test_small_shapes_that_come_by_turns_are_taped(
+    model: DecoderForCausalLM, num_runs: list[int]
+) -> None:
+    taped, eager = both(model, [1, 2, 1, 2, 3, 1, 2])
+    assert all(torch.equal(one, other) for one, other in zip(taped, eager, strict=True))
+    assert len(num_runs) == 4  # all that came before
 
 
 def test_old_tapes_make_room(
     model: DecoderForCausalLM, num_runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models.cpu.decode_tapes, "MAX_ROWS_KEPT", 5)
+    monkeypatch.setattr(models.cpu.decode_tapes, "FEW_ROWS", 0)
     hidden_states(model, [3, 3, 2, 2, 3, 4, 4, 3, 4])
     # 3 and 2 fit together; 4 pushes both out, so the 3 behind it is eager; 6 is too many.
     assert len(num_runs) == 5

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.core.request import Request
+from engine.worker.drafting import layers
 from tests.fakes.drafters import drafter_folder
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
@@ -247,9 +248,13 @@ def eagle_3_folder(folder: Path, to: Path) -> Path:
 
 
 def guesses_of(
-    llm: LLM, prompts: list[list[int]], num_tokens: int
+    llm: LLM, prompts: list[list[int]], num_tokens: int, pause: int
 ) -> list[tuple[list[int], tuple[int, ...]]]:
-    """What was guessed in the steps of some requests, and behind which text."""
+    """What was guessed in the steps of some requests, and behind which text.
+
+    Args:
+        pause: steps in which nobody guesses, behind each in which somebody does.
+    """
     engine, found = llm.engine, []
     after_step = engine._speculation.after_step  # type: ignore[union-attr]
 
@@ -260,6 +265,9 @@ def guesses_of(
         return after_step(result, requests, guessed)
 
     engine._speculation.after_step = note  # type: ignore[union-attr, method-assign]
+    engine._speculation.num_to_guess = (  # type: ignore[union-attr, method-assign]
+        lambda num_rows: 0 if engine.num_steps % (pause + 1) else NUM_DRAFTS
+    )
     llm.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
     return found
 
@@ -273,8 +281,11 @@ BY_HAND = {
 }
 
 
+@pytest.mark.parametrize("pause", [0, 4])
 @pytest.mark.parametrize("kind", BY_HAND)
-def test_guesses_are_those_of_plain_torch(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_guesses_are_those_of_plain_torch(
+    kind: str, pause: int, folder: Path, tmp_path: Path
+) -> None:
     method = "eagle" if kind == "eagle 3" else kind
     drafter = (
         eagle_3_folder(folder, tmp_path) if kind == "eagle 3" else drafter_folder(method, folder)
@@ -296,7 +307,7 @@ def test_guesses_are_those_of_plain_torch(kind: str, folder: Path, tmp_path: Pat
     prompts = [
         torch.randint(3, 96, (length,), generator=generator).tolist() for length in (1, 9, 30)
     ]
-    found = guesses_of(llm, prompts, 14)
+    found = guesses_of(llm, prompts, 40 if pause else 14, pause)
     assert len(found) > 20
     num_alike = 0
     with torch.no_grad():
@@ -305,3 +316,25 @@ def test_guesses_are_those_of_plain_torch(kind: str, folder: Path, tmp_path: Pat
             num_alike += tuple(guess(text, len(drafts))) == drafts
     # Two logits that nearly tie may change places.
     assert num_alike >= 0.95 * len(found), (num_alike, len(found))
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
+def test_after_more_steps_than_are_kept_it_guesses_all_the_same(
+    method: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "MAX_UNREAD", 3)
+    options = {"num_threads": 1, "block_size": 4, "num_blocks": 120}
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    [expected] = LLM(str(folder), **options).generate([[5, 6, 7]], params)  # type: ignore[arg-type]
+    llm = LLM(
+        str(folder),
+        speculative_method=method,
+        speculative_model=str(drafter_folder(method, folder)),
+        num_speculative_tokens=NUM_DRAFTS,
+        adaptive_speculation=False,
+        **options,  # type: ignore[arg-type]
+    )
+    found = guesses_of(llm, [[5, 6, 7]], 40, 8)
+    assert len(found) > 3
+    assert all(len(drafts) == NUM_DRAFTS for _, drafts in found[:-1])
+    assert list(expected.token_ids)[: len(found[-1][0]) - 3] == found[-1][0][3:]

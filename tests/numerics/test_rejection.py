@@ -1,8 +1,12 @@
-"""Rejection sampling: what is drawn with drafts has the distribution of what is drawn without."""
+"""Rejection sampling: what is drawn with drafts has the distribution of what is drawn without.
+
+Where each row has settings of its own, ``BATON_DRAWS`` says how many are drawn, by default some
+thousands; `make speculation-long` draws a million there, too, and tells the p values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -26,11 +30,14 @@ from engine.sampling.sampling_input import (
     SamplingInput,
     parameters_row,
 )
+from tests.property.num_examples import num_draws
 
 pytestmark = pytest.mark.medium
 
+Record = Callable[[str, object], None]
 NUM_DRAWS = 1_000_000
 CHUNK = 50_000
+STEP = 6_000  # requests of a step
 VOCAB = 24
 
 
@@ -71,7 +78,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_million_draws_have_the_target_distribution(case: str) -> None:
+def test_a_million_draws_have_the_target_distribution(case: str, record_property: Record) -> None:
     target, proposed = CASES[case]
     counts, num_kept = np.zeros(VOCAB), 0
     with np.errstate(divide="ignore"):
@@ -83,10 +90,16 @@ def test_a_million_draws_have_the_target_distribution(case: str) -> None:
         found = keep_or_draw(wanted, guessed, drafts, keys)
         counts += np.bincount(found, minlength=VOCAB)
         num_kept += int((found == drafts).sum())
-    assert p_value(counts, target) > 0.01
+    check(p_value(counts, target), NUM_DRAWS, record_property)
     expected = np.minimum(target, proposed).sum()  # the most that any coupling keeps
     if case != "one draft that is always the same":
         assert abs(num_kept / NUM_DRAWS - expected) < 0.003
+
+
+def check(probability: float, num: int, record_property: Record) -> None:
+    record_property("draws", num)
+    record_property("p", f"{probability:.3f}")
+    assert probability > 0.01
 
 
 def rows_of(params: SamplingParams, num: int) -> np.ndarray:
@@ -101,8 +114,13 @@ def sample(
     known: tuple[int, ...] = (),
     allowed: np.ndarray | None = None,
     proposed: Floats | None = None,
+    first: int = 0,
 ) -> list[tuple[int, ...]]:
-    """Outcomes of a step with requests that have these drafts, as many of each."""
+    """Outcomes of a step with requests that have these drafts, as many of each.
+
+    Args:
+        first: of the random words that rows get.
+    """
     num, length = len(drafts), len(drafts[0]) + 1
     names = [f"r{index}" for index in range(num)]
     snapshots = {}
@@ -115,7 +133,7 @@ def sample(
     sampling = SamplingInput(
         tuple(name for name in names for _ in range(length)),
         rows_of(params, num * length),
-        words(num * length),
+        words(num * length, first),
         snapshots,
         tuple(t for own in drafts for t in (*own, UNKNOWN_TOKEN)) if length > 1 else (),
     )
@@ -134,6 +152,21 @@ LOGITS = torch.from_numpy(np.log(TARGET)).float()[None]
 def test_without_drafts_tokens_are_those_of_the_sampler() -> None:
     [outcome] = sample(SamplingParams(temperature=1.0), [()])
     assert outcome == (int(draw(LOGITS, np.ones(1), words(1))[0]),)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_rows_without_a_draft_and_behind_the_last_one_have_the_target_distribution(
+    length: int, record_property: Record
+) -> None:
+    num, counts = num_draws(20_000), np.zeros(VOCAB)
+    params = SamplingParams(temperature=1.0)
+    first = 0
+    while counts.sum() < num:
+        drafts = [tuple([2] * (length - 1))] * CHUNK
+        outcomes = sample(params, drafts, first=first, proposed=TARGET if length > 1 else None)
+        first += length * CHUNK
+        counts += np.bincount([o[-1] for o in outcomes if len(o) == length], minlength=VOCAB)
+    check(p_value(counts, TARGET), int(counts.sum()), record_property)
 
 
 def test_of_greedy_requests_the_most_probable_tokens_are_kept_and_drawn() -> None:
@@ -163,7 +196,7 @@ def mask_of(token_ids: list[int]) -> np.ndarray:
     ],
 )
 def test_filters_penalties_and_grammars_count_where_drafts_are_kept(
-    params: SamplingParams, allowed: list[int] | None
+    params: SamplingParams, allowed: list[int] | None, record_property: Record
 ) -> None:
     mask = None if allowed is None else mask_of(allowed)
     adjusted = LOGITS.double()
@@ -172,11 +205,19 @@ def test_filters_penalties_and_grammars_count_where_drafts_are_kept(
         adjusted = adjust_logits(LOGITS, [snapshot], {} if mask is None else {0: mask})
     expected = probabilities(adjusted, rows_of(params, 1))[0]
     near = NEAR / NEAR.sum()
-    drafts = np.random.default_rng(6).choice(VOCAB, 6000, p=near)
-    outcomes = sample(
-        params, [(token_id,) for token_id in drafts.tolist()], known=(2, 2), allowed=mask,
-        proposed=near,
-    )  # fmt: skip
-    counts = np.bincount([outcome[0] for outcome in outcomes], minlength=VOCAB)
-    assert p_value(counts.astype(float), expected) > 0.01
-    assert any(len(outcome) == 2 for outcome in outcomes)
+    draw_drafts, num, counts, num_kept = (
+        np.random.default_rng(6),
+        num_draws(6000),
+        np.zeros(VOCAB),
+        0,
+    )
+    for begin in range(0, num, STEP):
+        drafts = draw_drafts.choice(VOCAB, min(STEP, num - begin), p=near)
+        outcomes = sample(
+            params, [(token_id,) for token_id in drafts.tolist()], known=(2, 2), allowed=mask,
+            proposed=near, first=2 * begin,
+        )  # fmt: skip
+        counts += np.bincount([outcome[0] for outcome in outcomes], minlength=VOCAB)
+        num_kept += sum(len(outcome) == 2 for outcome in outcomes)
+    check(p_value(counts, expected), num, record_property)
+    assert num_kept

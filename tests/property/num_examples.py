@@ -13,3 +13,8 @@ def num_examples(usual: int) -> int:
 def num_requests(usual: int) -> int:
     """``usual``, unless the environment variable BATON_REQUESTS says how many."""
     return int(os.environ.get("BATON_REQUESTS") or usual)
+
+
+def num_draws(usual: int) -> int:
+    """``usual``, unless the environment variable BATON_DRAWS says how many."""
+    return int(os.environ.get("BATON_DRAWS") or usual)

@@ -111,20 +111,23 @@ class Alone:
 class Crowd:
     """Requests that come to a system at random, and what happens to its nodes meanwhile."""
 
-    def __init__(self, system: System, alone: Alone, seed: int) -> None:
+    def __init__(
+        self, system: System, alone: Alone, seed: int, max_tokens: int = MAX_TOKENS
+    ) -> None:
         self.system, self.alone = system, alone
-        self.draw = random.Random(seed)
+        self.draw, self.max_tokens = random.Random(seed), max_tokens
         self.asked: list[tuple[Client, Completion]] = []
         self.num_kills = 0
         self.struck: set[str] = set()  # requests that a node died under
 
     def call(self) -> None:
-        length = min(self.draw.choice(LENGTHS) + self.draw.randrange(5), MAX_MODEL_LEN - MAX_TOKENS)
+        longest = MAX_MODEL_LEN - self.max_tokens
+        length = min(self.draw.choice(LENGTHS) + self.draw.randrange(5), longest)
         # Prompts of a family begin alike: caches have a part of them.
         family = random.Random(self.draw.randrange(3))
         prompt = [family.randrange(3, 64) for _ in range(length)]
         params = SamplingParams(
-            max_tokens=self.draw.randint(2, MAX_TOKENS),
+            max_tokens=self.draw.randint(2, self.max_tokens),
             temperature=self.draw.choice([0.0, 2.0]),
             seed=self.draw.randrange(2**31),
             ignore_eos=True,

@@ -29,6 +29,8 @@ class DraftingStep:
         parameters: `[num_requests]` of `PARAMETERS`.
         block_tables: of each KV cache group, `[num_requests, max_blocks]`.
         num_held: `[num_requests]`, tokens that the blocks have room for.
+        is_silent: every request computes its last known token alone, and nobody is to guess behind
+            it. What only guessing needs (parameters, block tables, room) is left out then.
     """
 
     num_drafts: int
@@ -43,3 +45,4 @@ class DraftingStep:
     parameters: npt.NDArray[np.void]
     block_tables: tuple[npt.NDArray[np.int32], ...]
     num_held: tuple[int, ...]
+    is_silent: bool = False

@@ -77,6 +77,8 @@ class LayersDrafting:
         self._read_states = read_states
         self._shift = int(drafter.reads_states)
         self._rows: dict[int, _Row] = {}
+        # Steps that have not been looked at: until somebody guesses, none needs to be.
+        self._unseen: deque[tuple[DraftingStep, Tensor, Sampled]] = deque(maxlen=MAX_UNREAD)
 
     def after_step(
         self,
@@ -88,11 +90,17 @@ class LayersDrafting:
         """See `Drafting`."""
         if self._read_states is not None:
             states = self._read_states()
-        self.chooser.forget(step.new_rows)
-        for row in step.new_rows:
-            self._rows.pop(row, None)
-        wanted = self._note(step, states, sampled)
-        drafts = self._guess(step, wanted, sampled) if wanted else {}
+        drafts: Drafts = {}
+        if step.is_silent:
+            self._unseen.append((step, states, sampled))
+        else:
+            while self._unseen:
+                self._note(*self._unseen.popleft())
+            self.chooser.forget(step.new_rows)
+            for row in step.new_rows:
+                self._rows.pop(row, None)
+            if wanted := self._note(step, states, sampled):
+                drafts = self._guess(step, wanted, sampled)
         if after_layer is not None:
             for layer in range(len(self._drafter.kv_layers)):
                 after_layer(self._num_layers + layer)
@@ -131,6 +139,11 @@ class LayersDrafting:
         """
         shift = self._shift
         next_position = row.position + len(row.token_ids)
+        if start > next_position:  # steps in between were not kept
+            row.token_ids.clear()
+            row.states.clear()
+            row.guessed = []
+            row.position = next_position = start + 1 - shift
         if row.guessed:  # it has read what turned out to be right
             num_right = 0
             for token_id, guess in zip(known[next_position - start :], row.guessed, strict=False):

@@ -102,6 +102,11 @@ class NixlAgent:
         except self._errors as error:
             raise TransferError(f"NIXL cannot prepare a table: {error}") from error
 
+    def release(self, table: Any) -> None:
+        """Let go of a table; what was posted from it may still land."""
+        with contextlib.suppress(*self._errors):
+            table.release()
+
     def remove_peer(self, name: str, tables: Iterable[Any]) -> None:
         """Forget a peer and its tables; what was posted to it may still land."""
         try:

@@ -36,6 +36,12 @@ from kvconnector.transports.write_parts import post_all
 logger = logging.getLogger(__name__)
 
 
+# Ranges in all tables of one peer's memory: some dozens of bytes each. It says itself how many
+# blocks it has, and how many ranks.
+MAX_RANGES = 2**26
+MAX_RANGES_OF_A_TABLE = 2**24
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     """Ranges of a rank's blocks that go together, prepared; so many of each block."""
@@ -144,6 +150,13 @@ class NixlTransport:
                 if rank in peer.scratch_tables:
                     tables.append(peer.scratch_tables[rank].remote)
                 self._agent.remove_peer(peer.name_of(rank), tables)
+            self._release_unused()
+
+    def _release_unused(self) -> None:
+        """Let go of tables of our own memory that were cut for peers that are gone."""
+        used = {id(table.local) for peer in self._peers.values() for table in peer.tables.values()}
+        for own in [own for own, table in self._tables.items() if id(table) not in used]:
+            self._agent.release(self._tables.pop(own))
 
     def write(
         self,
@@ -219,6 +232,7 @@ class NixlTransport:
 
     def _prepare(self, peer: _Peer, rank: int, copies: Sequence[RankCopy]) -> _Table:
         """The tables of what one of a peer's ranks gets of our blocks."""
+        _check_size(peer, len(copies))
         self._learn(peer, rank)
         memory = peer.info.ranks[rank]
         theirs = KVLayout(
@@ -271,6 +285,17 @@ class NixlTransport:
             if all(_may_access(processes[r], peer.info.ranks[r].base_address) for r in ranks):
                 return "nixl/ucx cma"
         return "nixl/ucx tcp"
+
+
+def _check_size(peer: _Peer, num_ranges: int) -> None:
+    """Raise TransferError if another table, of so many ranges of each block, were too large."""
+    num_blocks = peer.info.num_blocks
+    in_all = num_blocks * (num_ranges + sum(one.num_ranges for one in peer.tables.values()))
+    if num_blocks * num_ranges > MAX_RANGES_OF_A_TABLE or in_all > MAX_RANGES:
+        raise TransferError(
+            f"{peer.info.engine_id} has {num_blocks} blocks of {num_ranges} ranges each, which are "
+            f"too many to be written to (--kv-layout heads makes them fewer)"
+        )
 
 
 class _IoVec(ctypes.Structure):

@@ -27,6 +27,7 @@ from router.api.admin.views import (
     describe_decision,
     describe_lost,
     describe_node,
+    describe_nodes,
     describe_overload,
     describe_quarantine,
     describe_request,
@@ -90,7 +91,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """All joined nodes, how busy they are, and whom they reach; and those that fell silent."""
         return admin_pb2.ListNodesResponse(
             nodes=[
-                *map(self._describe, self._pool.nodes),
+                *await describe_nodes(self._pool, self._pool.nodes),
                 *map(describe_lost, self._pool.lost),
             ],
             model=self._model,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+
 from baton.link import wire
 from baton.link.words import NodeRegistration
 from baton.v1 import admin_pb2
@@ -34,24 +37,39 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
         description.health_why = f"its {node.beat.stalled_thread} thread stands still"
     if problem := pool.identity.problem(node):
         description.health, description.health_why = "not serving", problem
-    for peer in pool.nodes:
-        report = node.reports.get(peer.engine_id)
-        is_of_another = peer.registration.revision != node.registration.revision
-        if report is not None and not is_of_another:  # whom it is never to reach says nothing
-            description.peers.add(
-                node_name=peer.name,
-                connected=report.connected,
-                transport=report.transport,
-                problem=report.problem,
-                bandwidth_bytes_per_s=report.bandwidth_bytes_per_s,
-            )
+    peers = [
+        (peer.name, report)
+        for engine_id, report in node.reports.items()
+        if (peer := pool.node(engine_id)) is not None
+        and peer.load.revision == node.load.revision  # whom it is never to reach says nothing
+    ]
+    for name, report in sorted(peers, key=lambda one: one[0]):
+        description.peers.add(
+            node_name=name,
+            connected=report.connected,
+            transport=report.transport,
+            problem=report.problem,
+            bandwidth_bytes_per_s=report.bandwidth_bytes_per_s,
+        )
     return description
+
+
+async def describe_nodes(pool: NodePool, nodes: Iterable[Node]) -> list[admin_pb2.NodeDescription]:
+    """Describe them; between two, others have their turn: there may be 65,536 pairs and more."""
+    described = []
+    for node in nodes:
+        described.append(describe_node(pool, node))
+        await asyncio.sleep(0)
+    return described
 
 
 def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
     """Revisions, in the order in which they came."""
     fleet = pool.fleet  # made first: what is told of revisions is told of the last fleet
     views = pool.rollout.view((node.load for node in pool.nodes), fleet)
+    names: dict[str, list[str]] = {}
+    for node in pool.nodes:
+        names.setdefault(node.registration.revision, []).append(node.name)
     return admin_pb2.RolloutDescription(
         state=pool.rollout.state,
         revisions=[
@@ -62,7 +80,7 @@ def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
                 num_prefill=view.num_prefill,
                 num_decode=view.num_decode,
                 num_placed=view.num_placed,
-                nodes=[n.name for n in pool.nodes if n.registration.revision == view.name],
+                nodes=names[view.name],
             )
             for view in views
         ],

@@ -23,7 +23,7 @@ from router.api.admin.request_stats import DEFAULT_WINDOW_S, window_stats
 from router.api.admin.views import (
     describe_decision,
     describe_lost,
-    describe_node,
+    describe_nodes,
     describe_overload,
     describe_quarantine,
     describe_request,
@@ -101,7 +101,7 @@ class StatusPage:
 
     async def show_all(self, request: web.Request) -> web.Response:
         """The page of the whole router."""
-        return self._html("ui.html.j2", **self._state())
+        return self._html("ui.html.j2", **await self._state())
 
     async def show_request(self, request: web.Request) -> web.Response:
         """The page of one of the last requests; raises NotFoundError."""
@@ -133,10 +133,10 @@ class StatusPage:
         )
         return web.Response(text=text, content_type="text/html", headers=_HEADERS)
 
-    def _state(self) -> dict[str, Any]:
+    async def _state(self) -> dict[str, Any]:
         dispatcher, pool, log = self._dispatcher, self._pool, self._dispatcher.log
         joined = pool.nodes
-        nodes = [describe_node(pool, node) for node in joined[:MAX_NODES]]
+        nodes = await describe_nodes(pool, joined[:MAX_NODES])
         lost = [describe_lost(registration) for registration in pool.lost]
         clock, wall = log.clock(), time.time()
         latest = itertools.islice(log.latest(), MAX_REQUESTS)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import msgspec
 import pytest
 
 from baton.api.errors import ConfigError
@@ -70,6 +75,46 @@ def test_nobody_waits_for_a_collector_that_is_not_there(monkeypatch: pytest.Monk
     assert exporter.num_exported == 0
     exporter.close()
     assert not exporter._thread.is_alive()
+
+
+class _Nonsense(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no class at run time has any
+    """A collector that answers what no collector answers."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def service(self, details: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(self._refuse)
+
+    def _refuse(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self.num_calls += 1
+        context.set_trailing_metadata((("google.rpc.retryinfo-bin", b"\xff\xff\xff"),))
+        context.abort(grpc.StatusCode.UNAVAILABLE, "later")
+        raise AssertionError("abort raises")
+
+
+def test_a_collector_that_answers_nonsense_does_not_end_the_exporter() -> None:
+    server, nonsense = grpc.server(ThreadPoolExecutor(1)), _Nonsense()
+    server.add_generic_rpc_handlers((nonsense,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    exporter = SpanExporter(f"http://127.0.0.1:{port}", "baton-x", {})
+    for number in (1, 2):
+        exporter.take([SPAN], ZERO_NS)
+        wait_until(lambda n=number: exporter.num_dropped == n, "spans that were refused")  # type: ignore[misc]
+    assert nonsense.num_calls == 2
+    exporter.close()
+    server.stop(0).wait()
+
+
+def test_spans_that_cannot_be_laid_out_do_not_end_the_exporter() -> None:
+    with OtlpCollector() as collector:
+        exporter = SpanExporter(collector.endpoint, "baton-x", {})
+        exporter.take([msgspec.structs.replace(SPAN, attributes={"text": "\ud800"})], ZERO_NS)
+        wait_until(lambda: exporter.num_dropped == 1, "a span that cannot be sent")
+        exporter.take([SPAN], ZERO_NS)
+        exporter.close()
+    assert [span.name for span in collector.spans] == ["work"]
 
 
 def test_an_endpoint_that_is_no_url_is_refused() -> None:

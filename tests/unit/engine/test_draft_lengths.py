@@ -8,7 +8,16 @@ import pytest
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
-from engine.speculation.draft_lengths import Acceptance, StepCosts, choose_lengths
+from engine.speculation.draft_lengths import (
+    TRIED,
+    TRY_AFTER,
+    Acceptance,
+    DraftingCosts,
+    StepCosts,
+    Trials,
+    choose_lengths,
+    choose_num_drafts,
+)
 from engine.speculation.speculation import Speculation
 from tests.fakes.engine_parts import make_request
 from tests.unit.engine.test_speculation import NotingProposer, by_id, output
@@ -17,7 +26,8 @@ from tests.unit.engine.test_speculation import NotingProposer, by_id, output
 def costs_of(seconds: dict[int, float]) -> StepCosts:
     costs = StepCosts()
     for num_tokens, each in seconds.items():
-        costs.note(num_tokens, each)
+        for _ in range(TRIED):
+            costs.note(num_tokens, each)
     return costs
 
 
@@ -35,9 +45,50 @@ def test_a_size_that_was_not_tried_is_tried() -> None:
 
 
 def test_of_a_new_size_the_first_steps_which_prepare_for_it_count_for_little() -> None:
-    costs = costs_of({6: 9.0})
-    costs.note(6, 2.0)
+    costs = StepCosts()
+    for seconds in (9.0, 5.0, 2.0):
+        costs.note(6, seconds)
     assert costs.seconds(np.array([6])).tolist() == [2.0]
+
+
+def test_a_size_counts_when_it_was_tried_often_enough_whatever_the_first_steps_took() -> None:
+    costs = costs_of({1: 1.0})
+    for seconds in (30.0, 9.0):
+        costs.note(4, seconds)
+        assert costs.seconds(np.array([4])).tolist() == [1.0]
+    costs.note(4, 1.5)
+    assert costs.seconds(np.array([4])).tolist() == [1.5]
+
+
+def test_what_guesses_are_held_against_is_measured_again_and_again() -> None:
+    costs = costs_of({4: 1.0})
+    assert not costs.is_fresh(1)
+    for _ in range(TRIED):
+        costs.note(1, 1.0)
+    assert costs.is_fresh(1)
+    for _ in range(130):
+        costs.note(4, 1.0)
+    assert not costs.is_fresh(1)
+    assert costs.is_fresh(4)
+
+
+def test_guesses_that_do_not_pay_are_tried_ever_more_rarely() -> None:
+    trials = Trials()
+    due = [step for step in range(8 * TRY_AFTER) if trials.is_due()]
+    assert due[::TRIED] == [TRY_AFTER, 3 * TRY_AFTER + TRIED, 7 * TRY_AFTER + 2 * TRIED]
+    trials.note_paid()
+    assert [trials.is_due() for _ in range(TRY_AFTER + 1)].index(True) == TRY_AFTER
+
+
+def test_so_many_are_guessed_as_pay_with_what_guessing_takes() -> None:
+    drafting = DraftingCosts()
+    for _ in range(TRIED):
+        drafting.note(1, 3, 0.3)
+    assert choose_num_drafts(FLAT, drafting, 1, 3, 0.9)[0] == 3
+    assert choose_num_drafts(FLAT, drafting, 1, 3, 0.05)[0] == 0
+    for _ in range(8):
+        drafting.note(1, 3, 30.0)
+    assert choose_num_drafts(FLAT, drafting, 1, 3, 0.9)[0] == 0
 
 
 def test_the_slope_is_that_of_all_sizes_and_not_of_two_that_are_near() -> None:
@@ -47,7 +98,7 @@ def test_the_slope_is_that_of_all_sizes_and_not_of_two_that_are_near() -> None:
 
 def test_what_was_measured_long_ago_is_forgotten() -> None:
     costs = costs_of({1: 1.0, 8: 50.0})
-    for _ in range(1100):
+    for _ in range(4200):
         costs.note(1, 1.0)
     assert costs.seconds(np.array([1, 2])).tolist() == [1.0, 1.0]
 

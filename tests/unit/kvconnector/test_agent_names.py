@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 import torch
@@ -35,4 +37,32 @@ def test_metadata_in_anothers_name_replaces_nobody() -> None:
             break
     assert taken == [(d.peer_info.engine_id, b"still there")]
     for transport in (d, p, x):
+        transport.close()
+
+
+def test_a_peer_that_says_it_has_very_many_blocks_is_not_written_to() -> None:
+    number = next(numbers)
+    names = [f"{role}{number}-many" for role in "pd"]
+    p, d = (NixlTransport(name, memory_of(torch.zeros(4, *BLOCK_SHAPE))) for name in names)
+    p.connect(msgspec.structs.replace(d.peer_info, num_blocks=2**31 - 1))
+    began_at = time.process_time()
+    with pytest.raises(TransferError, match="too many to be written to"):
+        p.write(d.peer_info.engine_id, [0], [0])
+    assert time.process_time() - began_at < 5.0  # else minutes, and 50 GB
+    for transport in (p, d):
+        transport.close()
+
+
+def test_tables_that_were_cut_for_a_peer_go_with_it() -> None:
+    number = next(numbers)
+    names = [f"{role}{number}-cut" for role in "pd"]
+    p, d = (NixlTransport(name, memory_of(torch.zeros(4, *BLOCK_SHAPE))) for name in names)
+    p.connect(d.peer_info)
+    write = p.write(d.peer_info.engine_id, [0], [0])
+    while not write.is_done():
+        d.take_notifications()
+    assert len(p._tables) == 1
+    p.disconnect(d.peer_info.engine_id)
+    assert not p._tables
+    for transport in (p, d):
         transport.close()

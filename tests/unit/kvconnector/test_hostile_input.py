@@ -108,6 +108,13 @@ def test_a_giant_peer_info_is_refused_before_it_is_read() -> None:
         ({"ranks": (RankMemory(), RankMemory())}, "ranks: 2"),
         ({"num_blocks": 2**30}, "more memory"),
         ({"manifest": KVManifest(groups=(GROUP_OF_TOO_MANY_LAYERS,))}, "layers"),
+        (
+            {
+                "manifest": KVManifest(groups=(GROUP,), num_ranks=1024),
+                "ranks": (RankMemory(),) * 1024,
+            },
+            "at most 64 of a stage",
+        ),
     ],
 )
 def test_a_peer_that_describes_what_cannot_be_is_refused(

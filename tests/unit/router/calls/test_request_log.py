@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from baton.api.errors import BatonError, RequestCancelledError
+from baton.api.errors import BatonError, EngineDeadError, RequestCancelledError
 from baton.api.outputs import FinishReason
 from baton.link.words import CancelCommand, DecodeCommand
 from router.api.admin.request_stats import Percentiles, window_stats
 from router.calls.call import Call
-from router.calls.request_log import RequestLog
+from router.calls.request_log import MAX_CODE_CHARS, MAX_ERROR_CHARS, RequestLog
 from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import failure, token, token_1
 from tests.fakes.router_scene import PARAMS, Scene, asynchronous
@@ -63,6 +63,21 @@ async def test_every_attempt_is_told_with_its_error() -> None:
     stats = window_stats(scene.dispatcher.log, 60.0)
     assert stats.nodes[first.node.name].num_failed_attempts == 1
     assert stats.num_finished == 1
+
+
+@asynchronous
+async def test_of_an_error_that_a_node_says_at_length_the_beginning_is_kept() -> None:
+    scene = Scene(num_decode=2)
+    await scene.call()
+    node = next(hand for hand in scene.decodes if hand.of(DecodeCommand))
+    node.say(failure("a", "c" * 100, "e" * 60_000, epoch=scene.epoch))
+    with pytest.raises(EngineDeadError):
+        await scene.end()
+    record = scene.dispatcher.log.get("a")
+    assert record is not None
+    [attempt] = record.attempts
+    assert len(attempt.error_code) == MAX_CODE_CHARS
+    assert len(attempt.error) == len(record.error) == MAX_ERROR_CHARS
 
 
 @asynchronous

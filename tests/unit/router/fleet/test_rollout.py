@@ -219,10 +219,28 @@ def test_undo_names_what_there_is() -> None:
 def test_what_is_remembered_of_revisions_is_bounded() -> None:
     rollout = Rollout()
     for number in range(3 * MAX_REMEMBERED):
-        rollout.note_joined(f"r{number}")
-        if number:
-            rollout.undo()
-    assert len(rollout._seen) == len(rollout._undone) == MAX_REMEMBERED
+        rollout.note_joined(f"r{number}", {f"r{number}"})
+    assert len(rollout._seen) == MAX_REMEMBERED
+
+
+def test_no_crowd_of_revisions_makes_one_forgotten_that_is_here_or_undone() -> None:
+    scene = Scene()
+    scene.join_all(OLD, 1, 1)
+    scene.join_all(NEW, 1, 1)
+    assert scene.pool.rollout.undo(NEW) == NEW
+    for name in (f"p0{NEW}", f"d0{NEW}"):
+        scene.leave(name)
+    for number in range(2 * MAX_REMEMBERED):
+        scene.join(f"liar{number}", P, f"r{number}").leave()
+    scene.join_all(NEW, 1, 1)
+    assert pairs_of(scene.pool) == {(OLD, OLD)}
+    states = {
+        view.name: view.state
+        for view in scene.pool.rollout.view(
+            [one.load for one in scene.pool.nodes], scene.pool.fleet
+        )
+    }
+    assert states == {OLD: "serving", NEW: "undone"}
 
 
 def test_decode_nodes_alone_serve_where_no_revision_is_complete() -> None:

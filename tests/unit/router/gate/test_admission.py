@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -402,6 +403,21 @@ async def test_who_has_much_before_the_nodes_leaves_room_to_others_but_only_if_t
     for name in ("a1", "a2", "a3", "b1"):
         await gate.end(name)
     assert gate.order[-1] == "a4"
+    await gate.close()
+
+
+@asynchronous
+async def test_who_should_leave_room_is_told_to_whoever_places_it() -> None:
+    gate = Gate(AdmissionOptions(prefill_window_s=10.0, shared_prefill_window_s=10.0))
+    enter = functools.partial(
+        gate.admission.enter, num_prompt_tokens=PROMPT, max_tokens=1, timeout_s=60.0
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        tickets = [
+            await stack.enter_async_context(enter(principal=Principal(name=name, tenant=name)))
+            for name in ("a", "b", "a")
+        ]
+    assert [ticket.leaves_room for ticket in tickets] == [False, False, True]
     await gate.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.api.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
 from baton.api.outputs import FinishReason, Receipt, TextDelta
-from baton.link.words import NodeRole
+from baton.link.words import NodeRole, PeerReport
 from baton.serving.connection_limits import ConnectionCounts
 from router.calls.suspects import Suspects
 from router.gate.admission import Admission
@@ -152,3 +152,15 @@ def test_refusals_are_counted_by_reason() -> None:
     found = values(RouterMetrics(admission=admission))
     assert found['requests_refused_total{reason="open_requests"}'] == 1
     assert found["requests_queued"] == 0
+
+
+def test_of_very_many_pairs_the_slowest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.intake.metrics.MAX_PAIRS", 2)
+    pool = make_pool()
+    prefill = HandNode(pool, make_registration("p", NodeRole.PREFILL))
+    for name, rate in (("d0", 3e9), ("d1", 0.0), ("d2", 1e9), ("d3", 2e9)):
+        decode = HandNode(pool, make_registration(name, NodeRole.DECODE))
+        pool.take(prefill.node, PeerReport(decode.engine_id, True, "tcp", "", rate))
+    told = {name: rate for name, rate in values(RouterMetrics(pool)).items() if "pair_" in name}
+    assert [re.findall(r'decode_node="(\w+)"', name)[0] for name in told] == ["d2", "d3"]
+    assert list(told.values()) == [1e9, 2e9]

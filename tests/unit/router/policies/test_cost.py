@@ -120,6 +120,21 @@ def test_local_only_where_it_is_clearly_better() -> None:
     assert names(Cost().pick(query_of(), fleet)) == ("p0", "d0")
 
 
+def test_who_leaves_room_to_others_waits_on_no_decode_node() -> None:
+    """Prompts of a greedy tenant piled up there, as the gate looks at prefill nodes alone."""
+    book = FleetBook(1, 1)
+    fleet, query = (
+        book.fleet(may_self_prefill=True),
+        dataclasses.replace(query_of(), num_waiting=30),
+    )
+    greedy = dataclasses.replace(query, leaves_room=True)
+    assert names(Cost().pick(greedy, fleet)) == ("", "d0")
+    book["d0"].note_opened(4000, num_uncomputed=4000, num_arriving=4000)
+    assert names(Cost().pick(query, fleet)) == ("", "d0")
+    assert names(Cost().pick(greedy, fleet)) == ("p0", "d0")
+    assert names(Cost().pick(greedy, FleetBook(0, 1).fleet(may_self_prefill=True))) == ("", "d0")
+
+
 def test_local_where_the_decode_node_has_nearly_all_of_the_prompt() -> None:
     book = FleetBook(1, 2)
     query = query_of(8000, {"d1-0": 7900})

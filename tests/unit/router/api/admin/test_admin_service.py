@@ -21,6 +21,7 @@ from baton.serving.call_gate import CallGate
 from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2
 from router.api.admin.service import AdminService
+from router.api.admin.views import describe_nodes
 from router.intake.intake import Intake
 from router.policies.cost import Cost
 from tests.fakes.nodes import HandNode, make_registration, token_1
@@ -261,3 +262,21 @@ async def test_a_rollout_is_told_paused_undone_and_resumed() -> None:
             ),
         ):
             assert (await code_of(call, "ChangeRollout", **fields))[0] is code
+
+
+@asynchronous
+async def test_others_have_their_turn_while_many_nodes_are_described() -> None:
+    scene = Scene(num_decode=5)
+    pool, num_turns = scene.dispatcher.pool, 0
+
+    async def another() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(another())
+    nodes = await describe_nodes(pool, pool.nodes)
+    task.cancel()
+    assert len(nodes) == 6
+    assert num_turns >= 5

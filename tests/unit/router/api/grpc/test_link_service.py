@@ -17,10 +17,12 @@ from baton.api.outputs import RequestOutput, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
 from baton.link.words import (
+    REVISION,
     AdminReply,
     CancelCommand,
     DecodeCommand,
     NodeRole,
+    PeerReport,
     RequestDelta,
     RequestError,
 )
@@ -35,9 +37,9 @@ from router.fleet.node_claims import (
     event_problem,
     registration_problem,
 )
-from router.fleet.node_pool import NodePool
+from router.fleet.node_pool import MAX_KEPT_CHARS, NodePool
 from tests.fakes.http_scene import until
-from tests.fakes.nodes import make_pool, make_registration
+from tests.fakes.nodes import HandNode, make_pool, make_registration
 from tests.fakes.router_scene import asynchronous
 
 
@@ -142,6 +144,33 @@ def test_an_error_of_a_node_is_bounded_whatever_it_answers() -> None:
     for event in ((delta,), AdminReply(1, error=error)):
         problem = event_problem(make_registration("d", NodeRole.DECODE), event, Vocabulary(9, 9))
         assert problem == f"error: must have at most {MAX_TEXT_CHARS} characters"
+
+
+@pytest.mark.parametrize("revision", ["x" * 129, "a\nb", "\x1b[2J"])
+def test_a_revision_is_a_short_word(revision: str) -> None:
+    told = make_registration("d", NodeRole.DECODE, differs={REVISION: revision})
+    assert registration_problem(told) == "revision: must have at most 128 printable characters"
+
+
+def test_what_a_node_says_of_a_peer_is_cut_to_what_pages_and_memory_have_room_for() -> None:
+    pool = make_pool()
+    prefill, decode = (
+        HandNode(pool, make_registration("p", NodeRole.PREFILL)),
+        HandNode(pool, make_registration("d", NodeRole.DECODE)),
+    )
+    pool.take(prefill.node, PeerReport(decode.engine_id, False, problem="x" * 60_000))
+    assert len(prefill.node.reports[decode.engine_id].problem) == MAX_KEPT_CHARS
+    pool.take(prefill.node, PeerReport(decode.engine_id, True, "t" * 257))
+    assert prefill.is_hung_up
+
+
+def test_what_differs_between_two_nodes_is_told_in_a_line() -> None:
+    long = {"weights": "x" * 4096}
+    pool = make_pool()
+    prefill = HandNode(pool, make_registration("p", NodeRole.PREFILL, differs=long))
+    decode = HandNode(pool, make_registration("d", NodeRole.DECODE))
+    problem = prefill.node.reports[decode.engine_id].problem
+    assert problem == f"weights differs: d has None, p has {'x' * 128}..."
 
 
 class Hearer:
