@@ -214,7 +214,7 @@ def write_gguf(folder: Path, whole: Path, kept: str) -> None:
         for name in tensors.keys():  # noqa: SIM118 - it is no dict
             tensor, called = (
                 tensors.get_tensor(name),
-                names.get_name(name, (".weight",)) + ".weight",
+                names.get_name(name, (".weight",)),
             )
             if kept == "bf16" and tensor.dim() > 1:
                 raw = tensor.bfloat16().view(torch.uint8).numpy()
