@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 _ENOUGH = 5  # samples; of fewer the least counts: a size that is new is prepared for, once
 TRIED = 3  # samples of a size, before which it counts as not known
-_FRESH = 128  # steps, in which a size must have been measured for others to be held against it
-_SAMPLES = 7  # latest ones of a size, whose median counts: a machine has other things to do
-_FORGET_AFTER = 4000  # steps; then a size is tried again, should it look as if it could pay
+# Steps in which a size must have been measured for others to be held against it: where they seem
+# to give much more, and where a slow moment may have made them seem so.
+_FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
+_SAMPLES = 5  # latest ones of a size, whose median counts: a machine has other things to do
+_FORGET_AFTER = 2000  # steps; then a size is tried again, should it look as if it could pay
 _MEMORY = 0.93  # of a request's acceptance, per draft that was looked at
 _MEMORY_OF_ALL = 0.99  # likewise of all requests' together
 _PRIOR_WEIGHT = 2.0  # drafts that those of all requests count for in one request's
@@ -34,7 +36,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
-        self._noted_at: dict[int, int] = {}
+        self._noted_at: dict[int, deque[int]] = {}
         self._num_noted = 0
         # Typical seconds by size, rising: of sizes that are known, or where none is, of all.
         self._typical: dict[int, float] = {}
@@ -46,7 +48,7 @@ class StepCosts:
         samples = self._samples.setdefault(size, deque(maxlen=_SAMPLES))
         samples.append(seconds)
         self._num_noted += 1
-        self._noted_at[size] = self._num_noted
+        self._noted_at.setdefault(size, deque(maxlen=TRIED)).append(self._num_noted)
         if self._num_noted % 64 == 0:
             self._forget()
         if size in self._typical and len(samples) != TRIED:
@@ -54,15 +56,20 @@ class StepCosts:
         elif len(samples) >= TRIED or not self._num_known:
             self._look_again()
 
-    def is_fresh(self, num_tokens: int) -> bool:
-        """Whether steps of so many tokens were measured often enough, and not long ago."""
-        size = _size_class(num_tokens)
-        since = self._num_noted - self._noted_at.get(size, -_FRESH)
-        return since < _FRESH and len(self._samples[size]) >= TRIED
+    def is_fresh(self, num_tokens: int, gain: float) -> bool:
+        """Whether steps of so many tokens were measured often enough, and not long ago.
+
+        Args:
+            gain: how many times as many tokens per second other steps seem to give.
+        """
+        noted_at = self._noted_at.get(_size_class(num_tokens))
+        if noted_at is None or len(noted_at) < TRIED:
+            return False
+        return self._num_noted - noted_at[0] < (_FRESH if gain >= _MUCH else _FRESH_IF_LITTLE)
 
     def _forget(self) -> None:
         oldest = self._num_noted - _FORGET_AFTER
-        for old in [size for size, at in self._noted_at.items() if at < oldest]:
+        for old in [size for size, at in self._noted_at.items() if at[-1] < oldest]:
             del self._samples[old], self._noted_at[old]
             self._look_again()
 
@@ -163,7 +170,8 @@ def choose_lengths(
         best = 0
     lengths: list[int] = np.bincount(requests[order[:best]], minlength=len(num_drafts)).tolist()
     step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
-    return lengths, Choice(best, len(order), num_rows, sum(rates) / len(rates), step_s)
+    gain = float(speed[best] / speed[0])
+    return lengths, Choice(best, len(order), num_rows, sum(rates) / len(rates), step_s, gain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +184,7 @@ class Choice:
         num_rows: requests in the step.
         rate: see `Acceptance.rate`, the mean of those that had drafts.
         step_s: of a step with none of the drafts, with those chosen, and with all.
+        gain: tokens per second with those chosen over those without any.
         drafting_s: of guessing them, where that takes time.
     """
 
@@ -184,6 +193,7 @@ class Choice:
     num_rows: int
     rate: float
     step_s: tuple[float, float, float]
+    gain: float = 1.0
     drafting_s: float = 0.0
 
     def __str__(self) -> str:
@@ -216,7 +226,8 @@ def choose_num_drafts(
         best = 0
     step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
     possible = (num_rows * best, num_rows * most)
-    return best, Choice(*possible, num_rows, rate, step_s, guessing[best or most])
+    gain = float(speed[best] / speed[0])
+    return best, Choice(*possible, num_rows, rate, step_s, gain, guessing[best or most])
 
 
 class Trials:

@@ -68,6 +68,7 @@ class Speculation:
         self._costs = StepCosts()
         self._drafting_costs = DraftingCosts()
         self.choice: Choice | None = None
+        self._gain = 1.0  # of the latest step's choice
         self._num_rows = 0  # requests that go on behind the step before
 
     def num_to_guess(self, num_rows: int) -> int:
@@ -175,13 +176,14 @@ class Speculation:
     ) -> dict[str, tuple[int, ...]]:
         if not self._adaptive or not drafts:
             return drafts
-        if not self._costs.is_fresh(num_rows):  # what would a step without them take?
-            return {}
+        if not self._costs.is_fresh(num_rows, self._gain):
+            return {}  # what does a step without them take?
         prior = self._acceptance_of_all.rate()
         unknown = Acceptance()
         rates = [self._acceptance.get(name, unknown).rate(prior) for name in drafts]
         numbers = [*map(len, drafts.values())]
         lengths, choice = choose_lengths(self._costs, num_rows, numbers, rates)
+        self._gain = choice.gain
         if not self._in_steps:  # there the choice has been made, and this one is about what is left
             self.choice = choice
         return {

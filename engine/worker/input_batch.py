@@ -299,8 +299,18 @@ class InputBatch:
             and tuple([start + 1 for start in starts]) == num_known
         ):
             return DraftingStep(
-                *(0, frozenset(), request_ids, *columns, plan.token_ids, ()),
-                *(self._parameters[:0], (), ()),
+                num_drafts=0,
+                new_rows=frozenset(),
+                request_ids=request_ids,
+                rows=rows,
+                starts=starts,
+                num_tokens=num_tokens,
+                num_known=num_known,
+                token_ids=plan.token_ids,
+                behind=(),
+                parameters=self._parameters[:0],
+                block_tables=(),
+                num_held=(),
                 is_silent=True,
             )
         num_held = tuple(map(self._block_tables[0].num_held, rows))

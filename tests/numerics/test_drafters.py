@@ -323,16 +323,16 @@ def test_after_more_steps_than_are_kept_it_guesses_all_the_same(
     method: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "MAX_UNREAD", 3)
-    options = {"num_threads": 1, "block_size": 4, "num_blocks": 120}
+    options: dict[str, Any] = {"num_threads": 1, "block_size": 4, "num_blocks": 120}
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    [expected] = LLM(str(folder), **options).generate([[5, 6, 7]], params)  # type: ignore[arg-type]
+    [expected] = LLM(str(folder), **options).generate([[5, 6, 7]], params)
     llm = LLM(
         str(folder),
         speculative_method=method,
         speculative_model=str(drafter_folder(method, folder)),
         num_speculative_tokens=NUM_DRAFTS,
         adaptive_speculation=False,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     found = guesses_of(llm, [[5, 6, 7]], 40, 8)
     assert len(found) > 3

@@ -62,14 +62,26 @@ def test_a_size_counts_when_it_was_tried_often_enough_whatever_the_first_steps_t
 
 def test_what_guesses_are_held_against_is_measured_again_and_again() -> None:
     costs = costs_of({4: 1.0})
-    assert not costs.is_fresh(1)
+    assert not costs.is_fresh(1, gain=2.0)
     for _ in range(TRIED):
         costs.note(1, 1.0)
-    assert costs.is_fresh(1)
-    for _ in range(130):
+    for _ in range(50):
         costs.note(4, 1.0)
-    assert not costs.is_fresh(1)
-    assert costs.is_fresh(4)
+    assert costs.is_fresh(1, gain=2.0)
+    assert not costs.is_fresh(1, gain=1.1)  # a slow moment may have made it seem so
+    for _ in range(210):
+        costs.note(4, 1.0)
+    assert not costs.is_fresh(1, gain=2.0)
+    assert costs.is_fresh(4, gain=1.1)
+
+
+def test_a_slow_moment_is_seen_through_when_measured_anew() -> None:
+    costs = costs_of({32: 10.0, 64: 20.0})
+    for _ in range(8):
+        costs.note(32, 40.0)
+    for _ in range(TRIED):  # as often as is measured anew
+        costs.note(32, 10.0)
+    assert costs.seconds(np.array([32])).tolist() == [10.0]
 
 
 def test_guesses_that_do_not_pay_are_tried_ever_more_rarely() -> None:
