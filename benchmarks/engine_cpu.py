@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -78,7 +79,7 @@ class Work:
 
     result: str
     folder: str
-    shape: dict[str, object]
+    shape: Mapping[str, object]
     dtype: str
     ours: tuple[str, ...]
     peers: dict[str, tuple[str, ...]]

@@ -212,10 +212,8 @@ def write_gguf(folder: Path, whole: Path, kept: str) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     with safe_open(str(folder / "model.safetensors"), "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - it is no dict
-            tensor, called = (
-                tensors.get_tensor(name),
-                names.get_name(name, (".weight",)),
-            )
+            tensor, called = tensors.get_tensor(name), names.get_name(name, (".weight",))
+            assert called, name
             if kept == "bf16" and tensor.dim() > 1:
                 raw = tensor.bfloat16().view(torch.uint8).numpy()
                 writer.add_tensor(called, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
