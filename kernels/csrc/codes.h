@@ -12,15 +12,12 @@
 #ifndef BATON_CODES_H
 #define BATON_CODES_H
 
+#include <stddef.h>
+
 #include "micro.h"
 #if defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #endif
-
-/* Inputs that share a scale. With 128, SmolLM2's perplexity is 0.5 % higher, with 64 0.1 %. */
-#define BLOCK 64
-#define SUMMED 16 /* inputs whose sum is known: no group is smaller */
-#define SPAN 32   /* codes of 4 bits that the sums of 16 bits hold: 2 * 8 * 15 * 127 < 2^15 */
 
 /* Without an instruction for four products of bytes, AVX2 adds pairs of 16 bits. */
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
@@ -29,6 +26,17 @@
 #define ADDS_FOUR 0
 #else
 #define ADDS_FOUR 1
+#endif
+
+/* Inputs that share a scale. With 128, SmolLM2's perplexity is 0.5 % higher, with 64 0.1 %. */
+#define BLOCK 64
+#define SUMMED 16 /* inputs whose sum is known: no group is smaller */
+#if ADDS_FOUR
+#define SPAN BLOCK
+#define SPAN_E2M1 BLOCK
+#else
+#define SPAN 32      /* codes of 4 bits that the sums of 16 bits hold: 2 * 8 * 15 * 127 < 2^15 */
+#define SPAN_E2M1 16 /* 2 * 4 * 24 * 127 < 2^15 */
 #endif
 
 /* Rows at a time: two sums each, and what the products need beside them, fill the registers. */
@@ -44,7 +52,9 @@ typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_al
 /* A block of a row of x, as `round_block` leaves it: a header, then BLOCK numbers. */
 typedef struct {
     float scale;
-    int32_t sums[BLOCK / SUMMED]; /* of so many numbers each */
+    /* Of the numbers that meet one group of weights: their sum, a float, where groups have minima,
+     * else what a sum of products with codes begins with, which takes the codes' offset away. */
+    int32_t groups[BLOCK / SUMMED];
     int32_t unused[3]; /* the numbers begin where a vector of 32 bytes may */
 } block_header;
 
@@ -52,8 +62,16 @@ typedef struct {
 INLINE int64_t number_size(int bits) { return ADDS_FOUR || bits == 4 ? 1 : 2; }
 INLINE int64_t block_bytes(int bits) { return sizeof(block_header) + BLOCK * number_size(bits); }
 
+/* What a row of x must know of the weights: inputs of a group, of SUMMED, SPAN or BLOCK at the most,
+ * and what has to be taken off their codes; 0 where groups have minima. */
+typedef struct {
+    int64_t size;
+    int32_t offset;
+} code_groups;
+
 /* Pairs of 16 bits take a code's neighbour but one: even and odd bytes come apart most easily. */
-INLINE void round_block(int bits, int type, const void *from, int64_t size, char *to) {
+INLINE void round_block(int bits, int type, const void *from, int64_t size, code_groups groups,
+                        char *to) {
     float values[BLOCK] __attribute__((aligned(64))) = {0};
     int32_t numbers[BLOCK] __attribute__((aligned(64)));
     block_header *header = (void *)to;
@@ -72,10 +90,12 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, char
         vec_i32 rounded = (vec_i32)shifted - 0x4b400000;
         memcpy(numbers + i, &rounded, sizeof rounded);
     }
-    for (int s = 0; s < BLOCK / SUMMED; s++) {
-        int32_t sum = 0;
-        for (int i = 0; i < SUMMED; i++) sum += numbers[s * SUMMED + i];
-        header->sums[s] = sum;
+    for (int64_t g = 0; g < BLOCK; g += groups.size) {
+        int32_t sum = 0, start;
+        for (int64_t i = g; i < g + groups.size; i++) sum += numbers[i];
+        float as_float = (float)sum;
+        start = -sum * groups.offset;
+        memcpy(&header->groups[g / groups.size], groups.offset ? (void *)&start : (void *)&as_float, 4);
     }
     if (number_size(bits) == 1) {
         int8_t *x = (int8_t *)(header + 1);
@@ -92,10 +112,11 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, char
 /* What codes of e2m1 stand for, twice, and OFFSET_E2M1 more, so that none has a sign. */
 #define OFFSET_E2M1 12
 #define TABLE_E2M1 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
-#define SPAN_E2M1 16 /* as SPAN: 2 * 4 * 24 * 127 < 2^15 */
 
 INLINE int bits_of(int type) { return type == CODES8 ? 8 : 4; }
-INLINE int64_t span_of(int type) { return type == CODES_E2M1 ? SPAN_E2M1 : SPAN; }
+INLINE int64_t span_of(int type) {
+    return bits_of(type) == 8 ? BLOCK : type == CODES_E2M1 ? SPAN_E2M1 : SPAN;
+}
 INLINE int32_t offset_of(int type) {
     return type == CODES_E2M1 ? OFFSET_E2M1 : 1 << (bits_of(type) - 1);
 }
@@ -247,83 +268,87 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
 
 INLINE vec to_float(vec_i32 x) { return __builtin_convertvector(x, vec); }
 
-/* Of a block's codes, for all rows alike. */
+/* Some blocks of a panel's codes, for all rows alike. */
 typedef struct {
-    int64_t size;         /* a multiple of 8 */
-    int64_t group;        /* weights with one scale: SUMMED, SPAN or a multiple of BLOCK */
-    const float *scales;  /* [group of the block][PANEL]; NULL: an output has one, left to do */
-    const float *minima;  /* [group of the block][PANEL], or NULL */
-} code_block;
+    int64_t num_blocks;
+    int64_t x_step; /* bytes from a block of x to the next */
+    code_groups groups;
+    const float *scales; /* [block][group][PANEL]; NULL: an output has one, left to do */
+    const float *minima; /* likewise, or NULL */
+} code_slice;
 
-/* Of the numbers [begin, end) of a rounded block, as a group has them. */
-INLINE int32_t sum_of(const block_header *header, int64_t begin, int64_t end) {
-    int32_t sum = 0;
-    for (int64_t s = begin / SUMMED; s * SUMMED < end; s++) sum += header->sums[s];
-    return sum;
+/* The numbers that a group begins with in each row. */
+INLINE void start_sums(int rows, int bits, const char *starts, vec_i32 sum[][2]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        int32_t start;
+        memcpy(&start, starts + r * block_bytes(bits), 4);
+        sum[r][0] = sum[r][1] = start - (vec_i32){0};
+    }
 }
 
-/* x: the rows' blocks, one after the other; w: the codes. */
-INLINE void codes_rows(int rows, int type, const uint8_t *w, const char *x, code_block b,
-                       float *tile, fetch f) {
-    const int bits = bits_of(type);
-    const int64_t size = b.size, group = b.group, span = span_of(type);
-    const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */
-    vec total[CODE_ROWS][2];
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = (vec){0};
-    for (int64_t begin = 0; begin < size; begin += group) {
-        vec_i32 sum[CODE_ROWS][2];
-        int64_t end = min64(begin + group, size);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            const block_header *header = (const void *)(x + r * block_bytes(bits));
-            int32_t known = b.minima ? 0 : sum_of(header, begin, end);
-            sum[r][0] = sum[r][1] = (vec_i32){0} - known * offset_of(type);
-        }
-        for (int64_t k = begin; k < end; k += span) {
-            int64_t done = k / step_codes;
-            fetch here = {f.from + done * f.step, f.step};
-            add_span(rows, type, w + done * PANEL * 4,
-                     x + sizeof(block_header) + k * number_size(bits),
-                     min64(span, end - k) / step_codes, sum, here);
-        }
-        vec first = splat(1), second = splat(1);
-        if (b.scales) {
-            first = load(FLOAT32, b.scales, begin / group * PANEL);
-            second = load(FLOAT32, b.scales, begin / group * PANEL + LANES);
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            total[r][0] = multiply_add(to_float(sum[r][0]), first, total[r][0]);
-            total[r][1] = multiply_add(to_float(sum[r][1]), second, total[r][1]);
-        }
-        if (!b.minima) continue;
-        first = load(FLOAT32, b.minima, begin / group * PANEL);
-        second = load(FLOAT32, b.minima, begin / group * PANEL + LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            const block_header *header = (const void *)(x + r * block_bytes(bits));
-            vec inputs = splat((float)sum_of(header, begin, end));
-            total[r][0] = multiply_add(inputs, first, total[r][0]);
-            total[r][1] = multiply_add(inputs, second, total[r][1]);
-        }
-    }
+/* tile += the rows' sums of a group, as what they stand for. */
+INLINE void add_group(int rows, int bits, const char *x, const char *sums, const float *scales,
+                      const float *minima, vec_i32 sum[][2], float *tile) {
+    vec scale0 = splat(1), scale1 = splat(1);
+    if (scales) scale0 = load(FLOAT32, scales, 0), scale1 = load(FLOAT32, scales, LANES);
+    vec minimum0 = {0}, minimum1 = {0};
+    if (minima) minimum0 = load(FLOAT32, minima, 0), minimum1 = load(FLOAT32, minima, LANES);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         const block_header *header = (const void *)(x + r * block_bytes(bits));
+        vec first = to_float(sum[r][0]) * scale0, second = to_float(sum[r][1]) * scale1;
+        if (minima) {
+            float inputs;
+            memcpy(&inputs, sums + r * block_bytes(bits), 4);
+            first = multiply_add(splat(inputs), minimum0, first);
+            second = multiply_add(splat(inputs), minimum1, second);
+        }
         vec scale = splat(header->scale);
         vec low = load(FLOAT32, tile, r * PANEL), high = load(FLOAT32, tile, r * PANEL + LANES);
-        store(tile + r * PANEL, multiply_add(total[r][0], scale, low));
-        store(tile + r * PANEL + LANES, multiply_add(total[r][1], scale, high));
+        store(tile + r * PANEL, multiply_add(first, scale, low));
+        store(tile + r * PANEL + LANES, multiply_add(second, scale, high));
+    }
+}
+
+/* x: the rows' first blocks, one after the other; w: the codes. */
+INLINE void codes_rows(int rows, int type, const uint8_t *w, const char *x, code_slice c,
+                       float *tile, fetch f) {
+    const int bits = bits_of(type);
+    const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */
+    const int64_t span = min64(span_of(type), c.groups.size), steps = span / step_codes;
+    const float *scales = c.scales, *minima = c.minima;
+    for (int64_t i = 0; i < c.num_blocks; i++, x += c.x_step) {
+        const char *numbers = x + sizeof(block_header);
+        const char *starts = x + offsetof(block_header, groups);
+        for (int64_t g = 0; g < BLOCK; g += c.groups.size, starts += 4) {
+            vec_i32 sum[CODE_ROWS][2];
+            if (c.groups.offset)
+                start_sums(rows, bits, starts, sum);
+            else
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec_i32){0};
+            for (int64_t k = 0; k < c.groups.size; k += span) {
+                add_span(rows, type, w, numbers, steps, sum, f);
+                w += steps * PANEL * 4, f.from += steps * f.step;
+                numbers += span * number_size(bits);
+            }
+            if (c.groups.offset)
+                add_group(rows, bits, x, starts, scales, NULL, sum, tile);
+            else
+                add_group(rows, bits, x, starts, scales, minima, sum, tile);
+            if (scales) scales += PANEL;
+            if (minima) minima += PANEL;
+        }
     }
 }
 
 #define CODES_CASE(n) \
     case n: \
-        if (n <= CODE_ROWS) codes_rows(n, type, w, x, b, tile, f); \
+        if (n <= CODE_ROWS) codes_rows(n, type, w, x, c, tile, f); \
         break;
 
-INLINE void micro_codes(int rows, int type, const uint8_t *w, const char *x, code_block b,
+INLINE void micro_codes(int rows, int type, const uint8_t *w, const char *x, code_slice c,
                         float *tile, fetch f) {
     switch (rows) {
         CODES_CASE(1)

@@ -8,80 +8,160 @@
 #include "linear.h"
 
 #include "codes.h"
+#include "halves.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
 #define MAX_CHUNK (30 * MAX_ROWS) /* rows of x that are packed at a time: all of them stay in L2 */
 #define MIN_CHUNK (8 * MAX_ROWS)
+#define MOST_TILED ((MAX_CHUNK + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS)
 #define CHUNK_FLOATS (1 << 18)
 #define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
 #define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
-#define FETCH_AHEAD 3072 /* bytes of a stream that is read once */
+#define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
 #define SUPER 256 /* inputs whose groups' scales have a factor in common */
 #define WIDEN_FROM 3     /* blocks of rows that pay for converting a slice of bf16 or int8 once */
+#define SLICE_STEPS 8    /* of HALVES inputs: so much of a panel of bf16 stays in L1 */
 
 INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type == CODES_E2M1; }
 
-/* Rows are cut into blocks of nearly equal size, none larger than a micro kernel takes. */
+/* Whether bfloat16 is multiplied as it is; else all is multiplied in float. */
+INLINE int in_halves(const linear_call *c) {
+    return DOTS_HALVES && c->x_type == BFLOAT16 && c->w_type == BFLOAT16;
+}
+INLINE int in_tiles(const linear_call *c) { return HAS_TILES && in_halves(c) && baton_has_tiles(); }
+
+/* Rows are cut into blocks, none larger than a micro kernel takes: of nearly equal size, or of
+ * `size`, where fewer rows cost as much. */
 typedef struct {
-    int64_t count, num_blocks;
+    int64_t count, num_blocks, size;
 } row_blocks;
 
 INLINE row_blocks cut(const linear_call *c, int64_t count) {
-    return (row_blocks){count, ceil_div(count, is_codes(c->w_type) ? CODE_ROWS : MAX_ROWS)};
+    if (in_tiles(c)) return (row_blocks){count, ceil_div(count, TILED_ROWS), TILED_ROWS};
+    return (row_blocks){count, ceil_div(count, is_codes(c->w_type) ? CODE_ROWS : MAX_ROWS), 0};
 }
-INLINE int64_t block_start(row_blocks b, int64_t i) { return b.count * i / b.num_blocks; }
+INLINE int64_t block_start(row_blocks b, int64_t i) {
+    return b.size ? min64(b.size * i, b.count) : b.count * i / b.num_blocks;
+}
 
 INLINE int64_t num_panels(const linear_call *c) { return ceil_div(c->num_columns, PANEL); }
 INLINE int64_t num_slices(const linear_call *c) { return ceil_div(c->depth, MAX_DEPTH); }
-INLINE int64_t slice_start(const linear_call *c, int64_t s) { return c->depth * s / num_slices(c); }
+INLINE int64_t num_steps(const linear_call *c) { return ceil_div(c->depth, HALVES); }
+INLINE int64_t filled_depth(const linear_call *c) { return filled_to(c->w_type, c->depth); }
+
+/* No slice begins within a pair. */
+INLINE int64_t slice_start(const linear_call *c, int64_t s) {
+    return s == num_slices(c) ? c->depth : (c->depth * s / num_slices(c) + 1) / 2 * 2;
+}
 
 INLINE int64_t chunk_rows(const linear_call *c) {
-    return min64(MAX_CHUNK, max64(MIN_CHUNK, CHUNK_FLOATS / c->depth));
+    int64_t rows = min64(MAX_CHUNK, max64(MIN_CHUNK, CHUNK_FLOATS / c->depth));
+    return in_tiles(c) ? rows / TILED_ROWS * TILED_ROWS : rows;
 }
 
 /* A single row of floats is read where it is. */
 INLINE int is_direct(const linear_call *c) {
-    return c->num_rows == 1 && c->x_type == FLOAT32 && !is_codes(c->w_type);
+    return c->num_rows == 1 && c->x_type == FLOAT32 && !is_codes(c->w_type) &&
+           filled_depth(c) == c->depth;
 }
 
 INLINE int64_t packed_row_bytes(const linear_call *c) {
+    if (in_halves(c)) return num_steps(c) * ROW_BYTES;
     return is_codes(c->w_type) ? ceil_div(c->depth, BLOCK) * block_bytes(bits_of(c->w_type))
                                : num_slices(c) * X_STRIDE * (int64_t)sizeof(float);
 }
 
+/* Rows that x has memory for: matrices are read whole, and steps of as many bytes as a page would
+ * fall on the same places of a cache. */
+INLINE int64_t room_for(const linear_call *c, int64_t count) {
+    if (!in_halves(c) && !is_codes(c->w_type)) return count;
+    int64_t whole = in_tiles(c) || count > TILE_ROWS ? ceil_div(count, TILE_ROWS) * TILE_ROWS : count;
+    return count > TILE_ROWS ? whole + TILE_ROWS / 2 : whole;
+}
+INLINE int64_t packed_bytes(const linear_call *c, int64_t count) {
+    return room_for(c, count) * packed_row_bytes(c);
+}
+
 static void *packed_memory(const linear_call *c) {
     if (is_direct(c)) return (void *)c->x;
-    return baton_scratch(0, min64(c->num_rows, chunk_rows(c)) * packed_row_bytes(c));
+    return baton_scratch(0, packed_bytes(c, min64(c->num_rows, chunk_rows(c))));
+}
+
+INLINE code_groups groups_of(const linear_call *c) {
+    return (code_groups){min64(c->group, BLOCK), c->group_minima ? 0 : offset_of(c->w_type)};
 }
 
 /* Rows [begin, end) of a chunk of x into [block][row of the chunk], as codes.h wants them. */
-static void round_rows(const linear_call *c, int64_t chunk, int64_t count, int64_t begin,
+INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t count, int64_t begin,
                        int64_t end, char *to) {
     int bits = bits_of(c->w_type);
-    for (int64_t k = 0; k < c->depth; k += BLOCK, to += count * block_bytes(bits))
+    int64_t x_step = room_for(c, count) * block_bytes(bits);
+    code_groups groups = groups_of(c);
+    for (int64_t k = 0; k < c->depth; k += BLOCK, to += x_step)
         for (int64_t r = begin; r < end; r++)
-            round_block(bits, c->x_type, at(c->x_type, c->x, (chunk + r) * c->x_stride + k),
-                        min64(BLOCK, c->depth - k), to + r * block_bytes(bits));
+            round_block(bits, type, at(type, c->x, (chunk + r) * c->x_stride + k),
+                        min64(BLOCK, c->depth - k), groups, to + r * block_bytes(bits));
+}
+
+/* Rows [begin, end) of a chunk of x into [step][row of the chunk][HALVES]. */
+static void order_rows(const linear_call *c, int64_t chunk, int64_t step_bytes, int64_t begin,
+                       int64_t end, char *to) {
+    for (int64_t k = 0; k < c->depth; k += HALVES, to += step_bytes)
+        for (int64_t r = begin; r < end; r++) {
+            char *row = to + r * ROW_BYTES;
+            const void *from = at(BFLOAT16, c->x, (chunk + r) * c->x_stride + k);
+            if (k + HALVES <= c->depth) {
+                memcpy(row, from, ROW_BYTES);
+            } else {
+                memset(row, 0, ROW_BYTES);
+                memcpy(row, from, (c->depth - k) * 2);
+            }
+        }
 }
 
 /* Rows [begin, end) of a chunk of x into [slice][row of the chunk][X_STRIDE]. */
 static void pack_rows(const linear_call *c, int64_t chunk, int64_t count, int64_t begin, int64_t end,
                       void *packed) {
     if (is_codes(c->w_type)) {
-        round_rows(c, chunk, count, begin, end, packed);
+        if (c->x_type == BFLOAT16)
+            round_rows(c, BFLOAT16, chunk, count, begin, end, packed);
+        else if (c->x_type == FLOAT16)
+            round_rows(c, FLOAT16, chunk, count, begin, end, packed);
+        else
+            round_rows(c, FLOAT32, chunk, count, begin, end, packed);
+        return;
+    }
+    if (in_halves(c)) {
+        order_rows(c, chunk, packed_bytes(c, count) / num_steps(c), begin, end, packed);
         return;
     }
     float *to = packed;
     for (int64_t s = 0; s < num_slices(c); s++) {
         int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
-        for (int64_t r = begin; r < end; r++)
-            read_row(c->x_type, at(c->x_type, c->x, (chunk + r) * c->x_stride + k),
-                     to + (s * count + r) * X_STRIDE, size);
+        for (int64_t r = begin; r < end; r++) {
+            float *row = to + (s * count + r) * X_STRIDE;
+            read_row(c->x_type, at(c->x_type, c->x, (chunk + r) * c->x_stride + k), row, size);
+            row[size] = 0; /* half a pair, perhaps */
+        }
     }
 }
 
 INLINE void widen(int type, const void *w, int64_t size, float *to) {
     for (int64_t i = 0; i < size; i += LANES) store(to + i, load(type, w, i));
+}
+
+/* Numbers of a panel; pairs come apart. */
+INLINE void widen_panel(int type, const void *w, int64_t size, float *to) {
+    if (type != BFLOAT16) {
+        widen(type, w, size * PANEL, to);
+        return;
+    }
+    for (int64_t k = 0; k < size; k += 2, to += 2 * PANEL)
+        for (int64_t i = 0; i < PANEL; i += LANES) {
+            vec_u32 pairs = load_pairs(w, k * PANEL / 2 + i);
+            store(to + i, first_of(pairs));
+            store(to + PANEL + i, second_of(pairs));
+        }
 }
 
 /* tiles[rows of blocks begin..end][PANEL] of one panel of W; `then`: what is read after it. */
@@ -92,11 +172,11 @@ INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *
     int64_t origin = block_start(b, begin), last = num_slices(c) - 1;
     for (int64_t s = 0; s <= last; s++) {
         int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
-        const void *w = at(type, c->w, (panel * c->depth + k) * PANEL);
+        const void *w = at(type, c->w, (panel * filled_depth(c) + k) * PANEL);
         /* Alone, a slice is its own stream; else the next slice comes while this one is used. */
         fetch f = {(const char *)w + FETCH_AHEAD, PANEL * size_of(type)};
         const char *next = s == last ? then : at(type, w, size * PANEL);
-        if (widens) widen(type, w, size * PANEL, wide);
+        if (widens) widen_panel(type, w, size, wide);
         if (end - begin > 1) f.step = ceil_div(f.step, end - begin);
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
@@ -110,6 +190,44 @@ INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *
         }
     }
 }
+
+#if DOTS_HALVES
+/* The same where bfloat16 is multiplied as it is; tiles have memory for whole matrices. */
+INLINE void multiply_halves(const linear_call *c, int64_t panel, const void *then, row_blocks b,
+                            int64_t begin, int64_t end, const char *packed, float *tiles) {
+    char last_step[STEP_BYTES] __attribute__((aligned(64))) = {0};
+    int64_t origin = block_start(b, begin), all = num_steps(c);
+    int64_t x_step = packed_bytes(c, b.count) / all, full = c->depth / HALVES;
+    const char *w = (const char *)c->w + panel * filled_depth(c) * PANEL * 2;
+    if (full < all)
+        memcpy(last_step, w + full * STEP_BYTES, (filled_depth(c) - full * HALVES) * PANEL * 2);
+    for (int64_t s = 0, count; s < all; s += count) {
+        int is_last = s == full;
+        count = is_last ? 1 : min64(SLICE_STEPS, full - s);
+        const char *here = is_last ? last_step : w + s * STEP_BYTES;
+        fetch f = {here + FETCH_AHEAD, STEP_BYTES};
+        if (end - begin > 1) f.step = ceil_div(STEP_BYTES / 64, end - begin) * 64;
+        if (is_last) f.step = 0;
+        const char *next = s + count == all ? then : here + count * STEP_BYTES;
+        for (int64_t i = begin; i < end; i++) {
+            int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
+            const char *x = packed + s * x_step + start * ROW_BYTES;
+            float *tile = tiles + (start - origin) * PANEL;
+            if (end - begin > 1) f.from = next + (i - begin) * count * f.step;
+#if HAS_TILES
+            if (b.size) {
+                if (rows > TILE_ROWS)
+                    tiles_product(2, here, x, x_step, count, tile, s > 0, f);
+                else
+                    tiles_product(1, here, x, x_step, count, tile, s > 0, f);
+                continue;
+            }
+#endif
+            pairs_product(rows, here, x, x_step, count, tile, PANEL, s > 0, f);
+        }
+    }
+}
+#endif
 
 /* to[i] *= factors[i] for all of a block's groups. */
 INLINE void multiply_groups(float *to, int64_t num_groups, const float *factors, int64_t step) {
@@ -136,6 +254,7 @@ INLINE void widen_factors(const linear_call *c, const void *factors, int64_t pan
 }
 
 #define GROUPS (BLOCK / SUMMED * PANEL) /* numbers of a block's groups, at the most */
+#define SLICE_BLOCKS 8 /* so many of a panel's codes stay in L1 */
 
 /* The scales and minima of a panel's block of inputs from k on, as codes.h wants them. Minima that
  * are integers without a factor are zero points: they count in their groups' scales. */
@@ -158,33 +277,56 @@ INLINE void widen_groups(const linear_call *c, int64_t panel, int64_t k, int64_t
     }
 }
 
+/* The blocks [first, first + count) of a panel of codes, whose groups' numbers are widened. */
+INLINE code_slice slice_of(const linear_call *c, int64_t panel, int64_t first, int64_t count,
+                           int64_t x_step, float *scales, float *minima) {
+    code_slice slice = {count, x_step, groups_of(c), NULL, NULL};
+    if (!c->group_scales) return slice;
+    int64_t each = BLOCK / slice.groups.size;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t k = (first + i) * BLOCK, here = ceil_div(min64(BLOCK, c->depth - k), slice.groups.size);
+        float *scale = scales + i * each * PANEL, *minimum = minima + i * each * PANEL;
+        widen_groups(c, panel, k, here, scale, minimum);
+        for (int64_t j = here * PANEL; j < each * PANEL; j += LANES)
+            store(scale + j, (vec){0}), store(minimum + j, (vec){0});
+    }
+    slice.scales = scales, slice.minima = c->group_minima ? minima : NULL;
+    return slice;
+}
+
 /* The same of a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
 INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_blocks b,
                            int64_t begin, int64_t end, const char *packed, float *tiles) {
     int bits = bits_of(type);
-    float scales[GROUPS] __attribute__((aligned(64))), minima[GROUPS] __attribute__((aligned(64)));
-    int64_t origin = block_start(b, begin), padded = ceil_div(c->depth, 8) * 8;
-    int64_t step_bytes = PANEL * 4;
+    float scales[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
+    float minima[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
+    uint8_t last_block[BLOCK * PANEL] __attribute__((aligned(64)));
+    int64_t origin = block_start(b, begin), padded = filled_depth(c), full = padded / BLOCK;
+    int64_t step_bytes = PANEL * 4, bytes = BLOCK * PANEL * bits / 8, all = ceil_div(padded, BLOCK);
+    int64_t x_step = room_for(c, b.count) * block_bytes(bits);
     const uint8_t *w = (const uint8_t *)c->w + panel * padded * PANEL * bits / 8;
     memset(tiles, 0, (block_start(b, end) - origin) * PANEL * sizeof(float));
-    for (int64_t k = 0; k < padded; k += BLOCK, packed += b.count * block_bytes(bits)) {
-        int64_t size = min64(BLOCK, padded - k), bytes = size * PANEL * bits / 8;
-        code_block block = {size, c->group, NULL, NULL};
-        if (c->group_scales) {
-            widen_groups(c, panel, k, ceil_div(min64(size, c->depth - k), c->group), scales, minima);
-            block.scales = scales, block.minima = c->group_minima ? minima : NULL;
-        }
-        /* Alone, a block is its own stream; else the next block comes while this one is used. */
-        fetch f = {(const char *)w + FETCH_AHEAD, step_bytes};
+    if (full < all) {
+        memset(last_block, 0, sizeof last_block);
+        memcpy(last_block, w + full * bytes, (padded - full * BLOCK) * PANEL * bits / 8);
+    }
+    for (int64_t s = 0, count; s < all; s += count) {
+        int is_last = s == full;
+        count = is_last ? 1 : min64(SLICE_BLOCKS, full - s);
+        const uint8_t *here = is_last ? last_block : w + s * bytes;
+        code_slice slice = slice_of(c, panel, s, count, x_step, scales, minima);
+        /* Alone, a slice is its own stream; else the next one comes while this one is used. */
+        fetch f = {(const char *)here + FETCH_AHEAD, step_bytes};
+        int64_t num_fetches = count * bytes / step_bytes;
         if (end - begin > 1) f.step = ceil_div(step_bytes, end - begin);
+        if (is_last) f.step = 0;
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
             if (end - begin > 1)
-                f.from = (const char *)w + bytes + (i - begin) * (bytes / step_bytes) * f.step;
-            micro_codes(rows, type, w, packed + start * block_bytes(bits), block,
+                f.from = (const char *)here + count * bytes + (i - begin) * num_fetches * f.step;
+            micro_codes(rows, type, here, packed + s * x_step + start * block_bytes(bits), slice,
                         tiles + (start - origin) * PANEL, f);
         }
-        w += bytes;
     }
 }
 
@@ -216,16 +358,20 @@ INLINE void finish(const linear_call *c, int type, int64_t row, int64_t column, 
 /* One panel of the output for the blocks [begin, end) of a chunk of rows. */
 INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chunk, row_blocks b,
                      int64_t begin, int64_t end, const void *packed) {
-    float tiles[2][MAX_CHUNK * PANEL] __attribute__((aligned(64)));
+    float tiles[2][MOST_TILED * PANEL] __attribute__((aligned(64)));
     int64_t first = block_start(b, begin), last = block_start(b, end);
     for (int half = 0; half <= (c->gated != 0); half++) {
         int64_t here = panel + half * num_panels(c), next = panel + 1;
         if (c->gated && !half) next = panel + num_panels(c);
+        const void *then = at(type, c->w, next * filled_depth(c) * PANEL);
         if (is_codes(type))
             multiply_codes(c, type, here, b, begin, end, packed, tiles[half]);
+#if DOTS_HALVES
+        else if (type == BFLOAT16 && in_halves(c))
+            multiply_halves(c, here, then, b, begin, end, packed, tiles[half]);
+#endif
         else
-            multiply(c, type, here, at(type, c->w, next * c->depth * PANEL), b, begin, end, packed,
-                     tiles[half]);
+            multiply(c, type, here, then, b, begin, end, packed, tiles[half]);
     }
     for (int64_t r = 0; r < last - first; r++) {
         float *up = c->gated ? tiles[1] + r * PANEL : NULL;
@@ -240,6 +386,14 @@ INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chun
 
 static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row_blocks b,
                          int64_t begin, int64_t end, const void *packed) {
+#if HAS_TILES
+    if (b.size) {
+        tiles_begin();
+        panel_of(c, BFLOAT16, panel, chunk, b, begin, end, packed);
+        tiles_end();
+        return;
+    }
+#endif
     if (c->w_type == FLOAT32)
         panel_of(c, FLOAT32, panel, chunk, b, begin, end, packed);
     else if (c->w_type == BFLOAT16)
@@ -327,7 +481,7 @@ typedef struct {
 /* Returns 0, or 1 when there is no memory for the packed input. */
 int baton_grouped_linear(const grouped_call *c) {
     const linear_call *first = &c->first;
-    int64_t w_size = num_panels(first) * first->depth * PANEL;
+    int64_t w_size = num_panels(first) * filled_depth(first) * PANEL;
     int failed = 0, team = first->num_rows * w_size * c->num_groups < SERIAL_PRODUCTS ? 1 : first->num_threads;
 #pragma omp parallel for num_threads(team) reduction(+ : failed) if (team > 1)
     for (int64_t g = 0; g < c->num_groups; g++) {
@@ -342,7 +496,7 @@ int baton_grouped_linear(const grouped_call *c) {
 
 int64_t baton_most_rows(const linear_call *c) { return chunk_rows(c); }
 
-int64_t baton_packed_bytes(const linear_call *c) { return c->num_rows * packed_row_bytes(c); }
+int64_t baton_packed_bytes(const linear_call *c) { return packed_bytes(c, c->num_rows); }
 
 void baton_pack_input(const linear_call *c, void *to) { pack_rows(c, 0, c->num_rows, 0, c->num_rows, to); }
 
@@ -355,10 +509,8 @@ void baton_linear_panels(const linear_call *c, int64_t begin, int64_t end, const
 linear_call baton_linear_part(const linear_call *c, int64_t i) {
     linear_call part = *c;
     int64_t panels = i * (num_panels(c) << (c->gated != 0)), columns = panels * PANEL;
-    int codes = is_codes(c->w_type);
-    int64_t depth = codes ? ceil_div(c->depth, 8) * 8 : c->depth;
-    int64_t panel_bytes = codes ? depth * PANEL * bits_of(c->w_type) / 8
-                                : depth * PANEL * size_of(c->w_type);
+    int64_t size = filled_depth(c) * PANEL;
+    int64_t panel_bytes = is_codes(c->w_type) ? size * bits_of(c->w_type) / 8 : size * size_of(c->w_type);
     part.w = (const char *)c->w + panels * panel_bytes;
     if (c->scales) part.scales = c->scales + columns;
     if (c->bias) part.bias = c->bias + columns;

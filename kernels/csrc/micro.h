@@ -19,7 +19,17 @@ typedef struct {
     int64_t step;
 } fetch;
 
-/* w: of `type`, PANEL per step, contiguous. */
+/* sum[rows] += an input of each row times a row of w. */
+INLINE void add_products(int rows, const float *x, vec first, vec second, vec sum[][2]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        vec input = splat(x[r * X_STRIDE]);
+        sum[r][0] = multiply_add(input, first, sum[r][0]);
+        sum[r][1] = multiply_add(input, second, sum[r][1]);
+    }
+}
+
+/* w: of `type`, PANEL per step, contiguous; of bfloat16 in pairs of steps, x has a zero at the end. */
 INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_t size, float *c,
                        int64_t c_stride, int accumulate, fetch f) {
     vec sum[MAX_ROWS][2];
@@ -32,12 +42,14 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
         const char *here = at(type, w, k * PANEL);
         __builtin_prefetch(f.from + k * f.step, 0, 2);
         if (f.step > 64) __builtin_prefetch(f.from + k * f.step + 64, 0, 2);
-        vec first = load(type, here, 0), second = load(type, here, LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            vec input = splat(x[r * X_STRIDE + k]);
-            sum[r][0] = multiply_add(input, first, sum[r][0]);
-            sum[r][1] = multiply_add(input, second, sum[r][1]);
+        if (type == BFLOAT16) {
+            vec_u32 left = load_pairs(here, 0), right = load_pairs(here, LANES);
+            add_products(rows, x + k, first_of(left), first_of(right), sum);
+            k++;
+            __builtin_prefetch(f.from + k * f.step, 0, 2);
+            add_products(rows, x + k, second_of(left), second_of(right), sum);
+        } else {
+            add_products(rows, x + k, load(type, here, 0), load(type, here, LANES), sum);
         }
     }
 #pragma GCC unroll 12

@@ -201,12 +201,21 @@ INLINE void round_strip(const pack_call *c, int type, panel_rows rows, int64_t k
 
 INLINE void write_strip(const pack_call *c, int type, panel_rows rows, int64_t k, int64_t size,
                         const strip *s) {
-    int64_t first = (rows.panel * c->depth + k) * PANEL;
+    int64_t first = (rows.panel * filled_to(type, c->depth) + k) * PANEL;
+    if (type == BFLOAT16) {
+        uint16_t *panel = (uint16_t *)c->panels + first;
+        for (int64_t j = 0; j < size; j += 2)
+            for (int64_t i = rows.begin; i < rows.end; i++) {
+                panel[j * PANEL + 2 * i] = s->halves[i][j];
+                panel[j * PANEL + 2 * i + 1] = j + 1 < size ? s->halves[i][j + 1] : 0;
+            }
+        return;
+    }
     for (int64_t j = 0; j < size; j++)
         for (int64_t i = rows.begin; i < rows.end; i++) {
             int64_t to = first + j * PANEL + i;
             if (type == FLOAT32) ((float *)c->panels)[to] = s->x[i][j];
-            if (type == BFLOAT16 || type == FLOAT16) ((uint16_t *)c->panels)[to] = s->halves[i][j];
+            if (type == FLOAT16) ((uint16_t *)c->panels)[to] = s->halves[i][j];
             if (type == INT8) ((int8_t *)c->panels)[to] = s->numbers[i][j];
         }
 }
@@ -322,11 +331,14 @@ int baton_unpack_rows(const unpack_call *c) {
     int team = c->num_rows > 1 ? c->num_threads : 1;
 #pragma omp parallel for num_threads(team) if (team > 1)
     for (int64_t row = 0; row < c->num_rows; row++) {
-        int64_t id = c->ids[row], from = id / PANEL * c->depth * PANEL + id % PANEL;
-        const void *panel = at(c->type, c->panels, from);
+        int64_t id = c->ids[row], column = id % PANEL;
+        const void *panel = at(c->type, c->panels, id / PANEL * filled_to(c->type, c->depth) * PANEL);
         void *to = (void *)at(c->type, c->out, row * c->depth);
+        if (c->type != BFLOAT16) panel = at(c->type, panel, column);
         for (int64_t k = 0; k < c->depth; k++) {
-            if (size_of(c->type) == 2)
+            if (c->type == BFLOAT16)
+                ((uint16_t *)to)[k] = ((const uint16_t *)panel)[k / 2 * 2 * PANEL + 2 * column + k % 2];
+            else if (size_of(c->type) == 2)
                 ((uint16_t *)to)[k] = ((const uint16_t *)panel)[k * PANEL];
             else
                 ((float *)to)[k] = ((const float *)panel)[k * PANEL];

@@ -6,12 +6,14 @@
  */
 #include "attention.h"
 
-/* Scores of a tile, [num] with room for whole vectors, become weights; those outside [from, to)
- * become 0. Returns what the sums of earlier tiles must be multiplied by. */
-float baton_weigh(double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
+/* Scores of a tile, [num] with room for whole vectors, times `scale` become weights; those outside
+ * [from, to) become 0. Returns what the sums of earlier tiles must be multiplied by. */
+float baton_weigh(float scale, double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
                   softmax_state *state) {
     float before = state->top;
     vec largest = splat(before), total = {0};
+    if (scale != 1)
+        for (int64_t i = 0; i < num; i += LANES) store(scores + i, load(FLOAT32, scores, i) * scale);
     if (soft_cap > 0)
         for (int64_t i = 0; i < num; i += LANES)
             store(scores + i, soften(load(FLOAT32, scores, i), soft_cap));

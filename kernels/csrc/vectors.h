@@ -50,6 +50,7 @@ typedef int32_t vec_i32 __attribute__((vector_size(LANES * 4)));
 /* Any address, any type of memory. */
 typedef float vec_any __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint16_t vec_u16_any __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
+typedef uint32_t vec_u32_any __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef int8_t vec_i8_any __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINE vec splat(float x) { return x - (vec){0}; }
@@ -210,6 +211,19 @@ INLINE int64_t size_of(int type) {
     return type == FLOAT32 ? 4 : type == BFLOAT16 || type == FLOAT16 ? 2 : 1;
 }
 
+/* Weights of bfloat16 lie in pairs of inputs, the first in the lower half. */
+INLINE vec_u32 load_pairs(const void *p, int64_t index) {
+    return *(const vec_u32_any *)((const uint32_t *)p + index);
+}
+INLINE vec first_of(vec_u32 pairs) { return (vec)(pairs << 16); }
+INLINE vec second_of(vec_u32 pairs) { return (vec)(pairs & 0xffff0000u); }
+
+/* Inputs of a layer as its weight has them: with zeros at the end. */
+INLINE int64_t filled_to(int w_type, int64_t depth) {
+    int64_t step = w_type == BFLOAT16 ? 2 : w_type >= CODES8 ? 8 : 1;
+    return ceil_div(depth, step) * step;
+}
+
 INLINE const void *at(int type, const void *p, int64_t index) {
     return (const char *)p + index * size_of(type);
 }
@@ -326,6 +340,11 @@ INLINE void store_as(int type, void *p, int64_t index, vec x) {
 
 INLINE vec round_all(int type, vec x) {
     if (type == FLOAT32) return x;
+    if (type == BFLOAT16) {
+        vec_u32 bits = (vec_u32)x, nan = (vec_u32)(x != x);
+        bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+        return (vec)((bits & ~nan) | (nan & 0x7fc00000u));
+    }
     uint16_t rounded[LANES];
     store_as(type, rounded, 0, x);
     return load(type, rounded, 0);

@@ -252,6 +252,47 @@ ENGINE_CPU = Source(
 )
 
 
+_CASES = ("prefill 512", "prefill 2048", "decode 1", "decode 8", "decode 32")
+
+
+def _beside(pair: str, ours: str, case: str, least: float) -> Row:
+    """Our weights against the best of those peers' that the benchmark compares them with."""
+
+    def measure(document: Json) -> Found:
+        found = number(document, "ratio_to_best_peer", pair, case)
+        rate = number(document, "tokens_per_second", f"baton {ours}", case)
+        return Found(f"{found:.2f} ({rate:.1f} tok/s)", judge(found, least, None, None))
+
+    return Row(
+        what=f"{case}, {pair}: over the best peer's",
+        target=f">= {least:g}",
+        measure=measure,
+        holds_back="see the log.",
+    )
+
+
+def _all_beside(pair: str, ours: str, prefill: float | None, decode: float | None) -> list[Row]:
+    goals = ((case, prefill if case.startswith("prefill") else decode) for case in _CASES)
+    return [_beside(pair, ours, case, least) for case, least in goals if least is not None]
+
+
+ENGINE_CPU_TRUE = Source(
+    name="engine_cpu_0.6b",
+    command="benchmarks/engine_cpu.py --shape 0.6B --peers all",
+    intro="Qwen3-0.6B's shape, random weights in bfloat16, or in what an engine makes of them,"
+    " two threads; GGUF's types in one file for both engines.",
+    rows=(
+        *_all_beside("bf16", "bf16", 1.02, 1.1),
+        *_all_beside("int8 beside int8", "int8", 1.4, None),
+        *_all_beside("int8 beside any", "int8", None, 1.1),
+        *_all_beside("int4 beside any", "int4", None, 1.1),
+        *_all_beside("q8_0, one file", "q8_0", 1.3, 1.3),
+        *_all_beside("q4_0, one file", "q4_0", 1.3, 1.3),
+        *_all_beside("q4_k, one file", "q4_k", 1.3, 1.3),
+    ),
+)
+
+
 def _load(weights: str) -> tuple[Row, Row]:
     def place(name: str) -> tuple[str, ...]:
         return ("weights", weights, "this", name)
@@ -501,10 +542,15 @@ AREAS = (
     ),
     Area(
         title="On a CPU",
+<<<<<<< HEAD
         sources=(ENGINE_CPU, PARALLEL, KERNELS_CPU, MODEL_LOAD),
         log=(
             "2026-11-21: paged attention and projections on a CPU",
             "2026-11-26: what ranks cost and bring",
         ),
+=======
+        sources=(ENGINE_CPU, ENGINE_CPU_TRUE, KERNELS_CPU, MODEL_LOAD),
+        log=("2026-11-21: paged attention and projections on a CPU",),
+>>>>>>> kern
     ),
 )

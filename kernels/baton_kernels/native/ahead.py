@@ -45,14 +45,22 @@ class InstructionSet:
     needs: tuple[str, ...]
 
 
+_DOTS = ("-march=x86-64-v4", "-mavx512vnni", _WIDE)
 # The best first: the first one whose needs a CPU meets is loaded.
 INSTRUCTION_SETS = (
     InstructionSet(
-        "x86-64-v4-vnni",
+        "x86-64-v4-amx",
         "x86_64",
-        ("-march=x86-64-v4", "-mavx512vnni", _WIDE),
-        (*_X86_V4, "avx512_vnni"),
+        (*_DOTS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        (*_X86_V4, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
     ),
+    InstructionSet(
+        "x86-64-v4-bf16",
+        "x86_64",
+        (*_DOTS, "-mavx512bf16"),
+        (*_X86_V4, "avx512_vnni", "avx512_bf16"),
+    ),
+    InstructionSet("x86-64-v4-vnni", "x86_64", _DOTS, (*_X86_V4, "avx512_vnni")),
     InstructionSet("x86-64-v4", "x86_64", ("-march=x86-64-v4", _WIDE), _X86_V4),
     InstructionSet(
         "x86-64-v3-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), (*_X86_V3, "avx_vnni")

@@ -1,0 +1,162 @@
+/* tile[rows, PANEL] (+)= x[rows, size] @ w[size, PANEL], all of it bfloat16, by instructions that
+ * multiply such numbers and add in float: matrices of 16 x 32 (AMX), or pairs (AVX512-BF16).
+ *
+ * The sum over `size` runs in order for every output, in steps of HALVES inputs that are counted
+ * from the first, whatever the number of rows: a row's result does not depend on its company.
+ * Refuses to know: where x and w come from, threads.
+ */
+#ifndef BATON_HALVES_H
+#define BATON_HALVES_H
+
+#include "micro.h"
+
+/* Inputs of a step. A row's lie together: x is [step][row][HALVES]. */
+#define HALVES 32
+#define ROW_BYTES (HALVES * 2)
+#define STEP_BYTES (HALVES * PANEL * 2) /* of w: [step][pair][PANEL][2] */
+
+#if defined(__AVX512BF16__)
+#define DOTS_HALVES 1
+#else
+#define DOTS_HALVES 0
+#endif
+
+#if defined(__AMX_BF16__) && DOTS_HALVES
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
+#define TILE_ROWS 16
+#define TILED_ROWS (2 * TILE_ROWS) /* of two matrices: each part of w is read for both */
+
+/* Whether the kernel lets this process use matrices: it saves 8 KiB more per thread, then. */
+int baton_has_tiles(void);
+
+#if HAS_TILES
+
+typedef struct {
+    uint8_t palette, start_row, unused[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_config;
+
+/* All eight registers: 16 rows of 64 bytes. Rows that a matrix lacks are computed in vain. */
+INLINE void tiles_begin(void) {
+    static const tile_config config = {
+        .palette = 1,
+        .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+        .rows = {16, 16, 16, 16, 16, 16, 16, 16},
+    };
+    _tile_loadconfig(&config);
+}
+INLINE void tiles_end(void) { _tile_release(); }
+
+/* x: the rows' part of a step, step_bytes from the next; tile: TILED_ROWS rows of memory. */
+INLINE void tiles_product(int matrices, const char *w, const char *x, int64_t x_step,
+                          int64_t num_steps, float *tile, int accumulate, fetch f) {
+    const int64_t pitch = PANEL * 4;
+    if (accumulate) {
+        _tile_loadd(0, tile, pitch);
+        _tile_loadd(1, tile + LANES, pitch);
+        if (matrices > 1) {
+            _tile_loadd(2, tile + TILE_ROWS * PANEL, pitch);
+            _tile_loadd(3, tile + TILE_ROWS * PANEL + LANES, pitch);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (matrices > 1) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    }
+    for (int64_t s = 0; s < num_steps; s++) {
+        _tile_loadd(4, x, ROW_BYTES);
+        _tile_loadd(6, w, PANEL * 4);
+        _tile_loadd(7, w + LANES * 4, PANEL * 4);
+        for (int64_t byte = 0; byte < f.step; byte += 64) __builtin_prefetch(f.from + byte, 0, 2);
+        f.from += f.step;
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (matrices > 1) {
+            _tile_loadd(5, x + TILE_ROWS * ROW_BYTES, ROW_BYTES);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        x += x_step, w += STEP_BYTES;
+    }
+    _tile_stored(0, tile, pitch);
+    _tile_stored(1, tile + LANES, pitch);
+    if (matrices > 1) {
+        _tile_stored(2, tile + TILE_ROWS * PANEL, pitch);
+        _tile_stored(3, tile + TILE_ROWS * PANEL + LANES, pitch);
+    }
+}
+
+#endif
+
+#if DOTS_HALVES
+
+/* sum += the first of a lane's pair times the first of `two`, and the second times the second. */
+INLINE vec dot_pair(vec sum, const void *two, vec_u32 pairs) {
+    int32_t input;
+    memcpy(&input, two, 4);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(input), (__m512bh)pairs);
+}
+
+/* tile: from row to row `stride` floats. */
+INLINE void pairs_rows(int rows, const char *w, const char *x, int64_t x_step, int64_t num_steps,
+                       float *tile, int64_t stride, int accumulate, fetch f) {
+    vec sum[MAX_ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        sum[r][0] = accumulate ? load(FLOAT32, tile, r * stride) : (vec){0};
+        sum[r][1] = accumulate ? load(FLOAT32, tile, r * stride + LANES) : (vec){0};
+    }
+    int64_t fetched = f.step / (HALVES / 2);
+    for (int64_t s = 0; s < num_steps; s++, x += x_step)
+        for (int64_t j = 0; j < HALVES / 2; j++, w += PANEL * 4, f.from += fetched) {
+            vec_u32 first = load_pairs(w, 0), second = load_pairs(w, LANES);
+            __builtin_prefetch(f.from, 0, 2);
+            if (fetched > 64) __builtin_prefetch(f.from + 64, 0, 2);
+            if (j < rows) __builtin_prefetch(x + (rows + j) * ROW_BYTES, 0, 3); /* of the next rows */
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                sum[r][0] = dot_pair(sum[r][0], x + r * ROW_BYTES + j * 4, first);
+                sum[r][1] = dot_pair(sum[r][1], x + r * ROW_BYTES + j * 4, second);
+            }
+        }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        store(tile + r * stride, sum[r][0]);
+        store(tile + r * stride + LANES, sum[r][1]);
+    }
+}
+
+#define PAIRS_CASE(n) \
+    case n: \
+        if (n <= MAX_ROWS) pairs_rows(n, w, x, x_step, num_steps, tile, stride, accumulate, f); \
+        break;
+
+INLINE void pairs_product(int rows, const char *w, const char *x, int64_t x_step,
+                          int64_t num_steps, float *tile, int64_t stride, int accumulate, fetch f) {
+    switch (rows) {
+        PAIRS_CASE(1)
+        PAIRS_CASE(2)
+        PAIRS_CASE(3)
+        PAIRS_CASE(4)
+        PAIRS_CASE(5)
+        PAIRS_CASE(6)
+        PAIRS_CASE(7)
+        PAIRS_CASE(8)
+        PAIRS_CASE(9)
+        PAIRS_CASE(10)
+        PAIRS_CASE(11)
+        PAIRS_CASE(12)
+    }
+}
+
+#endif
+
+#endif
