@@ -53,8 +53,8 @@ OF_A_TRAINED_ONE = (
     " tokens one after the other and looking at four takes about three times as long."
 )
 OF_A_SLOW_MOMENT = (
-    "a slow moment of a busy machine was taken for what a step without guesses takes, for some"
-    " hundred steps; it is measured anew sooner since then, which this file does not show."
+    "not known: probably a slow moment of a busy machine was taken for what a step without guesses"
+    " takes; that is measured anew sooner since then, which this file does not show."
 )
 SPECULATION = Source(
     name="speculation",
