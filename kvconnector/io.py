@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from baton.api.errors import TransferError
 from baton.link.round_watch import Rounds
@@ -56,6 +56,8 @@ EXPECTING_POLL_S = 0.0005
 IDLE_POLL_S = 0.025
 MAX_READ_FAILURES = 100  # in a row; then the transport is broken for good
 _WARM_S = 2.0  # polls as if expecting for this long after a peer was learnt
+
+Answer = TypeVar("Answer")
 
 
 class Core(StateMachine, Protocol):
@@ -275,12 +277,13 @@ class IoLoop:
             case Allow(engine_id=engine_id, key=key, block_ids=block_ids):
                 self._transport.allow(engine_id, key, block_ids)
             case Forbid(engine_id=engine_id, key=key, tells=tells):
-                if self._transport.forbid(engine_id, key) and tells:
+                if _ask(lambda: self._transport.forbid(engine_id, key), False) and tells:
                     return Forbidden(action)
             case LendSlot(slot=slot, engine_id=engine_id):
-                self._transport.scratch.lend(slot, engine_id)
+                _ask(lambda: self._transport.scratch.lend(slot, engine_id), None)
             case ReadSlot(slot=slot):
-                return SlotRead(action, self._transport.scratch.digest_of(slot))
+                digest = _ask(lambda: self._transport.scratch.digest_of(slot), b"")
+                return SlotRead(action, digest)
             case Connect():
                 return self._connect(action)
             case Disconnect(engine_id=engine_id):
@@ -340,3 +343,12 @@ class IoLoop:
         except (TransferError, ValueError) as error:
             problem = str(error)
         return ProbePosted(action, len(writes) - num_before, problem)
+
+
+def _ask(what: Callable[[], Answer], otherwise: Answer) -> Answer:
+    """Ask the transport; a rank that does not answer in time is not the end of this thread."""
+    try:
+        return what()
+    except TransferError as error:
+        logger.warning("the transport does not answer: %s", error)
+        return otherwise

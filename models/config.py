@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.api.errors import ModelLoadError
 from models.dialects import Dialect, dialect_of
-from models.fields import Fields
+from models.fields import MAX_PARTS, Fields
 from models.lfm2_config import ShortConvConfig, common_fields, parse_short_conv
 from models.mla_config import MLAConfig, parse_mla
 from models.moe_config import EXPERT_SIZE, MoeConfig, parse_moe
@@ -143,7 +143,7 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
     fields = _IN_OWN_WORDS.get(architecture, _as_written)(fields)
     dialect, fields = _dialect(fields, architecture)
     num_heads = fields.integer("num_attention_heads")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_PARTS)
     mla = parse_mla(fields, architecture)
     head_dim = _head_dim(fields, num_heads) if mla is None else mla.qk_rope_head_dim
     max_position_embeddings = _max_position_embeddings(fields, max_model_len)
@@ -222,7 +222,8 @@ def _of_granite(fields: Fields) -> Fields:
     values: dict[str, object] = {
         EXPERT_SIZE: fields.integer("intermediate_size"),
         "intermediate_size": fields.integer("shared_intermediate_size", 1024),
-        "no_rope_layers": [int(turning == "rope")] * fields.integer("num_hidden_layers"),
+        "no_rope_layers": [int(turning == "rope")]
+        * fields.integer("num_hidden_layers", maximum=MAX_PARTS),
     }
     return fields.with_values(values)
 
@@ -324,7 +325,9 @@ def _eos_token_ids(*sources: Fields) -> frozenset[int]:
 
 def _num_mtp_layers(fields: Fields) -> int:
     name = "num_nextn_predict_layers"  # transformers writes the other name, too
-    return fields.integer(name if fields.has(name) else "num_mtp_layers", 0, minimum=0)
+    return fields.integer(
+        name if fields.has(name) else "num_mtp_layers", 0, minimum=0, maximum=MAX_PARTS
+    )
 
 
 def _dtype(fields: Fields) -> str:

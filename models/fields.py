@@ -6,12 +6,17 @@ Refuses to know: which fields a model has.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeGuard
 
 from baton.api.errors import ModelLoadError
+
+MAX_INTEGER = 2**31 - 1
+MAX_NUMBER = 1e30
+# Of what is counted through one by one, such as layers and experts.
+MAX_PARTS = 2**14
+_MAX_PROBLEM_CHARS = 2000
 
 
 class Fields:
@@ -35,6 +40,8 @@ class Fields:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except RecursionError as error:
+            raise ModelLoadError(f"{path}: not valid JSON: too many levels") from error
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both this
             raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
@@ -47,7 +54,10 @@ class Fields:
 
     def wrong(self, name: str, problem: str) -> ModelLoadError:
         """Make the error to raise about a field."""
-        return ModelLoadError(f"{self._source}: {self._prefix}{name}: {problem}")
+        short = (
+            problem if len(problem) <= _MAX_PROBLEM_CHARS else problem[:_MAX_PROBLEM_CHARS] + "..."
+        )
+        return ModelLoadError(f"{self._source}: {self._prefix}{name}: {short}")
 
     def get(self, name: str) -> object:
         """Return the raw value, or None."""
@@ -65,17 +75,26 @@ class Fields:
         """List the names of all fields."""
         return list(self._values)
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return an integer of at least ``minimum``; required unless there is a default."""
+    def integer(
+        self,
+        name: str,
+        default: int | None = None,
+        *,
+        minimum: int = 1,
+        maximum: int = MAX_INTEGER,
+    ) -> int:
+        """Return an integer within limits; required unless there is a default."""
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.wrong(name, f"expected an integer >= {minimum}, found {_shown(value)}")
+        if value > maximum:
+            raise self.wrong(name, f"expected an integer <= {maximum}, found {_shown(value)}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number above 0; required unless there is a default."""
+        """Return a number above 0 that can be reckoned with; required unless there is a default."""
         value = self._required(name, default)
-        if not _is_number(value) or not math.isfinite(value) or value <= 0:
+        if not _is_number(value) or not 0 < value <= MAX_NUMBER:  # nor NaN
             raise self.wrong(name, f"expected a number > 0, found {_shown(value)}")
         return float(value)
 
@@ -111,7 +130,7 @@ class Fields:
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """Return a list of exactly ``length`` numbers; required."""
         value = self._required(name, None)
-        if not isinstance(value, list) or not all(_is_number(item) for item in value):
+        if not isinstance(value, list) or not all(map(_is_reckoned_with, value)):
             raise self.wrong(name, f"expected a list of numbers, found {_shown(value)}")
         if len(value) != length:
             raise self.wrong(name, f"expected {length} numbers, found {len(value)}")
@@ -146,6 +165,10 @@ class Fields:
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_reckoned_with(value: object) -> bool:
+    return _is_number(value) and abs(value) <= MAX_NUMBER
 
 
 def _kind(value: object) -> str:

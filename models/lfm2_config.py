@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.fields import Fields
+from models.fields import MAX_PARTS, Fields
 
 _DEFAULT_THETA = 1_000_000.0
 
@@ -65,7 +65,7 @@ def _intermediate_size(fields: Fields) -> int:
 def _layer_types(fields: Fields) -> list[str]:
     if fields.has("layer_types"):
         return list(fields.texts("layer_types"))
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_PARTS)
     attending = set(range(num_layers))
     if fields.has("full_attn_idxs"):
         attending = set(fields.token_ids("full_attn_idxs"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from models.fields import Fields
+from models.fields import MAX_PARTS, Fields
 
 # Where the size of experts is put, where a file says it by the name of a MLP's.
 EXPERT_SIZE = "expert_intermediate_size"
@@ -91,7 +91,7 @@ def check_moe(fields: Fields, moe: MoeConfig) -> None:
 def _mixtral(fields: Fields) -> MoeConfig:
     """Jiang et al., arXiv:2401.04088."""
     return MoeConfig(
-        num_experts=fields.integer("num_local_experts"),
+        num_experts=fields.integer("num_local_experts", maximum=MAX_PARTS),
         inner_size=fields.integer("intermediate_size"),
         top_k=fields.integer("num_experts_per_tok"),
         normalize=True,
@@ -102,7 +102,7 @@ def _qwen3(fields: Fields) -> MoeConfig:
     """Yang et al., arXiv:2505.09388."""
     count = "num_experts" if fields.has("num_experts") else "num_local_experts"
     return MoeConfig(
-        num_experts=fields.integer(count),
+        num_experts=fields.integer(count, maximum=MAX_PARTS),
         inner_size=fields.integer("moe_intermediate_size"),
         top_k=fields.integer("num_experts_per_tok"),
         normalize=fields.boolean("norm_topk_prob", False),
@@ -156,7 +156,7 @@ def _gpt_oss(fields: Fields) -> MoeConfig:
         if fields.number(name, only) != only:
             raise fields.wrong(name, f"{fields.get(name)} is not supported; supported: {only}")
     return MoeConfig(
-        num_experts=fields.integer("num_local_experts"),
+        num_experts=fields.integer("num_local_experts", maximum=MAX_PARTS),
         inner_size=fields.integer("intermediate_size"),
         top_k=fields.integer("num_experts_per_tok"),
         scoring="softmax of the chosen",
@@ -171,7 +171,7 @@ def _granite(fields: Fields) -> MoeConfig | None:
     if fields.integer("num_local_experts", 8, minimum=0) == 0:
         return None
     return MoeConfig(
-        num_experts=fields.integer("num_local_experts", 8),
+        num_experts=fields.integer("num_local_experts", 8, maximum=MAX_PARTS),
         inner_size=fields.integer(EXPERT_SIZE),
         top_k=fields.integer("num_experts_per_tok", 2),
         scoring="softmax of the chosen",
@@ -196,10 +196,10 @@ def _deepseek(fields: Fields, *, scoring: str, group_best: int) -> MoeConfig:
     """
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.wrong("moe_layer_freq", "only 1 is supported")
-    dense = fields.integer("first_k_dense_replace", minimum=0)
+    dense = fields.integer("first_k_dense_replace", minimum=0, maximum=MAX_PARTS)
     inner_size = fields.integer("moe_intermediate_size")
     return MoeConfig(
-        num_experts=fields.integer("n_routed_experts"),
+        num_experts=fields.integer("n_routed_experts", maximum=MAX_PARTS),
         inner_size=inner_size,
         top_k=fields.integer("num_experts_per_tok"),
         scoring=scoring,
@@ -218,7 +218,7 @@ def _dense_layers_of_steps(fields: Fields) -> frozenset[int]:
     """Return the layers without experts of Qwen's models."""
     step = fields.integer("decoder_sparse_step", 1)
     named = fields.token_ids("mlp_only_layers")
-    layers = range(fields.integer("num_hidden_layers"))
+    layers = range(fields.integer("num_hidden_layers", maximum=MAX_PARTS))
     return frozenset(layer for layer in layers if layer in named or (layer + 1) % step)
 
 

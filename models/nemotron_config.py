@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.fields import Fields
+from models.fields import MAX_PARTS, Fields
 from models.moe_config import RELU2, MoeConfig, check_moe
 from models.recurrent_config import Mamba2Config, refuse_time_step_limit
 
@@ -114,7 +114,7 @@ def _moe(fields: Fields, num_layers: int, with_experts: frozenset[int]) -> MoeCo
     if latent_size is not None and fields.boolean("mlp_bias", False):
         raise fields.wrong("mlp_bias", "true is not supported with moe_latent_size")
     return MoeConfig(
-        num_experts=fields.integer("n_routed_experts", 8),
+        num_experts=fields.integer("n_routed_experts", 8, maximum=MAX_PARTS),
         inner_size=fields.integer("moe_intermediate_size", 7688),
         top_k=fields.integer("num_experts_per_tok", 2),
         scoring="sigmoid",

@@ -10,6 +10,7 @@ Refuses to know: how ranks are started.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hmac
 import logging
@@ -36,6 +37,8 @@ _KEY_BYTES = 32
 _HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, which link this is
 _MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
+_MAX_UNKNOWN = 128  # connections that have said no key yet, each with a thread
+_TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
 # A machine that is busy with other things is silent for a while, too.
 _SILENCE_S = 5.0
@@ -105,11 +108,13 @@ class Meeting:
 
     def __init__(self, host: str, ranks: Collection[int]) -> None:
         self._ranks = ranks
-        self._listener = socket.create_server(("", 0), backlog=3 * len(ranks) + 8)
+        self._listener = socket.create_server(("", 0), backlog=3 * len(ranks) + _MAX_UNKNOWN)
         self._store, store_port = host_store(host)
         self.address = f"tcp://{host}:{store_port}"
         port = self._listener.getsockname()[1]
         self.invitation = Invitation(host, port, store_port, secrets.token_bytes(_KEY_BYTES))
+        self._lock = threading.Lock()
+        self._unknown: dict[socket.socket, None] = {}  # in the order in which they came
         self._arrived: queue.Queue[tuple[int, int, socket.socket]] = queue.Queue()
         threading.Thread(target=self._accept, name="meeting", daemon=True).start()
 
@@ -147,15 +152,33 @@ class Meeting:
         ]
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed: nobody is waited for any more
-            while True:
+        """Take who comes. Of many that have said no key yet the one that came first goes."""
+        while True:
+            try:
                 link, _ = self._listener.accept()
-                threading.Thread(target=self._let_in, args=(link,), daemon=True).start()
+            except OSError as error:
+                if error.errno not in _TRANSIENT:  # closed: nobody is waited for any more
+                    return
+                time.sleep(_BEAT_S)
+                continue
+            with self._lock:
+                self._unknown[link] = None
+                oldest = next(iter(self._unknown))
+                is_full = len(self._unknown) > _MAX_UNKNOWN
+            if is_full:
+                with contextlib.suppress(OSError):  # it goes by itself
+                    oldest.shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._let_in, args=(link,), daemon=True).start()
 
     def _let_in(self, link: socket.socket) -> None:
         try:
             link.settimeout(_HELLO_TIMEOUT_S)
-            key, rank, kind = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
+            try:
+                hello = link.recv(_HELLO.size, socket.MSG_WAITALL)
+            finally:
+                with self._lock:
+                    self._unknown.pop(link, None)
+            key, rank, kind = _HELLO.unpack(hello)
             if not hmac.compare_digest(key, self.invitation.key) or rank not in self._ranks:
                 raise ValueError("a wrong key")
             if kind not in _LINKS:

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import msgspec
 
+from baton.api.errors import TransferError
 from baton.kv_manifest import KVManifest
 from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
 from kvconnector.blocks import LayerRange
@@ -337,7 +338,11 @@ class DigestVerifier:
         if arrival is None:
             return
         key = self._channels[message.engine_id].keys.receive_blocks
-        resend = self._compare(message, key)
+        try:
+            resend = self._compare(message, key)
+        except TransferError as error:  # of another rank; what is not compared is asked for again
+            logger.warning("request %s: blocks are not compared: %s", message.request_id, error)
+            return
         if resend is not None:
             self.num_wrong_blocks += len(resend.indices)
             logger.warning(

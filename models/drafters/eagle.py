@@ -18,7 +18,7 @@ from models.architectures.decoder import DecoderOptions, LayerNorms
 from models.config import ModelConfig
 from models.drafters.loading import DrafterSource, check_width
 from models.drafters.state_decoder import StateDrafter, StateLayout
-from models.fields import Fields
+from models.fields import MAX_PARTS, Fields
 from models.layers.attention import AttentionOptions
 from models.loading.loader import fill_model, on_meta_device
 from models.loading.stored_weights import StoredTensor
@@ -79,7 +79,7 @@ def _config(
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": target.vocab_size,
         "max_position_embeddings": most,
-        "num_hidden_layers": fields.integer("num_hidden_layers", 1),
+        "num_hidden_layers": fields.integer("num_hidden_layers", 1, maximum=MAX_PARTS),
         "tie_word_embeddings": False,
     }
     config = ModelConfig.from_dict(_merged(fields, values), max_model_len=target.max_model_len)

@@ -77,6 +77,12 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
     }
 
 
+def check_shape(where: Path, what: str, found: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise ModelLoadError unless a drafter's matrix is as its model wants it."""
+    if tuple(found.shape) != expected:
+        raise ModelLoadError(f"{where}: {what}: {list(found.shape)}, not {list(expected)}")
+
+
 def check_width(where: Path, name: str, found: int, expected: int) -> None:
     """Raise ModelLoadError unless a drafter's number is its model's."""
     if found != expected:

@@ -20,12 +20,12 @@ from torch.nn import functional
 
 from baton.api.errors import ModelLoadError
 from models.base import CausalLM
-from models.drafters.loading import DrafterSource, check_width
+from models.drafters.loading import DrafterSource, check_shape
 
 _BLOCK = re.compile(
-    r"(?:medusa_head\.)?(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)"
+    r"(?:medusa_head\.)?(?:(\d{1,4})\.(\d{1,4})\.linear|blocks\.(\d{1,4})\.layers\.(\d{1,4}))\.(weight|bias)"
 )
-_HEAD = re.compile(r"(?:medusa_head\.)?(?:(\d+)\.(\d+)|lm_heads\.(\d+))\.weight")
+_HEAD = re.compile(r"(?:medusa_head\.)?(?:(\d{1,4})\.(\d{1,4})|lm_heads\.(\d{1,4}))\.weight")
 
 
 class MedusaHeads:
@@ -96,14 +96,15 @@ def load_medusa(source: DrafterSource) -> MedusaHeads:
                     if kind == "weight":
                         raise ModelLoadError(f"{source.where}: head {head} lacks block {block}")
                     part = torch.zeros(shape, dtype=source.dtype, device=source.device)
-                check_width(source.where, "hidden_size", part.shape[0], hidden_size)
+                check_shape(source.where, f"{kind} of head {head}", part, shape)
                 parts.append(part)
         return torch.stack(parts).view(num_blocks, num_heads, *shape)
 
     if heads and (len(heads) < num_heads or sorted(heads) != list(range(num_heads))):
         raise ModelLoadError(f"{source.where}: {num_heads} heads, and {len(heads)} output matrices")
     for matrix in heads.values():
-        check_width(source.where, "vocab_size", matrix.shape[0], source.model.config.vocab_size)
+        shape = source.model.config.vocab_size, hidden_size
+        check_shape(source.where, "output matrix of a head", matrix, shape)
     return MedusaHeads(
         source.model,
         stacked("weight", (hidden_size, hidden_size)).contiguous(),

@@ -394,7 +394,7 @@ def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | 
         return []
     return [
         (hdrs.METH_GET, UI, page.show_all, LOOK),
-        (hdrs.METH_GET, f"{UI}/requests/{{request_id}}", page.show_request, LOOK),
+        (hdrs.METH_GET, f"{UI}/requests/{{request_id:[^/]+}}", page.show_request, LOOK),
         (hdrs.METH_GET, f"{UI}/{{name:ui.(?:css|js)}}", page.show_file, OPEN),
     ]
 

@@ -83,7 +83,9 @@ SOCKETS = {
         "blocks that are granted; caps of connections and time for strangers",
     ),
 }
-NO_SOCKETS = "`baton sim-node`, `generate`, `chat`, `admin`, `loadtest`, `keys`, `certs`, `LLM`"
+NO_SOCKETS = (
+    "`baton sim-node`, `generate`, `chat`, `admin`, `loadtest`, `keys`, `certs`, `LLM` of one rank"
+)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +193,11 @@ def test_the_page_is_this_table() -> None:
         {rows}
 
         Not listening on anything: {none}.
+
+        Ranks of one model (`--tensor-parallel-size`, `--pipeline-parallel-size`; of a node or an
+        `LLM`) each listen for one another besides: on loopback where one process started all of
+        them, else on the network that [parallelism](parallelism.md) says should be theirs alone.
+        Sums are not authenticated; who commands a rank has shown a key.
         """
     ).format(rows=rows, none=NO_SOCKETS)
     if os.environ.get("BATON_WRITE_DOCS"):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from baton.api.errors import TransferError
 from baton.api.sampling_params import SamplingParams
 from kvconnector.base import (
     NO_TRANSFER,
@@ -27,6 +28,7 @@ from kvconnector.protocol.messages import Digests, Verified, Watermark, decode, 
 from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.seals import peek
 from kvconnector.protocol.transfer import MAX_ATTEMPTS, Piece
+from kvconnector.slices import Slices
 from kvconnector.transports.in_memory import InMemoryTransport, _Done
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.kv_memories import memory_of
@@ -155,6 +157,34 @@ def test_of_a_thousand_random_damages_all_are_found_and_made_good() -> None:
         assert torch.equal(pair.target[[first, second]], pair.source[[0, 1]])
         pair.wait(pair.sent, Kind.COMMITTED, name)
         pair.target.zero_()
+    pair.close()
+
+
+def test_blocks_that_a_rank_could_not_compare_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compare, num_failures = BlockDigests.of, 2
+
+    def stumble(
+        self: BlockDigests,
+        block_ids: Sequence[int],
+        written: Written,
+        key: BlockKey,
+        slices: Slices | None = None,
+        *,
+        writes: bool = True,
+    ) -> bytes:
+        nonlocal num_failures
+        if not writes and num_failures:
+            num_failures -= 1
+            raise TransferError("the transport of rank 1 does not answer")
+        return compare(self, block_ids, written, key, slices, writes=writes)
+
+    monkeypatch.setattr(BlockDigests, "of", stumble)
+    pair = Pair()
+    pair.hand_over("a", [None])
+    pair.wait(pair.received, Kind.COMMITTED, "a")
+    assert not num_failures
     pair.close()
 
 

@@ -9,8 +9,21 @@ import msgspec
 import pytest
 import torch
 
+from baton.api.errors import TransferError
 from kvconnector.io import IoLoop
-from kvconnector.protocol.actions import Action, ConnectEnded, Drain, Input, Meet, Turn
+from kvconnector.protocol.actions import (
+    Action,
+    ConnectEnded,
+    Drain,
+    Forbid,
+    Forbidden,
+    Input,
+    LendSlot,
+    Meet,
+    ReadSlot,
+    SlotRead,
+    Turn,
+)
 from kvconnector.protocol.messages import Hello, encode
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.seals import Channel, Channels
@@ -52,6 +65,15 @@ class Machine:
 
     def heard(self, kind: type) -> list[Input]:
         return [item for _, item in self.told if isinstance(item, kind)]
+
+
+class _Says(Turn):
+    """Wants these things, once."""
+
+    def __init__(self, actions: list[Action]) -> None:
+        super().__init__()
+        for action in actions:
+            self.ask(action)
 
 
 class Scene:
@@ -121,6 +143,27 @@ def test_damaged_messages_and_those_of_strangers_are_dropped_and_the_next_is_hea
     refused = {"forged": 4 + 1, "malformed": 2, "stranger": 1}
     assert scene.loop.metrics().refused_messages == refused
     assert caplog.text.count("dropped 1 messages") == 1  # the others are told later, together
+    assert scene.deaths == []
+
+
+def test_a_rank_that_does_not_answer_does_not_end_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object) -> bytes:
+        raise TransferError("the transport of rank 1 does not answer")
+
+    scene = Scene("late")
+    for name in ("lend", "digest_of"):
+        monkeypatch.setattr(scene.transport.scratch, name, fail)
+    monkeypatch.setattr(scene.transport, "forbid", fail)
+    read = ReadSlot(0, "p")
+    asked: list[Action] = [LendSlot(0, "p"), Forbid("p", ("a", 1), tells=True), read]
+    monkeypatch.setattr(scene.machine, "_turn", _Says(asked))
+    scene.loop.submit(Drain("p"))
+    wait_until(lambda: scene.machine.heard(SlotRead))
+    scene.loop.close()
+    assert scene.machine.heard(SlotRead) == [SlotRead(read, b"")]
+    assert not scene.machine.heard(Forbidden)
     assert scene.deaths == []
 
 

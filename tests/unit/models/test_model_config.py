@@ -159,6 +159,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": "100"}, "vocab_size: expected an integer >= 1, found '100'"),
     ({"vocab_size": True}, "vocab_size: expected an integer"),
     ({"num_hidden_layers": 0}, "num_hidden_layers: expected an integer >= 1, found 0"),
+    ({"num_hidden_layers": 2**14 + 1}, "num_hidden_layers: expected an integer <= 16384"),
+    ({"vocab_size": 10**400}, "vocab_size: expected an integer <= 2147483647"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps: expected a number > 0"),
     ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide 4"),
     ({"num_attention_heads": 5}, "hidden_size: 64 is no multiple of 5 heads"),
     ({"head_dim": 5}, "head_dim: 5 is odd"),
@@ -230,6 +233,9 @@ def test_folder_mistakes_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelLoadError, match=r"config\.json: not valid JSON"):
         ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=r"config\.json: not valid JSON: too many levels"):
+        ModelConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ModelLoadError, match=r"config\.json: expected a JSON object, found list"):
         ModelConfig.from_folder(tmp_path)
@@ -237,6 +243,12 @@ def test_folder_mistakes_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_bytes(b"\xff")
     with pytest.raises(ModelLoadError, match=r"generation_config\.json: not valid JSON"):
         ModelConfig.from_folder(tmp_path)
+
+
+def test_what_a_field_says_at_length_is_not_repeated() -> None:
+    with pytest.raises(ModelLoadError, match="rope_type") as caught:
+        config_of(rope_parameters={"rope_type": "x" * 10**6})
+    assert len(str(caught.value)) < 3000
 
 
 @pytest.mark.medium

@@ -94,3 +94,9 @@ def test_gpt_oss_routes_by_logits() -> None:
 def test_what_is_refused_is_named(architecture: str, field: str, value: object) -> None:
     with pytest.raises(ModelLoadError, match=f"^config.json: {field}: "):
         parse(architecture, DEEPSEEK | {field: value})
+
+
+@pytest.mark.parametrize("name", ["first_k_dense_replace", "n_routed_experts"])
+def test_no_more_parts_than_a_model_can_have_are_counted(name: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"{name}: expected an integer <= 16384"):
+        parse("DeepseekV3ForCausalLM", {**DEEPSEEK, name: 2**31 - 1})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import re
 
 import pytest
+from yarl import URL
 
 from baton.access.access import Access
 from baton.api.outputs import FinishReason
@@ -85,6 +87,19 @@ async def test_what_others_say_is_text_and_nothing_else(scene: HttpScene) -> Non
     assert HOSTILE not in shown
     assert shown.count("&lt;script&gt;") >= 3
     assert HOSTILE not in await page(scene, f"/ui/requests/{HOSTILE.replace('/', '%2F')}")
+
+
+@on_http()
+async def test_a_request_whose_id_is_of_odd_characters_has_a_page(scene: HttpScene) -> None:
+    scene.headers = {"X-Request-Id": "{a}/b?c#d%"}
+    reply = scene.post()
+    scene.fail(await scene.command(), "INVALID_ARGUMENT", "no")
+    await reply
+    found = re.search(r'href="(/ui/requests/[^"?]+)', await page(scene))
+    assert found is not None
+    url = URL(scene.url + found[1], encoded=True)
+    async with scene.session.get(url) as response:
+        assert response.status == 200
 
 
 @on_http()
