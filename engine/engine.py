@@ -16,6 +16,7 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, BlockHasher, cache_namespace
 from baton.engine_config import EngineConfig
+from baton.kv_manifest import KVKind
 from engine.core.block_pool import KVCacheEvent
 from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
@@ -27,6 +28,7 @@ from engine.executors import EXECUTORS
 from engine.executors.base import PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
+from models.work import model_work
 
 _NOBODYS: Mapping[str, str] = MappingProxyType({})
 AfterLayer = Callable[[int], None]
@@ -100,6 +102,17 @@ class Engine:
         self._made_at = time.monotonic()
         self._grammars = GrammarCompiler(
             model_folder, self.model_config.vocab_size, self.eos_token_ids
+        )
+        self._work = model_work(
+            self.model_config,
+            dtype=self.dtype,
+            weights=config.weights,
+            kv_cache_dtype="fp8" if self.kv_memory.dtype.startswith("fp8") else "auto",
+        )
+        self._scheduler.counters.attended_layers = tuple(
+            (group.window or None, len(group.layers))
+            for group in self.kv_memory.manifest.groups
+            if group.kind is not KVKind.STATE
         )
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
@@ -308,7 +321,10 @@ class Engine:
             self._speculation.note_step(scheduled, seconds, output.drafting_s)
         self._busy_until = output.ended_at
         self.num_steps += 1
-        self._scheduler.counters.note_step(scheduled.num_scheduled_tokens)
+        counters, num_tokens = self._scheduler.counters, scheduled.num_scheduled_tokens
+        counters.note_step(num_tokens)
+        counters.note_work(scheduled)
+        counters.experts_read += self._work.expert_share(num_tokens)
         result = self._scheduler.update(scheduled, output)
         if self._speculation is not None:
             guessed = output.draft_token_ids
@@ -325,7 +341,7 @@ class Engine:
         """What was done and what is held; safe from any thread, though amid a step."""
         scheduler, counters, pool = self._scheduler, self._scheduler.counters, self._block_pool
         running, waiting = scheduler.num_running, scheduler.num_waiting
-        looks_up = self._has_prefix_cache
+        looks_up, work = self._has_prefix_cache, self._work
         return EngineMetrics(
             steps_total=self.num_steps,
             prompt_tokens_computed_total=counters.prompt_tokens_computed,
@@ -350,6 +366,12 @@ class Engine:
             received_prompt_tokens_total=counters.received_prompt_tokens,
             step_tokens_total=counters.step_tokens,
             steps_by_tokens=tuple(counters.steps_by_tokens),
+            model_flops_total=counters.step_tokens * work.token_flops
+            + counters.output_tokens * work.head_flops
+            + counters.attended * work.attended_flops,
+            weight_read_bytes_total=self.num_steps * work.weight_bytes
+            + counters.experts_read * work.expert_bytes,
+            kv_read_bytes_total=counters.kv_read * work.attended_bytes,
             draft_steps_total=counters.draft_steps,
             drafts_total=counters.drafts,
             accepted_drafts_total=sum(counters.accepted_drafts_by_place),

@@ -142,12 +142,12 @@ def _weight_bytes(
     layers = sum(
         _matrix_bytes(one, format_, dtype)
         for layer in range(config.num_layers)
-        for one in _layer(config, layer)
+        for one in layer_matrices(config, layer)
     )
     layers += sum(
         _matrix_bytes(one, experts or format_, dtype)
         for layer in range(config.num_layers)
-        for one in _experts(config, layer)
+        for one in expert_matrices(config, layer)
     )
     layers += _exact_bytes(config, format_, dtype)
     head_format = _HEADS_FORMATS.get(format_, format_)
@@ -173,7 +173,7 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool 
     return _OF_DTYPES[config.dtype if dtype == "float32" else dtype]
 
 
-def _layer(config: ModelConfig, layer: int) -> list[_Matrix]:
+def layer_matrices(config: ModelConfig, layer: int) -> list[_Matrix]:
     """Return the linear layers of one layer, but for experts and those that are never rounded."""
     query, key = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     hidden, moe = config.hidden_size, config.moe
@@ -204,7 +204,7 @@ def _layer(config: ModelConfig, layer: int) -> list[_Matrix]:
     return [*mixer, *latent, *_mlp(hidden, moe.shared_size, is_gated=is_gated)]
 
 
-def _experts(config: ModelConfig, layer: int) -> list[_Matrix]:
+def expert_matrices(config: ModelConfig, layer: int) -> list[_Matrix]:
     """Return the experts of one layer that not all tokens go through."""
     moe = config.moe
     if moe is None or layer in moe.dense_layers:

@@ -150,7 +150,16 @@ class NodeCollector(Collector):
             "forward_seconds", "Time in the model and the sampler.", engine.forward_seconds_total
         )
         yield counter("step_seconds", "Time in whole steps.", engine.step_seconds_total)
+        yield from self._of_work(engine)
         yield gauge("uptime_seconds", "Since the engine was made.", engine.uptime_seconds)
+
+    def _of_work(self, engine: EngineMetrics) -> Iterator[Metric]:
+        counter = self._counter
+        yield counter("model_flops", "By the model's configuration.", engine.model_flops_total)
+        yield counter(
+            "weight_read_bytes", "Weights that steps read.", engine.weight_read_bytes_total
+        )
+        yield counter("kv_read_bytes", "KV that steps read.", engine.kv_read_bytes_total)
 
     def _of_handoffs(self, handoffs: HandoffMetrics) -> Iterator[Metric]:
         yield self._family(

@@ -286,6 +286,20 @@ NODES: Rows = {
             "What is between the two is the host's work.",
             "s",
         ),
+        Panel(
+            "Model FLOP/s",
+            {"{{node}}": _rate("baton_model_flops_total", _N, "node")},
+            "By the model's configuration; over the devices' peak this is MFU.",
+        ),
+        Panel(
+            "Memory read",
+            {
+                "{{node}} weights": _rate("baton_weight_read_bytes_total", _N, "node"),
+                "{{node}} KV": _rate("baton_kv_read_bytes_total", _N, "node"),
+            },
+            "Per second, by the model's configuration; compare with the memory's bandwidth.",
+            "Bps",
+        ),
     ),
     "KV cache": (
         Panel(

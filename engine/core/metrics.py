@@ -10,6 +10,7 @@ import bisect
 from dataclasses import dataclass, field
 
 from baton.api.outputs import FinishReason
+from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
 
 # Steps are counted by the tokens that they compute: up to 1, up to 2, ..., and more.
@@ -41,6 +42,8 @@ class EngineMetrics:
         received_prompt_tokens_total: whose KV a remote node wrote.
         step_tokens_total: that steps computed, of prompts and outputs.
         steps_by_tokens: steps by the tokens that they computed; see `STEP_TOKENS`.
+        model_flops_total: by the configuration; see `models/work.py`.
+        weight_read_bytes_total, kv_read_bytes_total: likewise.
         draft_steps_total: times that a step computed drafts for a request.
         drafts_total: that were computed.
         accepted_drafts_total: of them, those that outputs went on with.
@@ -77,6 +80,9 @@ class EngineMetrics:
     received_prompt_tokens_total: int = 0
     step_tokens_total: int = 0
     steps_by_tokens: tuple[int, ...] = ()
+    model_flops_total: float = 0.0
+    weight_read_bytes_total: float = 0.0
+    kv_read_bytes_total: float = 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -84,9 +90,23 @@ class EngineMetrics:
         return 1 + self.accepted_drafts_total / max(self.draft_steps_total, 1)
 
 
+def attended_tokens(begin: int, end: int, window: int | None) -> int:
+    """Add up how many tokens each of those from ``begin`` up to ``end`` attends to."""
+    full_from = end if window is None else min(max(begin, window), end)
+    ramp = (full_from - begin) * (begin + full_from + 1) // 2
+    return ramp + (end - full_from) * (window or 0)
+
+
 @dataclass(slots=True)
 class EngineCounters:
-    """What grows as an engine works; see `EngineMetrics`. Only the engine's thread writes."""
+    """What grows as an engine works; see `EngineMetrics`. Only the engine's thread writes.
+
+    Attributes:
+        experts_read: shares of all experts that steps read, added.
+        attended_layers: tokens that are attended at most (None: all), and layers in which.
+        attended: tokens that others attended to, in all layers.
+        kv_read: tokens whose KV steps read, in all layers; a chunk reads what is before it once.
+    """
 
     prompt_tokens_computed: int = 0
     output_tokens: int = 0
@@ -103,12 +123,34 @@ class EngineCounters:
     step_s: float = 0.0
     received_prompt_tokens: int = 0
     step_tokens: int = 0
+    experts_read: float = 0.0
+    attended_layers: tuple[tuple[int | None, int], ...] = ()
+    attended: int = 0
+    kv_read: int = 0
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     def note_step(self, num_tokens: int) -> None:
         """A step computed so many tokens."""
         self.step_tokens += num_tokens
         self.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, num_tokens)] += 1
+
+    def note_work(self, scheduled: SchedulerOutput) -> None:
+        """A step computed this, and its requests were not told yet."""
+        ends = list[int]()  # of requests of which it computed one token
+        for item in scheduled.scheduled:
+            begin, num_tokens = item.request.num_computed_tokens, item.num_scheduled_tokens
+            end = begin + num_tokens
+            if num_tokens == 1:
+                ends.append(end)
+                continue
+            for window, num_layers in self.attended_layers:
+                first = 0 if window is None else max(begin + 1 - window, 0)
+                self.attended += num_layers * attended_tokens(begin, end, window)
+                self.kv_read += num_layers * (end - first)
+        for window, num_layers in self.attended_layers:
+            each = ends if window is None else [end if end < window else window for end in ends]
+            self.attended += num_layers * sum(each)
+            self.kv_read += num_layers * sum(each)
 
     def note_lookup(self, request: Request) -> None:
         """A request looked for its prompt in the prefix cache, when it was admitted or granted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.core.metrics import STEP_TOKENS
 from engine.core.request import Request
+from models.work import model_work
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 PROMPTS = [[3, 4, 5], [7], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
@@ -65,6 +67,38 @@ def test_tokens_steps_and_requests_are_counted_once(folder: str) -> None:
     assert (metrics.requests_running, metrics.requests_waiting, metrics.requests_parked) == (0,) * 3
     assert 0 < metrics.forward_seconds_total <= metrics.step_seconds_total
     assert metrics.step_seconds_total <= metrics.uptime_seconds
+
+
+def test_work_is_counted_by_tokens_and_by_what_they_attend_to(folder: str) -> None:
+    llm = make_llm(folder)
+    llm.generate(PROMPTS, greedy(3))
+    metrics, config = llm.metrics(), llm.engine.model_config
+    work = model_work(config, dtype=llm.engine.dtype)
+    sizes = [len(prompt) for prompt in PROMPTS]
+    by_prompts = sum(size * (size + 1) // 2 for size in sizes)
+    by_outputs = sum(size + 1 + size + 2 for size in sizes)
+    attended = config.num_layers * (by_prompts + by_outputs)
+    assert metrics.model_flops_total == pytest.approx(
+        metrics.step_tokens_total * work.token_flops
+        + 9 * work.head_flops
+        + attended * work.attended_flops
+    )
+    assert metrics.weight_read_bytes_total == 3 * work.weight_bytes
+    read = config.num_layers * (sum(sizes) + by_outputs)  # a prompt, in one step
+    assert metrics.kv_read_bytes_total == read * work.attended_bytes
+
+
+def test_work_grows_while_a_request_runs_and_stays_when_it_ends(folder: str) -> None:
+    llm = make_llm(folder)
+    seen = [llm.metrics()]
+    llm.engine.add(request(llm, PROMPTS[2], 6))
+    while llm.engine.requests:
+        llm.engine.step()
+        seen.append(llm.metrics())
+    for before, after in itertools.pairwise(seen):
+        assert before.model_flops_total < after.model_flops_total
+        assert before.kv_read_bytes_total <= after.kv_read_bytes_total
+    assert seen[-1].kv_read_bytes_total > seen[2].kv_read_bytes_total > 0
 
 
 def test_ends_are_counted_by_their_reason(folder: str) -> None:
@@ -152,7 +186,7 @@ def test_totals_never_shrink(folder: str) -> None:
     for prompt in PROMPTS:
         llm.engine.add(request(llm, prompt, 12))
     names = [field.name for field in dataclasses.fields(llm.metrics()) if "_total" in field.name]
-    assert len(names) == 18
+    assert len(names) == 21
     before = llm.metrics()
     while llm.engine.has_work:
         llm.engine.step()

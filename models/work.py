@@ -1,0 +1,85 @@
+"""What a model's steps compute and read, by its configuration: FLOPs, and bytes of weights and KV.
+
+Estimates, as those of everybody: products of matrices are counted, and what is between them is not.
+Refuses to know: tensors (this imports no torch), steps, devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.config import ModelConfig
+from models.memory_needs import expert_matrices, layer_matrices, memory_needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """The work of one model.
+
+    Attributes:
+        token_flops: of each token, but for what depends on the tokens before it.
+        head_flops: of each token that logits are made of.
+        attended_flops: in a layer that attends, for each token that another one attends to.
+        attended_bytes: of KV, likewise.
+        weight_bytes: that each step reads, whatever it computes.
+        expert_bytes: of all experts of all layers, of which a step reads those that it needs.
+        num_experts, top_k: of a layer that has some; 0: none has.
+    """
+
+    token_flops: float
+    head_flops: float
+    attended_flops: float
+    attended_bytes: float
+    weight_bytes: float
+    expert_bytes: float
+    num_experts: int = 0
+    top_k: int = 0
+
+    def expert_share(self, num_tokens: int) -> float:
+        """The share of the experts that so many tokens need, if they choose as by dice."""
+        if not self.num_experts:
+            return 0.0
+        return 1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens
+
+
+def model_work(
+    config: ModelConfig, *, dtype: str, weights: str = "auto", kv_cache_dtype: str = "auto"
+) -> ModelWork:
+    """Compute the work of a model.
+
+    Args:
+        dtype: that it is computed in.
+        weights: format of its linear layers.
+        kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
+    """
+    layers = range(config.num_layers)
+    dense = sum(_size(one) for layer in layers for one in layer_matrices(config, layer))
+    experts = sum(_size(one) for layer in layers for one in expert_matrices(config, layer))
+    moe, mla = config.moe, config.mla
+    share = 0.0 if moe is None else moe.top_k / moe.num_experts
+    attended = 2 * config.num_heads * 2 * config.head_dim
+    if mla is not None:  # latents are never expanded: queries and outputs are turned instead
+        heads, rank = config.num_heads, mla.kv_lora_rank
+        attended = 2 * heads * (mla.width + rank)
+        dense += config.num_layers * heads * rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+    needs = memory_needs(config, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    num_attending = sum(config.attends(layer) for layer in layers)
+    head = config.vocab_size * config.hidden_size
+    weight_bytes = float(needs.weights[weights])
+    expert_bytes = weight_bytes * experts / max(dense + experts + head, 1)
+    if not config.tie_word_embeddings:  # of an embedding a step reads some rows
+        weight_bytes -= weight_bytes * head / max(dense + experts + 2 * head, 1)
+    return ModelWork(
+        token_flops=2.0 * (dense + share * experts),
+        head_flops=2.0 * head,
+        attended_flops=float(attended),
+        attended_bytes=needs.kv_token_bytes / max(num_attending, 1),
+        weight_bytes=weight_bytes - expert_bytes,
+        expert_bytes=expert_bytes,
+        num_experts=0 if moe is None else moe.num_experts,
+        top_k=0 if moe is None else moe.top_k,
+    )
+
+
+def _size(matrix: tuple[int, int]) -> int:
+    return matrix[0] * matrix[1]

@@ -1,0 +1,63 @@
+"""What a model's steps compute and read, beside what is counted by hand for a small model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.core.metrics import EngineCounters, attended_tokens
+from engine.core.outputs import ScheduledRequest, SchedulerOutput
+from models.config import ModelConfig
+from models.work import ModelWork, model_work
+from tests.fakes.engine_parts import make_request
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    return ModelConfig.from_folder(Path("examples/demo_model"))
+
+
+def test_matrices_are_two_flops_a_weight(config: ModelConfig) -> None:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = hidden * (query + 2 * key) + query * hidden + 3 * hidden * inner
+    work = model_work(config, dtype="float32")
+    assert work.token_flops == 2 * config.num_layers * layer
+    assert work.head_flops == 2 * hidden * config.vocab_size
+    # A head's product of a query and a key, and of a probability and a value.
+    assert work.attended_flops == 2 * 2 * query
+    assert work.attended_bytes == 2 * key * 4
+    assert work.expert_bytes == 0
+    read = (config.num_layers * layer + hidden * config.vocab_size) * 2  # kept as bfloat16
+    assert work.weight_bytes == pytest.approx(read, rel=0.02)
+
+
+def test_of_experts_few_tokens_read_those_that_they_choose() -> None:
+    work = ModelWork(
+        token_flops=1, head_flops=1, attended_flops=1, attended_bytes=1, weight_bytes=1,
+        expert_bytes=1, num_experts=8, top_k=2,
+    )  # fmt: skip
+    assert work.expert_share(0) == 0
+    assert work.expert_share(1) == pytest.approx(0.25)
+    assert work.expert_share(2) == pytest.approx(1 - 0.75**2)
+    assert work.expert_share(1000) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize(("begin", "end"), [(0, 0), (0, 7), (2, 9), (5, 5), (9, 30)])
+def test_tokens_attend_to_themselves_and_what_is_before_them(
+    begin: int, end: int, window: int | None
+) -> None:
+    each = (min(place + 1, window or place + 1) for place in range(begin, end))
+    assert attended_tokens(begin, end, window) == sum(each)
+
+
+def test_a_step_reads_kv_once_a_request_and_of_windows_what_is_in_them() -> None:
+    counters = EngineCounters(attended_layers=((None, 2), (4, 3)))
+    one, several = make_request("one", 10), make_request("several", 10)
+    one.num_computed_tokens, several.num_computed_tokens = 9, 6
+    items = ScheduledRequest(one, 1), ScheduledRequest(several, 3)
+    counters.note_work(SchedulerOutput(items, 4))
+    assert counters.attended == 2 * (10 + 7 + 8 + 9) + 3 * (4 + 4 + 4 + 4)
+    assert counters.kv_read == 2 * (10 + 9) + 3 * (4 + 6)
