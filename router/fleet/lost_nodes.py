@@ -1,6 +1,6 @@
 """LostNodes: which nodes went away that nobody had told to, and when. Knows no living node.
 
-Operators see those that fell silent; who looks for a request that ends nodes counts all losses.
+Operators see those that did not come back; who looks for a request that ends nodes counts all losses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LostNodes:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._losses: deque[Loss] = deque(maxlen=MAX_LOSSES)  # oldest first
-        self._silent: dict[str, tuple[float, NodeRegistration]] = {}  # by name, oldest first
+        self._missing: dict[str, tuple[float, NodeRegistration]] = {}  # by name, oldest first
 
     def note_loss(self, engine_id: str) -> None:
         """A node went away by itself."""
@@ -51,22 +51,22 @@ class LostNodes:
         """When the last one went away; a time long ago if none did."""
         return self._losses[-1].at if self._losses else float("-inf")
 
-    def note_silent(self, registration: NodeRegistration) -> None:
-        """A node said nothing for too long: kept for operators, without what only peers need."""
+    def note_missing(self, registration: NodeRegistration) -> None:
+        """A node went away by itself: kept for operators, without what only peers need."""
         identity = dict(identity_of(registration.compatibility))
         known = dataclasses.replace(registration, peer_info=b"", compatibility=identity)
         self.forget(registration.node_name)
-        self._silent[registration.node_name] = (self._clock(), known)
-        if len(self._silent) > MAX_SHOWN:
-            del self._silent[next(iter(self._silent))]
+        self._missing[registration.node_name] = (self._clock(), known)
+        if len(self._missing) > MAX_SHOWN:
+            del self._missing[next(iter(self._missing))]
 
     def forget(self, name: str) -> None:
         """A node of that name is here, or not awaited; harmless when it is not known."""
-        self._silent.pop(name, None)
+        self._missing.pop(name, None)
 
     @property
-    def silent(self) -> list[NodeRegistration]:
-        """Those that fell silent in the last minutes and did not come back."""
+    def missing(self) -> list[NodeRegistration]:
+        """Those that went away in the last minutes and did not come back."""
         oldest = self._clock() - SHOWN_S
-        self._silent = {name: item for name, item in self._silent.items() if item[0] > oldest}
-        return [registration for _, registration in self._silent.values()]
+        self._missing = {name: item for name, item in self._missing.items() if item[0] > oldest}
+        return [registration for _, registration in self._missing.values()]

@@ -131,8 +131,8 @@ class NodePool:
 
     @property
     def lost(self) -> list[NodeRegistration]:
-        """Nodes that fell silent in the last minutes and did not come back."""
-        return self.lost_nodes.silent
+        """Nodes that went away by themselves in the last minutes and did not come back."""
+        return self.lost_nodes.missing
 
     @property
     def has_had_both_roles(self) -> bool:
@@ -206,6 +206,7 @@ class NodePool:
         del self._nodes[node.engine_id]
         if not (on_purpose or node.is_draining):
             self.lost_nodes.note_loss(node.engine_id)
+            self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
         self._review_identity(left=node.identity if node.is_draining else None)
@@ -278,7 +279,6 @@ class NodePool:
             node.num_missed_beats += 1
             # (The first is no miss: the beat of this interval may be on its way.)
             if node.num_missed_beats > self._max_missed_beats + 1:
-                self.lost_nodes.note_silent(node.registration)
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 

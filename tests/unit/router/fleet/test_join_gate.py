@@ -123,11 +123,11 @@ def test_what_a_flood_of_joins_leaves_behind_is_bounded(monkeypatch: pytest.Monk
         )
         assert pool.gate.obstacle(registration, pool.nodes, f"ipv4:10.0.0.{number}") == ""
         hand = HandNode(pool, registration)
-        pool.lost_nodes.note_silent(registration)
+        pool.lost_nodes.note_missing(registration)
         pool.gate.expel(registration.engine_id)
         prefill.reach(hand)
         hand.leave()
-        pool.lost_nodes.note_silent(registration)
+        pool.lost_nodes.note_missing(registration)
     assert len(pool.lost) == MAX_SHOWN
     assert all(lost.peer_info == b"" for lost in pool.lost)
     assert len(pool.gate._left) == 10

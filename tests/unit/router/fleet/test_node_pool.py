@@ -16,6 +16,7 @@ from baton.link.words import (
     PeerUpdate,
     RequestError,
     SendKVSnapshot,
+    ServingState,
 )
 from router.fleet.node import STALLED_FACTOR, STALLED_S, LegDelta, Node
 from router.fleet.node_pool import NodePool
@@ -278,6 +279,19 @@ def test_when_a_node_leaves_its_legs_fail_its_peers_hear_it_and_others_go_on() -
 
 
 # ---------------------------------------------------------------- beats
+
+
+def test_a_node_whose_link_breaks_is_missing_until_it_is_back_and_one_that_drained_is_not() -> None:
+    """No alert said that a node had been killed: only silent ones were shown as lost."""
+    pool = make_pool()
+    _, decode = join_pair(pool)
+    decode.leave()
+    assert [lost.node_name for lost in pool.lost] == ["d0"]
+    again = HandNode(pool, dataclasses.replace(make_registration("d0", D), engine_id="d0-1"))
+    assert pool.lost == []
+    pool.take(again.node, NodeBeat(serving_state=ServingState.DRAINING))
+    again.leave()
+    assert pool.lost == []
 
 
 def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:

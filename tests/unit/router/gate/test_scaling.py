@@ -101,7 +101,7 @@ def test_nodes_that_are_missing_make_nobody_seem_idle() -> None:
     scene.say(scene.decodes[0], num_free_blocks=2)
     lost = scene.decodes[1].node.registration
     scene.decodes[1].leave()
-    scene.pool.lost_nodes.note_silent(lost)
+    scene.pool.lost_nodes.note_missing(lost)
     assert scene.demand(D) == pytest.approx(2 * 0.8), "it is to come back"
     scene.decodes[0].leave()
     assert scene.signals.signal(D) is None

@@ -66,7 +66,7 @@ async def test_it_says_why_it_is_not_ready_and_is_whole_without_nodes(scene: Htt
 async def test_drains_lost_nodes_and_revisions_are_told(scene: HttpScene) -> None:
     HandNode(scene.pool, make_registration("p9", NodeRole.PREFILL, differs={"revision": "v2"}))
     lost = make_registration("d9", NodeRole.DECODE)
-    scene.pool.lost_nodes.note_silent(lost)
+    scene.pool.lost_nodes.note_missing(lost)
     beat = NodeBeat(serving_state=ServingState.DRAINING, num_transfers=3)
     scene.pool.take(scene.decode.node, beat)
     shown = await page(scene)
