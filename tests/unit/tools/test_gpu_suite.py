@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -75,3 +76,15 @@ def test_the_wheelhouse_brings_what_nodes_import() -> None:
     script = (ROOT / "tools" / "gpu_wheelhouse.sh").read_text(encoding="utf-8")
     lists = re.findall(r'^(?:engine|nodes|nixl)="([^"]*)"', script, re.MULTILINE)
     assert names - THERE - NOT_IMPORTED - set(" ".join(lists).split()) == set()
+
+
+def test_drawn_weights_are_loaded_with_all_that_an_engine_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from models import load_model
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    drawn = importlib.import_module("gpu_models")._load
+    assert list(inspect.signature(drawn).parameters) == list(
+        inspect.signature(load_model).parameters
+    )
