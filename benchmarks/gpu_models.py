@@ -24,6 +24,7 @@ from engine.engine import Engine
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.cpu.packing import CpuPacker
+from models.parallel.group import ALONE, Ranks
 from models.registry import MODELS
 
 _COMMON: dict[str, Any] = {
@@ -116,7 +117,11 @@ def _load(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     packer: CpuPacker | None = None,
+    ranks: Ranks = ALONE,
 ) -> CausalLM:
+    """In place of `load_model`, with weights that are drawn; of one rank."""
+    if ranks is not ALONE:
+        raise ValueError("ranks: a shape of this suite is one process's")
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)
     with torch.device("meta"):
         model = MODELS.load(config.architecture)(config)

@@ -99,8 +99,8 @@ class HeldWrites(InMemoryTransport):
         return SimpleNamespace(is_done=lambda: not self.is_held)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_so_much_is_in_flight_as_the_memory_is_quick(on_device: bool) -> None:
+@pytest.mark.parametrize(("on_device", "most_mib"), [(False, 32), (True, 256)])
+def test_so_much_is_in_flight_as_the_memory_is_quick(on_device: bool, most_mib: int) -> None:
     portions = DEVICE_PORTIONS if on_device else HOST_PORTIONS
     mib = 2**20
     memory = PlainMemory(torch.zeros(512, 1, 1, 1), manifest(1, 1, mib // 4))  # so it says
@@ -136,7 +136,7 @@ def test_so_much_is_in_flight_as_the_memory_is_quick(on_device: bool) -> None:
     for _ in range(5):
         go_on()
     assert set(transport.written_blocks) == {portions.write_bytes // mib}
-    assert sum(transport.written_blocks) == portions.in_flight_bytes // mib
+    assert sum(transport.written_blocks) == most_mib
     transport.is_held = False
     for _ in range(64):
         go_on()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[3]
+BENCHMARKS = ROOT / "benchmarks"
+THERE = {"torch", "numpy"}  # on any machine with a GPU
+NOT_IMPORTED = {"gguf"}  # but for files of that kind
 
 
 @pytest.fixture
@@ -61,3 +67,24 @@ def test_outcomes_are_read_from_one_process_and_from_several(
         assert found is None
     else:
         assert found == (f"tests/kernels/test_norm.py::{expected[0]}", expected[1])
+
+
+def test_the_wheelhouse_brings_what_nodes_import() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["node"]
+    names = {re.split(r"[^\w-]", line)[0].replace("_", "-") for line in wanted}
+    script = (ROOT / "tools" / "gpu_wheelhouse.sh").read_text(encoding="utf-8")
+    lists = re.findall(r'^(?:engine|nodes|nixl)="([^"]*)"', script, re.MULTILINE)
+    assert names - THERE - NOT_IMPORTED - set(" ".join(lists).split()) == set()
+
+
+def test_drawn_weights_are_loaded_with_all_that_an_engine_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from models import load_model
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    drawn = importlib.import_module("gpu_models")._load
+    assert list(inspect.signature(drawn).parameters) == list(
+        inspect.signature(load_model).parameters
+    )
