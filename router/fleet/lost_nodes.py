@@ -1,6 +1,6 @@
 """LostNodes: which nodes went away that nobody had told to, and when. Knows no living node.
 
-Operators see those that did not come back; who looks for a request that ends nodes counts all losses.
+Operators see those that did not come back; who looks for a request that ends nodes counts all.
 """
 
 from __future__ import annotations
