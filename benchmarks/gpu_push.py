@@ -114,7 +114,7 @@ def _read(path: Path) -> bytes:
 def receive(device: str, block_size: int, tokens: int, folder: Path) -> None:
     """What the other process does: offer its cache, let NIXL work, look at what came."""
     if device != "cpu":
-        torch.cuda.set_device(torch.device(device))
+        torch.cuda.set_device(torch.device(device).index or 0)
     kv_cache = make_cache(device, block_size, tokens)
     layout, name = KVLayout.of(kv_cache), f"recv-{block_size}"
     agent = NixlAgent(name, [layout], "DRAM" if device == "cpu" else "VRAM")

@@ -59,15 +59,15 @@ class Part:
 # The shares add up to the budget. `ops` compiles for every test, in as many processes as there are
 # cores; it is last, as the parts before it are the faster to tell that something is wrong.
 PARTS = {
-    "engine": Part("gpu_tokens", "check_engine", 50),
-    "graphs": Part("gpu_tokens", "check_graphs", 50),
-    "decode": Part("gpu_decode", "measure_decode", 110),
+    "engine": Part("gpu_tokens", "check_engine", 100),
+    "graphs": Part("gpu_tokens", "check_graphs", 60),
+    "decode": Part("gpu_decode", "measure_decode", 80),
     "push": Part("gpu_push", "measure_push", 40),
     "split": Part("gpu_tokens", "check_split", 70),
-    "nano": Part("gpu_decode", "measure_nano", 70),
-    "kernels": Part("gpu_tokens", "measure_kernels", 50),
-    "attention": Part("gpu_tokens", "measure_attention", 60),
-    "ops": Part("gpu_tokens", "check_ops", 70),
+    "nano": Part("gpu_decode", "measure_nano", 40),
+    "kernels": Part("gpu_tokens", "measure_kernels", 20),
+    "attention": Part("gpu_tokens", "measure_attention", 50),
+    "ops": Part("gpu_tokens", "check_ops", 110),
 }
 BUDGET_S = 570.0
 LEAST_S = 5.0  # in less not even a process begins

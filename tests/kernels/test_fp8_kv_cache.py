@@ -22,7 +22,7 @@ from baton_kernels.triton.norm_rotary_store import norm_rotary_store, store_kv
 from tests.kernels.test_triton_attention import MIXED, Layer
 
 NORMAL = 2.0**-6
-SLOTS = torch.tensor([7, 3, -1, 0])
+SLOTS = (7, 3, -1, 0)
 SCALES = [(1.0, 1.0), (0.25, 2.0)]  # of keys and values
 
 
@@ -76,13 +76,13 @@ def test_stores_the_bits_of_the_definition(
     arguments = (qkv, num_heads, cos.to(dtype), sin.to(dtype))
     key_scale, value_scale = scales
     for op, cache in ((norm_rotary_store, ours), (reference.norm_rotary_store, meant)):
-        op(*arguments, cache, SLOTS, key_scale=key_scale, value_scale=value_scale)
+        op(*arguments, cache, torch.tensor(SLOTS), key_scale=key_scale, value_scale=value_scale)
     assert_same_bits(ours, meant)
     assert float(ours.float().nan_to_num().abs().max()) == reference.FP8_MAX
     heads = qkv.view(num_tokens, -1, head_dim)
     key, value = heads[:, num_heads : num_heads + num_kv_heads], heads[:, -num_kv_heads:]
     again, _ = caches(num_kv_heads, head_dim)
-    store_kv(key, value, again, SLOTS, key_scale=key_scale, value_scale=value_scale)
+    store_kv(key, value, again, torch.tensor(SLOTS), key_scale=key_scale, value_scale=value_scale)
     assert_same_bits(again, meant)
 
 
@@ -131,5 +131,5 @@ def test_without_float8_the_definition_stores(monkeypatch: pytest.MonkeyPatch) -
     ours, meant = caches(1, 16)
     angles = torch.ones(4, 16), torch.zeros(4, 16)
     for op, cache in ((norm_rotary_store, ours), (reference.norm_rotary_store, meant)):
-        op(qkv, 1, *angles, cache, SLOTS)
+        op(qkv, 1, *angles, cache, torch.tensor(SLOTS))
     assert_same_bits(ours, meant)

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import GridExecutor, interpreter_builder
 from baton_kernels import reference
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.attention.triton import TritonAttention
-from baton_kernels.triton import decode_attention
+from baton_kernels.triton import decode_attention, varlen_attention
 from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.decode_attention import DecodeBuffers, launch_plan
 from baton_kernels.triton.fp8 import has_fp8
@@ -276,7 +276,10 @@ def test_every_key_of_every_tile_is_in_one_part(
 
 
 @pytest.mark.parametrize("window", [None, 1100])
-def test_few_tiles_with_many_keys_are_split(window: int | None) -> None:
+def test_few_tiles_with_many_keys_are_split(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen_attention, "num_multiprocessors", lambda device: 4)
     layer = Layer(([5, 12], [1250, 700]), num_heads=3, num_kv_heads=1)
     backend = TritonAttention()
     out = layer.run(backend, window=window)

@@ -190,9 +190,8 @@ class Case:
             inputs = []
             for place, shape in enumerate(self.shapes):
                 parts = [texts[text][place][begin:end] for text, begin, end in chunks]
-                inputs.append(
-                    torch.cat([*parts, torch.full((padding, *shape), NAN).to(self.dtype)])
-                )
+                behind = torch.full((padding, *shape), NAN, dtype=self.dtype, device=self._device)
+                inputs.append(torch.cat([*parts, behind]))
             out = self.run(ops, inputs, states, on_device(metadata, self._device))
             assert not out[len(out) - padding :].any()
             rows = torch.split(out[: len(out) - padding], [end - begin for _, begin, end in chunks])
