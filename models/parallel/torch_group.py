@@ -148,8 +148,11 @@ def connect(
         stage_size: ranks of one stage.
         meeting: see ``TorchGroup``.
         device: of the tensors.
-        shared: descriptor of memory that ranks of this machine share (`open_shared`).
+        shared: descriptor of memory that ranks of this machine share (`open_shared`); sums on
+            GPUs do not go through it.
     """
+    if device.type != "cpu":
+        shared = None
     everyone = TorchGroup(rank, num_ranks, meeting, "everyone", device)
     if stage_size == num_ranks:
         group = share_memory(everyone, shared, 0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from baton_kernels.dispatch import native_ops
+from models.parallel import torch_group
 from models.parallel.group import Collective, CollectiveError
 from models.parallel.shared_group import SLOT_BYTES, SharedGroup, open_shared, share_memory
 from models.parallel.torch_group import TorchGroup
@@ -28,6 +29,16 @@ def on_all(group: Group, call: Callable[[Collective], Any]) -> list[Any]:
     """What each rank, on a thread of its own, gets of a call that all make."""
     with ThreadPoolExecutor(len(group)) as pool:
         return [future.result() for future in [pool.submit(call, rank) for rank in group]]
+
+
+def test_sums_on_gpus_do_not_go_through_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether all ranks can was asked with a tensor of the CPU, which NCCL does not take."""
+    asked = []
+    monkeypatch.setattr(torch_group, "TorchGroup", lambda *arguments: object())
+    monkeypatch.setattr(torch_group, "share_memory", lambda group, shared, _: asked.append(shared))
+    for device in ("cuda", "cpu"):
+        torch_group.connect(0, 2, 2, "", torch.device(device), shared=3)
+    assert asked == [None, 3]
 
 
 @pytest.fixture(params=[("gloo", 2), ("shared", 2), ("shared", 3), ("shared", 4)], ids=str)
