@@ -51,8 +51,8 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
 def cores_of_rank(config: EngineConfig, rank: int) -> frozenset[int]:
     """Return where a rank computes if no option says it: on its share of what this process may use.
 
-    Two ranks that wait for each other on the same core are half as fast, and look busy enough to
-    the kernel to be left there. Empty: there are fewer cores than ranks, or the option says it.
+    So that two ranks which wait for each other are never on one core. Empty: there are fewer cores
+    than ranks, or the option says it.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if config.cpu_list or len(allowed) < config.num_ranks:

@@ -88,7 +88,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNodes(  # gRPC's naming
         self, request: admin_pb2.ListNodesRequest, context: Context
     ) -> admin_pb2.ListNodesResponse:
-        """All joined nodes, how busy they are, and whom they reach; and those that fell silent."""
+        """All joined nodes, how busy they are, and whom they reach; and those that are missing."""
         return admin_pb2.ListNodesResponse(
             nodes=[
                 *await describe_nodes(self._pool, self._pool.nodes),
@@ -100,7 +100,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetNode(  # gRPC's naming
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """One node; also one that fell silent."""
+        """One node; also one that went away by itself."""
         for registration in self._pool.lost:
             if request.node in (registration.node_name, registration.engine_id):
                 return describe_lost(registration)

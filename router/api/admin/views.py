@@ -88,7 +88,7 @@ def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
 
 
 def describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
-    """A node that fell silent and did not come back."""
+    """A node that went away by itself and did not come back."""
     description = _describe(registration)
     description.lost = True
     return description
