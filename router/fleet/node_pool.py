@@ -368,6 +368,11 @@ class NodePool:
             self._fleet = self.rollout.admit(made)
         return self._fleet
 
+    @property
+    def num_pairs_connected(self) -> int:
+        """Of all nodes that are here, whether they get requests or not."""
+        return sum(map(len, self._reach.bandwidths.values()))
+
     def is_eligible(self, node: Node) -> bool:
         """Whether a node may get new requests."""
         return (
