@@ -1,5 +1,5 @@
-"""Alerts in a fleet whose parts are killed, stopped, spoiled and overrun: each fires, and clears when
-it is mended. And none fires while nothing is wrong, nor beside what has to.
+"""Alerts in a fleet whose parts are killed, stopped, spoiled and overrun: each fires, and clears
+when it is mended. And none fires while nothing is wrong, nor beside what has to.
 
 The rules are those of `deploy/observability/rules.yaml` with shorter times, so that a drill takes
 minutes.
@@ -33,7 +33,7 @@ from tests.integration.test_prometheus import RULES
 
 pytestmark = [
     NEEDS_PROMETHEUS, pytest.mark.large, pytest.mark.lengthy, pytest.mark.nixl,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(1800), pytest.mark.flaky(reruns=0),
 ]  # fmt: skip
 
 # What cannot be brought about from outside, and why.
