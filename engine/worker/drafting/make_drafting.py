@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,14 +53,20 @@ def load_drafter(
         packer=choose_packer(config, device, dtype),
         max_model_len=config.max_model_len,
     )
-    drafter = DRAFTERS.load(config.speculative_method)(source)
+    return DRAFTERS.load(config.speculative_method)(source)
+
+
+def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineConfig:
+    """Ask for no more drafts than a drafter has heads; raises ConfigError where a user did."""
     num_heads = getattr(drafter, "num_heads", None)
-    if num_heads is not None and config.num_speculative_tokens > num_heads:
+    if num_heads is None:
+        return config
+    if config.num_speculative_tokens > num_heads:
         raise ConfigError(
             f"num_speculative_tokens: at most {num_heads}, as many as heads are there, got "
             f"{config.num_speculative_tokens}"
         )
-    return drafter
+    return replace(config, num_speculative_tokens=min(config.max_num_drafts, num_heads))
 
 
 def layers_of(drafter: AnyDrafter | None) -> tuple[LayerKV, ...]:
