@@ -257,8 +257,10 @@ def drill(
     seen.clear()
     with spoiled(), contextlib.suppress(AssertionError):
         wait_until(all_fired, "alerts", timeout_s=FIRES_S)
+    print(f"fired before it was mended: {sorted(seen)}")
     assert alerts <= seen, f"did not fire: {alerts - seen}; did: {seen}"
     wait_until(lambda: not firing() & alerts, f"silence of {alerts}", timeout_s=CLEARS_S)
+    print(f"fired: {sorted(seen)}")
     assert seen <= alerts | may, f"fired without need: {seen - alerts - may}"
 
 
@@ -337,10 +339,12 @@ def test_more_than_the_fleet_can_take(fleet: Fleet) -> None:
         with Load(fleet.address, 60, num_prompt=1500, max_tokens=200):
             yield
 
-    alerts = {"BatonRequestsRefused", "BatonFirstTokensSlow", "BatonKvFull"}
-    may = frozenset(
-        {"BatonQueueLong", "BatonRequestsPreempted", "BatonTokensSlow", "BatonRequestsFail"}
-    )
+    alerts = {
+        "BatonRequestsRefused", "BatonFirstTokensSlow", "BatonKvFull", "BatonQueueLong",
+        "BatonRequestsPreempted",
+    }  # fmt: skip
+    # (Who lost its blocks is placed again, and some are late for their clients.)
+    may = frozenset({"BatonTokensSlow", "BatonRequestsFail", "BatonRequestsRetried"})
     drill(fleet, alerts, overrun, may)
 
 
