@@ -258,10 +258,8 @@ def drill(
     seen.clear()
     with spoiled(), contextlib.suppress(AssertionError):
         wait_until(all_fired, "alerts", timeout_s=FIRES_S)
-    print(f"fired before it was mended: {sorted(seen)}")
     assert alerts <= seen, f"did not fire: {alerts - seen}; did: {seen}"
     wait_until(lambda: not firing() & alerts, f"silence of {alerts}", timeout_s=CLEARS_S)
-    print(f"fired: {sorted(seen)}")
     assert seen <= alerts | may, f"fired without need: {seen - alerts - may}"
 
 
