@@ -204,6 +204,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         node_args=[
             "--dtype", "float32", "--num-blocks", "200", "--kv-digests", "--engine-timeout-s", "0",
             "--metrics-listen", "127.0.0.1:0", "--inject-faults", f"@{faults}",
+            "--drain-timeout-s", "5",
         ],
         log_folder=folder / "logs",
     )  # fmt: skip
