@@ -28,7 +28,9 @@ _PRIOR_WEIGHT = 2.0  # drafts that those of all requests count for in one reques
 _FIRST_PRIOR = 0.7
 TRY_AFTER = 512  # steps in which nothing was guessed, for it did not pay; then twice as many
 TRY_AT_LEAST = 8192  # ... and so on up to here
-_MARGIN = 1.02  # by how much more tokens per second drafts must give
+# By how much more tokens per second drafts must give: less is within what steps' times vary by, and
+# requests that get ahead of others leave these in smaller batches.
+_MARGIN = 1.1
 
 
 class StepCosts:
@@ -85,14 +87,15 @@ class StepCosts:
         there, or, where one size alone is known, the same: what is not known is tried, and is
         known then.
         """
-        sizes, costs = list(self._typical), list(self._typical.values())
+        sizes, costs = list(self._typical), np.array(list(self._typical.values()))
         if not sizes:
             return np.ones(len(num_tokens))
-        found = np.interp(num_tokens, sizes, costs)
-        beyond = num_tokens > sizes[-1]
+        # No step takes longer than a larger one: where it seems so, its moments were slow ones.
+        costs = np.minimum.accumulate(costs[::-1])[::-1]
+        found: NDArray[np.float64] = np.interp(num_tokens, sizes, costs)
         if len(sizes) > 1:
-            slope = max(costs[-1] - costs[0], 0.0) / (sizes[-1] - sizes[0])
-            return np.where(beyond, costs[-1] + slope * (num_tokens - sizes[-1]), found)
+            slope = float(costs[-1] - costs[0]) / (sizes[-1] - sizes[0])
+            found = found + slope * np.maximum(num_tokens - sizes[-1], 0)
         return found
 
 

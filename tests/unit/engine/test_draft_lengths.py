@@ -84,6 +84,21 @@ def test_a_slow_moment_is_seen_through_when_measured_anew() -> None:
     assert costs.seconds(np.array([32])).tolist() == [10.0]
 
 
+def test_no_step_seems_to_take_longer_than_a_larger_one() -> None:
+    costs = costs_of({32: 80.0, 40: 45.0, 64: 70.0})  # 32 in a slow moment
+    assert costs.seconds(np.array([32, 40, 64])).tolist() == [45.0, 45.0, 70.0]
+    lengths, choice = choose_lengths(costs, 32, [1] * 8, [0.5] * 8)
+    assert sum(lengths) == choice.num_drafts
+    assert choice.gain == (32 + 8 * 0.5) / 32  # and not twice as many tokens per second
+
+
+def test_guesses_that_give_little_more_are_not_computed() -> None:
+    """What they seem to give is within what times vary by."""
+    costs = costs_of({32: 40.0, 72: 84.0})
+    assert choose_lengths(costs, 32, [5] * 8, [0.99] * 8)[1].num_drafts == 0
+    assert choose_lengths(costs_of({32: 40.0, 72: 60.0}), 32, [5] * 8, [0.99] * 8)[1].num_drafts
+
+
 def test_guesses_that_do_not_pay_are_tried_ever_more_rarely() -> None:
     trials = Trials()
     due = [step for step in range(8 * TRY_AFTER) if trials.is_due()]
