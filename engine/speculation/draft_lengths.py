@@ -26,8 +26,10 @@ _MEMORY = 0.93  # of a request's acceptance, per draft that was looked at
 _MEMORY_OF_ALL = 0.99  # likewise of all requests' together
 _PRIOR_WEIGHT = 2.0  # drafts that those of all requests count for in one request's
 _FIRST_PRIOR = 0.7
+_FIRST_TRIED = 8  # steps that guess before it counts what that takes: tapes are made in them
 TRY_AFTER = 512  # steps in which nothing was guessed, for it did not pay; then twice as many
 TRY_AT_LEAST = 8192  # ... and so on up to here
+TRIAL_SHARE = 0.005  # of all time, that is guessed in then
 # By how much more tokens per second drafts must give: less is within what steps' times vary by, and
 # requests that get ahead of others leave these in smaller batches.
 _MARGIN = 1.1
@@ -108,18 +110,29 @@ class DraftingCosts:
 
     def __init__(self) -> None:
         self._costs: dict[int, StepCosts] = {}  # by number of drafts
+        self._num_noted = 0
 
     def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """A step guessed so many drafts behind each of its requests, and took so long for it."""
+        self._num_noted += 1
         self._costs.setdefault(num_drafts, StepCosts()).note(num_rows, seconds)
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
-        """Of so many drafts; where these were not measured, as if each took the same."""
-        if not num_drafts or not self._costs:
+        """Of so many drafts: at most what more of them took, or in proportion what fewer took.
+
+        The first draft takes longest, as what is new is read for it. So what was measured in a slow
+        moment, or before there was a tape for it, is tried again. None at first: so they are tried.
+        """
+        if not num_drafts or self._num_noted < _FIRST_TRIED:
             return 0.0
-        measured = min(self._costs, key=lambda num: abs(num - num_drafts))
-        [found] = self._costs[measured].seconds(np.array([num_rows]))
-        return float(found) * num_drafts / measured
+        rows = np.array([num_rows])
+        return min(
+            (
+                float(own.seconds(rows)[0]) * max(num_drafts / measured, 1.0)
+                for measured, own in self._costs.items()
+            ),
+            default=0.0,
+        )
 
 
 def _size_class(num_tokens: int) -> int:
@@ -234,11 +247,16 @@ def choose_num_drafts(
 
 
 class Trials:
-    """When to guess although it does not pay, for what it is worth may change; ever more rarely."""
+    """When to guess although it does not pay, for what it is worth may change; ever more rarely.
+
+    And so rarely that it takes little of all time: a drafter that reads what it has not read, of
+    many requests, may take as long as many steps do.
+    """
 
     def __init__(self) -> None:
         self._num_silent = self._num_left = 0
         self._wait = TRY_AFTER
+        self._owed = 0.0  # steps to wait for what the latest trial took
 
     def is_due(self) -> bool:
         """Whether a step in which guesses do not pay is to guess all the same; ask once a step."""
@@ -246,13 +264,17 @@ class Trials:
             self._num_left -= 1
             return True
         self._num_silent += 1
-        if self._num_silent <= self._wait:
+        if self._num_silent <= max(self._wait, self._owed):
             return False
-        self._num_silent, self._num_left = 0, TRIED - 1
+        self._num_silent, self._num_left, self._owed = 0, TRIED - 1, 0.0
         self._wait = min(2 * self._wait, TRY_AT_LEAST)
         return True
+
+    def note_cost(self, num_steps: float) -> None:
+        """A step of a trial guessed for as long as so many steps take."""
+        self._owed += num_steps / TRIAL_SHARE
 
     def note_paid(self) -> None:
         """Guesses pay."""
         self._num_silent = self._num_left = 0
-        self._wait = TRY_AFTER
+        self._wait, self._owed = TRY_AFTER, 0.0

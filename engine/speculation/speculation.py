@@ -143,6 +143,8 @@ class Speculation:
             if scheduled.num_drafts:
                 num_rows = len(scheduled.scheduled)
                 self._drafting_costs.note(num_rows, scheduled.num_drafts, drafting_s)
+                if not self._to_guess[0]:
+                    self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
         """Guess for a node that goes on with a request, which ends here."""

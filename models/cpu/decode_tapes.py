@@ -65,14 +65,20 @@ class DecodeTapes:
         self._latest: deque[_Key | None] = deque(maxlen=_SOON)
 
     @torch.no_grad()
-    def run(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> Results:
-        """Compute ``layers(inputs, context)``, by a tape if there is one or can be."""
+    def run(
+        self, layers: Layers, inputs: Inputs, context: ForwardContext, *, comes_again: bool = False
+    ) -> Results:
+        """Compute ``layers(inputs, context)``, by a tape if there is one or can be.
+
+        Args:
+            comes_again: a shape is taped the first time, as it will.
+        """
         key = _key(inputs, context) if native_ops() is self._ops else None
         if key is None or key not in self._tapes:
             few = len(inputs[0]) <= FEW_ROWS
             repeated = key in (self._latest if few else list(self._latest)[-1:])
             self._latest.append(key)
-            if key is None or not repeated:
+            if key is None or not (repeated or comes_again):
                 return layers(inputs, context)
             recorded = self._tapes[key] = self._record(layers, inputs, context)
             self._forget()

@@ -135,11 +135,13 @@ class StateDecoder(Decoder):
 
         return self.run(layers, inputs, context)[0]
 
-    def run(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> Results:
+    def run(
+        self, layers: Layers, inputs: Inputs, context: ForwardContext, *, comes_again: bool = False
+    ) -> Results:
         """Compute ``layers(inputs, context)``, by a tape where there are tapes."""
         if self.tapes is None:
             return layers(inputs, context)
-        return self.tapes.run(layers, inputs, context)
+        return self.tapes.run(layers, inputs, context, comes_again=comes_again)
 
     def angles(self, context: ForwardContext, dtype: torch.dtype) -> list[Tensor]:
         """Compute cosines and sines of a context's positions, by each rotary embedding."""
@@ -267,7 +269,9 @@ class StateDrafter(DecoderForCausalLM):
             return tuple(drafts)
 
         inputs = [token_ids, states, *self.model.angles(context, states.dtype)]
-        return torch.cat(self.model.run(guess, inputs, context)).tolist()
+        # Few shapes: what is new is at most a token more than there are drafts.
+        comes_again = num_tokens <= num_drafts + 1
+        return torch.cat(self.model.run(guess, inputs, context, comes_again=comes_again)).tolist()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See ``LayersDrafter``."""

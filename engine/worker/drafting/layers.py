@@ -15,7 +15,7 @@ outputs it reads what came since it guessed last, when it is asked to guess agai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,7 +99,7 @@ class LayersDrafting:
             self._unseen.append((step, states, sampled))
         else:
             while self._unseen:
-                self._note(*self._unseen.popleft())
+                self._note(*self._unseen.popleft(), gone=step.new_rows)
             self.chooser.forget(step.new_rows)
             for row in step.new_rows:
                 self._rows.pop(row, None)
@@ -110,11 +110,20 @@ class LayersDrafting:
                 after_layer(self._num_layers + layer)
         return drafts
 
-    def _note(self, step: DraftingStep, states: Tensor, sampled: Sampled) -> list[int]:
-        """Keep what a step made known; returns the requests that are to be read now."""
+    def _note(
+        self, step: DraftingStep, states: Tensor, sampled: Sampled, gone: Set[int] = frozenset()
+    ) -> list[int]:
+        """Keep what a step made known; returns the requests that are to be read now.
+
+        Args:
+            gone: rows that another request has by now.
+        """
         offset, wanted = 0, []
         for index, row_number in enumerate(step.rows):
             start, num_tokens = step.starts[index], step.num_tokens[index]
+            if row_number in gone:
+                offset += num_tokens
+                continue
             row = self._rows.get(row_number)
             if row is None:
                 row = self._rows[row_number] = _Row(start)

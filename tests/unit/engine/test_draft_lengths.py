@@ -9,6 +9,7 @@ from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.speculation.draft_lengths import (
+    TRIAL_SHARE,
     TRIED,
     TRY_AFTER,
     Acceptance,
@@ -107,9 +108,33 @@ def test_guesses_that_do_not_pay_are_tried_ever_more_rarely() -> None:
     assert [trials.is_due() for _ in range(TRY_AFTER + 1)].index(True) == TRY_AFTER
 
 
+def test_a_trial_that_takes_long_is_not_made_again_soon() -> None:
+    trials = Trials()
+    while not trials.is_due():
+        pass
+    trials.note_cost(40.0)
+    silent = 0
+    while trials.is_due() or silent < TRIED:  # the rest of that trial
+        silent += 1
+    while not trials.is_due():
+        silent += 1
+    assert silent >= 40 / TRIAL_SHARE
+
+
+def test_what_many_guesses_took_before_there_was_a_tape_is_measured_again() -> None:
+    drafting = DraftingCosts()
+    for _ in range(4):
+        assert drafting.seconds(1, 5) == 0.0  # tapes are made
+        drafting.note(1, 5, 3.0)
+        drafting.note(1, 2, 0.4)
+    assert drafting.seconds(1, 5) == 1.0
+    assert drafting.seconds(1, 1) == 0.4
+    assert drafting.seconds(1, 0) == 0.0
+
+
 def test_so_many_are_guessed_as_pay_with_what_guessing_takes() -> None:
     drafting = DraftingCosts()
-    for _ in range(TRIED):
+    for _ in range(8):
         drafting.note(1, 3, 0.3)
     assert choose_num_drafts(FLAT, drafting, 1, 3, 0.9)[0] == 3
     assert choose_num_drafts(FLAT, drafting, 1, 3, 0.05)[0] == 0
