@@ -7,7 +7,6 @@ know: requests' tokens, who guesses.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ class StepCosts:
 
 
 def _of(samples: Sequence[float]) -> float:
-    return statistics.median(samples) if len(samples) >= _ENOUGH else min(samples)
+    return sorted(samples)[len(samples) // 2] if len(samples) >= _ENOUGH else min(samples)
 
 
 class DraftingCosts:
@@ -117,22 +116,23 @@ class DraftingCosts:
         self._num_noted += 1
         self._costs.setdefault(num_drafts, StepCosts()).note(num_rows, seconds)
 
-    def seconds(self, num_rows: int, num_drafts: int) -> float:
-        """Of so many drafts: at most what more of them took, or in proportion what fewer took.
+    def seconds(self, num_rows: int, most: int) -> NDArray[np.float64]:
+        """Of no draft, one, and so on to ``most``: ``[most + 1]``.
 
-        The first draft takes longest, as what is new is read for it. So what was measured in a slow
-        moment, or before there was a tape for it, is tried again. None at first: so they are tried.
+        At most what more of them took, or in proportion what fewer took, as the first draft takes
+        longest: what is new is read for it. So what was measured in a slow moment, or before there
+        was a tape for it, is tried again. None at first: so they are tried.
         """
-        if not num_drafts or self._num_noted < _FIRST_TRIED:
-            return 0.0
+        found = np.zeros(most + 1)
+        if self._num_noted < _FIRST_TRIED:
+            return found
+        numbers = np.arange(1, most + 1)
         rows = np.array([num_rows])
-        return min(
-            (
-                float(own.seconds(rows)[0]) * max(num_drafts / measured, 1.0)
-                for measured, own in self._costs.items()
-            ),
-            default=0.0,
-        )
+        found[1:] = np.inf
+        for measured, own in self._costs.items():
+            of_one = np.maximum(numbers / measured, 1.0)
+            found[1:] = np.minimum(found[1:], own.seconds(rows)[0] * of_one)
+        return found
 
 
 def _size_class(num_tokens: int) -> int:
@@ -235,7 +235,7 @@ def choose_num_drafts(
     numbers = np.arange(most + 1)
     tokens = np.cumsum(rate**numbers)
     seconds = costs.seconds(num_rows * (1 + numbers))
-    guessing = [drafting.seconds(num_rows, num) for num in range(most + 1)]
+    guessing = drafting.seconds(num_rows, most)
     speed = tokens / (seconds + guessing)
     best = int(np.argmax(speed))
     if speed[best] < _MARGIN * speed[0]:
@@ -243,7 +243,7 @@ def choose_num_drafts(
     step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
     possible = (num_rows * best, num_rows * most)
     gain = float(speed[best] / speed[0])
-    return best, Choice(*possible, num_rows, rate, step_s, gain, guessing[best or most])
+    return best, Choice(*possible, num_rows, rate, step_s, gain, float(guessing[best or most]))
 
 
 class Trials:
