@@ -411,9 +411,25 @@ def test_rows_are_unpacked(native: NativeOps, storage: WeightFormat) -> None:
     expected = weight[ids] if storage.keeps_numbers else packed.unpacked()[ids]
     assert torch.equal(native.unpack_rows(packed, ids), expected)
     assert torch.equal(reference.unpack_rows(packed, ids), expected)
+    wide = native.unpack_rows(packed, ids, torch.float32)
+    assert torch.equal(wide, expected.float())
+    assert wide.dtype == torch.float32
     assert native.unpack_rows(packed, ids[:0]).shape == (0, 3, 11)
     with pytest.raises(IndexError):
         native.unpack_rows(packed, torch.tensor([37]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_joined_and_the_largest_number_found(
+    native: NativeOps, dtype: torch.dtype
+) -> None:
+    x, y = torch.randn(3, 700).to(dtype), torch.randn(3, 11).to(dtype)
+    joined = native.join(x, y)
+    assert torch.equal(joined, reference.join(x, y))
+    joined[0, 300] = joined[0, 5] = joined[0].max() + 1  # of equal ones the first
+    joined[1] = -torch.inf
+    joined[2, 710] = torch.inf
+    assert native.largest(joined).tolist() == reference.largest(joined).tolist() == [5, 0, 710]
 
 
 def test_packing_and_unpacking() -> None:

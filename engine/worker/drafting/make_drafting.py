@@ -23,6 +23,7 @@ from models.base import CausalLM
 from models.drafters import DRAFTERS
 from models.drafters.base import HeadsDrafter, LayersDrafter
 from models.drafters.loading import DrafterSource
+from models.drafters.state_decoder import StateDrafter
 
 AnyDrafter = HeadsDrafter | LayersDrafter
 
@@ -106,6 +107,7 @@ def make_drafting(
     if getattr(drafter, "state_layers", ()):
         assert isinstance(model, DecoderForCausalLM)
         read_states = model.model.kept_states
+    is_quick = isinstance(drafter, StateDrafter) and drafter.model.tapes is not None
     return LayersDrafting(
         drafter,  # type: ignore[arg-type]
         passes,
@@ -113,4 +115,5 @@ def make_drafting(
         longest,
         chooser,
         read_states,
+        drafter if is_quick and not rejects else None,  # type: ignore[arg-type]
     )
