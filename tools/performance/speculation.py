@@ -49,7 +49,7 @@ def _plain(part: str, name: str) -> Row:
 
 
 OF_A_TRAINED_ONE = (
-    "a step of the demo model takes a millisecond, so that guessing and looking at the guesses takes"
+    "a step of the demo model takes a millisecond, so guessing, and looking at guesses, takes"
     " more than it; Medusa's heads are right too seldom."
 )
 OF_FOUR_BITS = (
