@@ -56,6 +56,7 @@ OF_FOUR_BITS = (
     "half of the steps find nothing to guess by, and six tokens take 1.5 steps where products and"
     " no longer reading take the time; in float32 it holds."
 )
+OF_PROMPTS = "a layer that is to guess later reads prompts when they are computed."
 SPECULATION = Source(
     name="speculation",
     command="benchmarks/speculation.py",
@@ -73,7 +74,10 @@ SPECULATION = Source(
             for method in TRAINED
         ),
         *(_plain(method, f"demo model, {method}, all guesses") for method in TRAINED),
-        *(_adaptive(method, f"demo model, {method}", 32, LEAST_OFF) for method in TRAINED),
+        *(
+            _adaptive(method, f"demo model, {method}", 32, LEAST_OFF, OF_PROMPTS)
+            for method in TRAINED
+        ),
         _plain("transformers", "transformers: demo model, assisted"),
         _plain("transformers", "transformers: demo model, prompt lookup"),
     ),
