@@ -19,7 +19,7 @@ class GonePeers:
     """All of them; they stay connected until they are forgotten, as they may be alive.
 
     Args:
-        receiver: drains and disconnects them.
+        receiver: watches, drains and disconnects them.
     """
 
     def __init__(self, receiver: Receiver) -> None:
@@ -31,7 +31,7 @@ class GonePeers:
     def meet(self, peer: PeerInfo) -> None:
         """A peer came, or came back: watch its process while it is certain which one that is."""
         if peer.engine_id not in self._processes:
-            self._processes[peer.engine_id] = PeerProcess(peer)
+            self._processes[peer.engine_id] = self._receiver.watch(peer)
         self._forget_loss(peer.engine_id)
 
     def add(self, peer: PeerInfo) -> None:

@@ -25,7 +25,7 @@ from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.executors import EXECUTORS
-from engine.executors.base import PendingStep
+from engine.executors.base import Executor, PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
 from models.work import model_work
@@ -50,20 +50,27 @@ class Engine:
     """
 
     def __init__(
-        self, model_folder: Path, config: EngineConfig, identity: Mapping[str, str] = _NOBODYS
+        self,
+        model_folder: Path,
+        config: EngineConfig,
+        identity: Mapping[str, str] = _NOBODYS,
+        executor: Executor | None = None,
     ) -> None:
         """Load the model and allocate the cache.
 
         Args:
             identity: of the folder (`folder_identity`), where others are to name cached KV the
                 same; without it names mean something in this process alone.
+            executor: computes the steps; None: the one that the options name.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
             ConfigError: an option does not fit the model or the machine.
         """
         config = find_drafter(config)
-        self.executor = executor = EXECUTORS.load(config.executor_name)(model_folder, config)
+        if executor is None:
+            executor = EXECUTORS.load(config.executor_name)(model_folder, config)
+        self.executor = executor
         config = executor.config
         self.model_config, self.dtype = executor.model_config, executor.dtype
         self.kv_memory, self.max_model_len = executor.kv_memory, executor.max_model_len

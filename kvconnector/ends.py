@@ -17,7 +17,7 @@ from baton.telemetry.node_metrics import ConnectorMetrics
 from kvconnector.base import BlockPush, KVReservation, TransferEvent
 from kvconnector.io import IoLoop
 from kvconnector.peer_info import PeerInfo
-from kvconnector.peer_process import start_time
+from kvconnector.peer_process import PeerProcess, start_time
 from kvconnector.protocol.actions import Abort, Begin, Drain, Drop, Leave, Meet, Push
 from kvconnector.protocol.digests import (
     BlockReader,
@@ -25,10 +25,11 @@ from kvconnector.protocol.digests import (
     DigestVerifier,
     SentDigests,
 )
+from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.receiver import ReceiveMachine
 from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.sender import SendMachine
-from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS
+from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS, Portions
 from kvconnector.transports.base import KVTransport
 
 
@@ -87,6 +88,9 @@ class Sender(_End):
         on_death: called (on the loop's thread) when the connector cannot continue.
         clock: seconds that never go back.
         digests: of this node's memory, if the decode node is to check what arrives.
+        channels: that messages are sealed with; None: this process start's own.
+        make_peers: of whom it knows, and how each of them is.
+        portions: how much is posted at once; None: as suits the memory.
 
     Attributes:
         machine: the protocol; touched by the loop's thread alone.
@@ -99,13 +103,20 @@ class Sender(_End):
         on_death: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
         digests: BlockReader | None = None,
+        *,
+        channels: Channels | None = None,
+        make_peers: Callable[..., Peers] = Peers,
+        portions: Portions | None = None,
     ) -> None:
         self._clock = clock
-        channels = Channels(transport.peer_info.engine_id)
+        channels = channels or Channels(transport.peer_info.engine_id)
         self.peer_info = own = _describe(transport, channels)
         scratch = transport.scratch
-        portions = DEVICE_PORTIONS if scratch.memory.is_cuda else HOST_PORTIONS
-        self.machine = SendMachine(own, scratch.digest, portions, is_verified=digests is not None)
+        if portions is None:
+            portions = DEVICE_PORTIONS if scratch.is_on_device else HOST_PORTIONS
+        self.machine = SendMachine(
+            own, scratch.digest, portions, is_verified=digests is not None, make_peers=make_peers
+        )
         teller = None
         if digests is not None:
             sent = SentDigests(digests, own.engine_id)
@@ -162,6 +173,7 @@ class Receiver(_End):
         on_death: called (on the loop's thread) when the connector cannot continue.
         clock: seconds that never go back.
         digests: of this node's memory, if what arrives is to be checked before anybody hears of it.
+        channels, make_peers: see `Sender`.
 
     Attributes:
         machine: the protocol; touched by the loop's thread alone.
@@ -175,10 +187,13 @@ class Receiver(_End):
         on_death: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
         digests: BlockReader | None = None,
+        *,
+        channels: Channels | None = None,
+        make_peers: Callable[..., Peers] = Peers,
     ) -> None:
-        channels = Channels(transport.peer_info.engine_id)
+        channels = channels or Channels(transport.peer_info.engine_id)
         self.peer_info = own = _describe(transport, channels)
-        self.machine = ReceiveMachine(own)
+        self.machine = ReceiveMachine(own, make_peers=make_peers)
         self.verifier = None
         if digests is not None:
             self.verifier = DigestVerifier(
@@ -193,6 +208,10 @@ class Receiver(_End):
             on_death=on_death,
             clock=clock,
         )
+
+    def watch(self, peer: PeerInfo) -> PeerProcess:
+        """Whoever can say that a peer has ended, so that nothing of it is written any more."""
+        return PeerProcess(peer)
 
     def drain(self, engine_id: str) -> None:
         """Take in what a process that is dead had sent; PEER_DRAINED follows."""

@@ -111,7 +111,7 @@ class IoLoop:
         self._events: deque[TransferEvent] = deque()
         # In flight, by peer and transfer (or `NO_TRANSFER`, a probe's), in the order of posting.
         self._writes: dict[tuple[str, TransferKey], deque[PendingWrite]] = {}
-        self._is_on_device = transport.scratch.memory.is_cuda  # where the KV cache is, too
+        self._is_on_device = transport.scratch.is_on_device  # where the KV cache is, too
         self._wake = threading.Event()
         self._expecting = False
         self._num_read_failures = 0

@@ -10,14 +10,16 @@ travels of it are ranges within:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from baton.kv_manifest import KVManifest
 from kvconnector.slices import Ranges
+
+if TYPE_CHECKING:
+    import torch
 
 
 class KVMemory(Protocol):

@@ -7,8 +7,6 @@ import time
 import uuid
 from dataclasses import dataclass
 
-import torch
-
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
 from baton.engine_config import EngineConfig
@@ -77,7 +75,7 @@ def load_engine(
     engine = Engine(folder, config, identity)
     spec = engine.kv_memory.spec
     logger.info(
-        "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens in %s (%.0f MiB), %d threads",
+        "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens in %s (%.0f MiB)",
         model,
         time.perf_counter() - started,
         engine.dtype,
@@ -86,7 +84,6 @@ def load_engine(
         spec.block_size,
         engine.kv_memory.dtype,
         engine.num_blocks * spec.block_bytes / 2**20,
-        torch.get_num_threads(),
     )
     compatibility = {
         **engine.compatibility,

@@ -24,8 +24,8 @@ from baton.checkpoint.model_folder import find_model_folder, read_limits
 from baton.checkpoint.model_identity import SIMULATED, folder_identity
 from baton.link.router_links import RouterLinks
 from baton.link.words import BEAT_INTERVAL_S, NodeRole
+from sim_node.connector import KVNetwork
 from sim_node.faults import FaultSpec
-from sim_node.kv_network import KVNetwork
 from sim_node.node import NodeLinks, SimNode
 from sim_node.options import SimModel, SimOptions
 
@@ -186,7 +186,7 @@ class SimCluster:
         """Have a node vanish; harmless when it is gone."""
         node = self._nodes.pop(name, None)
         if node is not None:
-            self._num_tokens_before += node.num_tokens_made
+            self._num_tokens_before += node.simulation.num_tokens_made
             self._max_lag_before_s = max(self._max_lag_before_s, node.clock.max_lag_s)
             await node.end()
 
@@ -224,14 +224,14 @@ class SimCluster:
 
     def slow(self, name: str, factor: float) -> None:
         """Have a node take so many times as long as usual; 1 is as usual."""
-        self._node(name).slow_down(factor)
+        self._node(name).simulation.slow_down(factor)
 
     def stats(self) -> SimStats:
         wall, cpu = self._started
         nodes = self._nodes.values()
         return SimStats(
-            self._num_tokens_before + sum(node.num_tokens_made for node in nodes),
-            sum(node.num_running for node in nodes),
+            self._num_tokens_before + sum(node.simulation.num_tokens_made for node in nodes),
+            sum(node.simulation.node.beat().num_running for node in nodes),
             time.perf_counter() - wall,
             time.process_time() - cpu,
             max([self._max_lag_before_s, *(node.clock.max_lag_s for node in nodes)]),

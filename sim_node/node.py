@@ -1,4 +1,8 @@
-"""SimNode: one simulated node: its link to the router, its half of the simulator, its faults.
+"""SimNode: a real node over an executor that only takes time, with its link to the router.
+
+    command -> PrefillNode or DecodeNode -> Engine -> SimExecutor          a step's end is a timer
+                   |
+               Sender or Receiver -> SimTransport                           and so is a write's
 
 A node is one incarnation (one engine id). `stop` and `go_on` are what SIGSTOP and SIGCONT are to a
 real one: stopped, it says nothing, does nothing, and does not dial again.
@@ -10,17 +14,16 @@ import asyncio
 import random
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from baton.access.tls import NO_TLS, TlsOptions
-from baton.api.errors import ConfigError
-from baton.block_hash import BlockHasher, cache_namespace
 from baton.link.drain import Drain
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
     REVISION,
     AbortAll,
-    CancelCommand,
     DecodeCommand,
     NodeBeat,
     NodeEvent,
@@ -29,19 +32,25 @@ from baton.link.words import (
     PeerReport,
     PeerUpdate,
     PrefillCommand,
+    RequestError,
     RouterCommand,
     SendKVSnapshot,
+    failed_delta,
 )
 from baton.version import __version__
+from decode_node.node import DecodeNode
+from decode_node.options import DecodeOptions
+from engine.engine import Engine
+from kvconnector.ends import Receiver, Sender
+from node_runtime.kv_event_feed import KVEventFeed
+from node_runtime.node_engine import LoadedEngine
+from prefill_node.node import PrefillNode
 from sim_node.clock import NodeClock
-from sim_node.decode import SimDecode
+from sim_node.connector import TRANSPORT, KVNetwork, SimReceiver, SimTransport, make_sender
+from sim_node.executor import SimExecutor, engine_config
 from sim_node.faults import FaultSpec
-from sim_node.kv_cache import SimKVCache
-from sim_node.kv_events import KVEventLog
-from sim_node.kv_network import TRANSPORT, KVMessage, KVNetwork
-from sim_node.node_parts import NodeParts, SimEngine
 from sim_node.options import SimModel, SimOptions
-from sim_node.prefill import SimPrefill
+from sim_node.sim_model import prompt_key, token_at
 
 
 class NodeLinks(Protocol):
@@ -85,34 +94,16 @@ class SimNode:
         self.engine_id = f"{name}-{uuid.uuid4().hex[:8]}"
         self.joined = asyncio.Event()
         self.clock = NodeClock(asyncio.get_running_loop())
-        self._network = network
-        self._options = options
-        self._refuse = faults.refuse
-        self._random = random.Random(f"{faults.seed} {self.engine_id}")
-        self._drain = Drain()
         self._going = asyncio.Event()
         self._going.set()
-        cache = SimKVCache(options.num_blocks)
-        self._log = KVEventLog(cache, self._emit)
-        self._parts = NodeParts(
-            engine_id=self.engine_id,
-            model=model,
-            options=options,
-            timing=options.timing,
-            clock=self.clock,
-            cache=cache,
-            hasher=BlockHasher(
-                options.block_size, options.prefix_hash, cache_namespace(model.identity)
-            ),
-            network=network,
-            emit=self._emit,
+        self._drain = Drain()
+        self.simulation = Simulation(
+            self.engine_id, role, network, model, options, faults, self.clock, self._emit
         )
-        make_engine = SimPrefill if role is NodeRole.PREFILL else SimDecode
-        self._engine: SimEngine = make_engine(self._parts, self._log)
         self._links = make_links(
             [router],
-            self._registration(network.add(self.engine_id, self._take_message)),
-            self._submit,
+            self.simulation.registration(name),
+            lambda command: self.clock.run(lambda: self.simulation.take(command)),
             self._drain,
             on_joined=self._note_joined,
             on_stop=self._drain.begin,  # the others of this process go on
@@ -121,16 +112,6 @@ class SimNode:
             tls=tls,
         )
         self.task = asyncio.create_task(self._links.run())
-
-    @property
-    def num_tokens_made(self) -> int:
-        return self._parts.num_tokens_made
-
-    @property
-    def num_running(self) -> int:
-        return self._engine.beat().num_running
-
-    # ------------------------------------------------------------------ its life
 
     def stop(self) -> None:
         """Stand still: silent, and deaf."""
@@ -142,49 +123,17 @@ class SimNode:
         self._going.set()
         self.clock.go_on()
 
-    def slow_down(self, factor: float) -> None:
-        """Take so many times as long as usual from the next step on; 1 is as usual."""
-        self._parts.timing = self._options.timing.scaled(factor)
-
     async def end(self) -> None:
         """Vanish, as a killed process does."""
         self.clock.end()
-        self._network.remove(self.engine_id)
+        self.simulation.end()
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
     def beat(self) -> None:
         """Say how busy it is; to be called once per beat interval."""
         if self._going.is_set():
-            self._engine.expire()
-            self._log.flush()
-            self._links.beat(self._engine.beat())
-
-    # ------------------------------------------------------------------ the link
-
-    def _registration(self, peer_info: bytes) -> NodeRegistration:
-        model, options = self._parts.model, self._options
-        return NodeRegistration(
-            node_name=self.name,
-            engine_id=self.engine_id,
-            role=self.role,
-            version=__version__,
-            address="",  # nobody can ask it anything
-            peer_info=peer_info,
-            compatibility={
-                **model.identity,
-                "block_size": str(options.block_size),
-                "kv_connector": TRANSPORT,
-                "version": __version__,
-                **({REVISION: options.revision} if options.revision else {}),
-            },
-            max_model_len=model.max_model_len,
-            num_blocks=options.num_blocks,
-            block_size=options.block_size,
-            prefix_hash=options.prefix_hash,
-            kv_bytes_per_token=float(options.timing.kv_bytes_per_token),
-            computes_prompts=self.role is NodeRole.DECODE,
-        )
+            self._links.beat(self.simulation.beat())
 
     async def _note_joined(self, joined: bool) -> None:
         if joined:
@@ -196,38 +145,194 @@ class SimNode:
     def _emit(self, event: NodeEvent) -> None:
         self._links.emit(event)
 
-    def _submit(self, command: RouterCommand | AbortAll) -> None:
-        self.clock.run(lambda: self._take(command))
 
-    def _take_message(self, message: KVMessage) -> None:
-        self.clock.run(lambda: self._engine.take_message(message))
+class Simulation:
+    """The node itself, and when it is stepped.
 
-    def _take(self, command: RouterCommand | AbortAll) -> None:
+    Args:
+        engine_id: of this incarnation.
+        role: of the node.
+        network: of this process.
+        model: that it claims to serve.
+        options: sizes and timing.
+        faults: what it does wrong by itself.
+        clock: of the node.
+        emit: takes events for the router.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        role: NodeRole,
+        network: KVNetwork,
+        model: SimModel,
+        options: SimOptions,
+        faults: FaultSpec,
+        clock: NodeClock,
+        emit: Callable[[NodeEvent], None],
+    ) -> None:
+        self.engine_id, self._role = engine_id, role
+        self._network, self._options, self._clock, self._emit = network, options, clock, emit
+        self._refuse = faults.refuse
+        self._random = random.Random(f"{faults.seed} {engine_id}")
+        self._executor = SimExecutor(model, options, role, clock, self._look_later)
+        self.engine = Engine(
+            Path(), engine_config(options, role), model.identity, executor=self._executor
+        )
+        self._executor.requests = self.engine.requests
+        transport = SimTransport(
+            engine_id,
+            network,
+            self.engine.kv_memory.manifest,
+            options.num_blocks,
+            timing=lambda: self._executor.timing,
+            clock=clock,
+            on_arrival=self._look_later,
+        )
+        self._end: Sender | Receiver
+        self.node: PrefillNode | DecodeNode
+        if role is NodeRole.PREFILL:
+            sender = make_sender(transport, clock.now, on_event=self._wake, on_death=_raise)
+            self.node, self._end = PrefillNode(self.engine, sender, emit, clock=clock.now), sender
+        else:
+            receiver = SimReceiver(
+                transport, network, clock.now, on_event=self._wake, on_death=_raise
+            )
+            decode = DecodeOptions(local_prefill_threshold=options.local_prefill_threshold)
+            self.node = DecodeNode(self.engine, receiver, emit, decode, clock=clock.now)
+            self._end = receiver
+        self._kv_events = KVEventFeed(self.engine, emit, clock=clock.now)
+        self._met: set[str] = set()  # peers that the node was told of
+        self._step_is_due = self._is_awake = self._look_is_due = False
+
+    # ------------------------------------------------------------------ what its process asks
+
+    @property
+    def num_tokens_made(self) -> int:
+        """Output tokens so far, also those that nobody took."""
+        return self._executor.num_tokens
+
+    def registration(self, name: str) -> NodeRegistration:
+        """What it tells the router of itself."""
+        compatibility = {
+            **self.engine.compatibility,
+            "kv_connector": TRANSPORT,
+            "version": __version__,
+            **({REVISION: self._options.revision} if self._options.revision else {}),
+        }
+        loaded = LoadedEngine(self.engine, self.engine_id, compatibility, self._options.prefix_hash)
+        # Nobody can ask it anything.
+        return loaded.registration(name, self._role, "", self._network.peer_info(self.engine_id))
+
+    def slow_down(self, factor: float) -> None:
+        """Take so many times as long as usual from the next step on; 1 is as usual."""
+        self._executor.timing = self._options.timing.scaled(factor)
+
+    def beat(self) -> NodeBeat:
+        """How busy it is. Looks at deadlines, too, as an idle engine's thread does."""
+        self._look_later()
+        self._wake()
+        return self.node.beat()
+
+    def end(self) -> None:
+        """Vanish."""
+        self._network.remove(self.engine_id)
+
+    def take(self, command: RouterCommand | AbortAll) -> None:
+        """Take a command of the router."""
         match command:
             case PrefillCommand() | DecodeCommand():
-                if self._refuse and self._random.random() < self._refuse:
-                    problem = f"{self.role.value}: refused (an injected fault)"
-                    self._parts.fail(command.request_id, command.epoch, "UNAVAILABLE", problem)
-                else:
-                    self._engine.take(command)
-            case CancelCommand():
-                self._engine.take(command)
-            case PeerUpdate(removed=True):
-                self._engine.lose_peer(command.engine_id)
+                self._begin(command)
+            case PeerUpdate(removed=False):
+                self._report(command)
+                return
             case PeerUpdate():
-                problem = self._network.problem(command.peer_info)
-                self._emit(
-                    PeerReport(
-                        command.engine_id,
-                        not problem,
-                        TRANSPORT,
-                        problem,
-                        0.0 if problem else self._options.timing.link_bytes_per_s,
-                    )
-                )
+                self._met.discard(command.engine_id)
+                self.node.submit(command)
             case SendKVSnapshot():
-                self._log.begin()
-            case AbortAll():
-                self._engine.abort_all(command)
+                self._kv_events.request_snapshot()
             case _:
-                raise ConfigError(f"a simulated node takes no {type(command).__name__}")
+                self.node.submit(command)
+        self._wake()
+
+    # ------------------------------------------------------------------ commands
+
+    def _begin(self, command: PrefillCommand | DecodeCommand) -> None:
+        """Pass a command on, unless it is refused, and first the peer that it names.
+
+        Pairs of nodes are many, and most never meet: a node learns a peer when it is to.
+        """
+        problem, code = self._problem(command), "INVALID_ARGUMENT"
+        if self._refuse and self._random.random() < self._refuse:
+            problem = f"{self._role.value}: refused (an injected fault)"
+            code = "UNAVAILABLE"
+        if problem:
+            error = RequestError(code, problem)
+            self._emit((failed_delta(command.request_id, command.epoch, error),))
+            return
+        is_prefill = isinstance(command, PrefillCommand)
+        peer = command.decode_engine_id if is_prefill else command.prefill_engine_id
+        if peer in self._network and peer not in self._met:
+            self._met.add(peer)
+            self.node.submit(PeerUpdate(peer, self._network[peer].peer_info.encode()))
+        # What nobody here could obey: there are no logits.
+        params = replace(
+            command.sampling_params, structured_output=None, logprobs=None, prompt_logprobs=None
+        )
+        self.node.submit(replace(command, sampling_params=params))
+
+    def _problem(self, command: PrefillCommand | DecodeCommand) -> str:
+        """Tokens of earlier attempts must be those that this prompt has: else a retry lost some."""
+        if not command.output_token_ids:
+            return ""
+        key, vocab_size = (
+            prompt_key(command.prompt_token_ids),
+            self._executor.model_config.vocab_size,
+        )
+        for index, token_id in enumerate(command.output_token_ids):
+            if token_id != token_at(key, index, vocab_size):
+                return f"output_token_ids: token {index} is not of this prompt, got {token_id}"
+        return ""
+
+    def _report(self, update: PeerUpdate) -> None:
+        problem = self._network.problem(update.peer_info)
+        rate = 0.0 if problem else self._options.timing.link_bytes_per_s
+        self._emit(PeerReport(update.engine_id, not problem, TRANSPORT, problem, rate))
+
+    # ------------------------------------------------------------------ when it is stepped
+
+    def _wake(self) -> None:
+        """Step the node now, or when the step in flight has ended."""
+        if self._step_is_due:
+            self._is_awake = True
+        else:
+            self._step_is_due = True
+            self._clock.call_at(self._clock.now(), self._step)
+
+    def _step(self, now: float) -> None:
+        self._is_awake = False
+        executor = self._executor
+        executor.now = now
+        busy = self.node.step()
+        self._kv_events.after_step(busy=busy)
+        self._end.loop.round()
+        if self.engine.step_in_flight:
+            self._clock.call_at(executor.busy_until, self._step)
+        elif busy or self._is_awake:
+            self._clock.call_at(self._clock.now(), self._step)
+        else:
+            self._step_is_due = False
+
+    def _look_later(self) -> None:
+        """Have the connector look at what came, once whoever caused it has ended."""
+        if not self._look_is_due:
+            self._look_is_due = True
+            self._clock.call_at(self._clock.now(), self._look)
+
+    def _look(self, now: float) -> None:
+        self._look_is_due = False
+        self._end.loop.round()
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -5,6 +5,9 @@ sentinels, so that any of them can be taken out in O(1):
 
     head <-> oldest <-> ... <-> newest <-> tail        allocate at the head, free at the tail
 
+Blocks that nobody has had yet are made when they are first wanted: a large cache that is mostly
+empty costs nothing. They are older than all others.
+
 A free block keeps its content and its hash until it is given out again, so that a later request
 with the same prefix can take it back (`touch`). Knows no request and no tensor.
 """
@@ -75,12 +78,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_evicted = 0
-        self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self._blocks: list[KVCacheBlock] = []  # by id; the others were never given out
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
-        chain = [self._head, *self._blocks, self._tail]
-        for previous, block in itertools.pairwise(chain):
-            previous.next, block.previous = block, previous
+        self._head.next, self._tail.previous = self._tail, self._head
         # One block per hash nearly always; a dict only where two blocks hold the same content.
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
@@ -101,6 +102,7 @@ class BlockPool:
         if extents and num_blocks > 1:
             block_ids = self._take_extents(num_blocks)
         else:
+            self._make_new(num_blocks)
             block_ids = self._take_oldest(num_blocks)
         self.num_free -= num_blocks
         return block_ids
@@ -220,7 +222,7 @@ class BlockPool:
     def check(self) -> None:
         """Assert the invariants; O(num_blocks), for tests and debug runs."""
         free_ids = {block.block_id for block in self._free_blocks()}
-        assert len(free_ids) == self.num_free
+        assert len(free_ids) + self.num_blocks - len(self._blocks) == self.num_free
         num_hashed = 0
         for block in self._blocks:
             assert (block.ref_count == 0) == (block.block_id in free_ids)
@@ -251,6 +253,16 @@ class BlockPool:
 
     # ------------------------------------------------------------------ inside
 
+    def _make_new(self, num_wanted: int) -> None:
+        """Put so many blocks that nobody has had at the head of the free list, while there are."""
+        first = len(self._blocks)
+        num_new = min(num_wanted, self.num_blocks - first)
+        if num_new:
+            new = [KVCacheBlock(first + index) for index in range(num_new)]
+            self._blocks += new
+            for previous, block in itertools.pairwise([self._head, *new, self._head.next]):
+                previous.next, block.previous = block, previous
+
     def _take_oldest(self, num_blocks: int) -> list[int]:
         """Unlink the head of the free list, at once."""
         block_ids = []
@@ -267,6 +279,7 @@ class BlockPool:
         """Unlink blocks that follow each other in memory, out of the older half of the list."""
         # The newer half only if there is no other way.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
+        self._make_new(window)
         candidates, block = [], self._head
         for _ in range(window):
             block = block.next

@@ -6,6 +6,8 @@ node (`decode_node/reservations.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from baton.api.outputs import PushReceipt
 from kvconnector.base import (
     HANDOFF_VERSION,
@@ -58,15 +60,16 @@ class ReceiveMachine:
 
     Args:
         own: how this end is presented to peers.
+        make_peers: see `Sender`.
 
     Attributes:
         grants: neither committed nor ended yet.
     """
 
-    def __init__(self, own: PeerInfo) -> None:
+    def __init__(self, own: PeerInfo, make_peers: Callable[..., Peers] = Peers) -> None:
         self._own = own
         self._turn = Turn()
-        self.peers = Peers(self._turn, own, greets=False)
+        self.peers = make_peers(self._turn, own, greets=False)
         self._slots = ProbeSlots(self._turn, own, self.peers)
         self.grants = Repeats()
         self._drains = Drains()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from kvconnector.base import TransferEvent, TransferEventKind, TransferKey
 from kvconnector.blocks import LayerRange, check_block_ids
@@ -67,6 +68,7 @@ class SendMachine:
         portions: how much is posted at once.
         is_verified: whether a transfer goes on behind its commit until the decode node has verified
             it (`digests.py`).
+        make_peers: see `Sender`.
 
     Attributes:
         transfers: those that have not ended.
@@ -75,7 +77,13 @@ class SendMachine:
     """
 
     def __init__(
-        self, own: PeerInfo, digest: bytes, portions: Portions, *, is_verified: bool = False
+        self,
+        own: PeerInfo,
+        digest: bytes,
+        portions: Portions,
+        *,
+        is_verified: bool = False,
+        make_peers: Callable[..., Peers] = Peers,
     ) -> None:
         self._own = own
         self._num_layers = own.manifest.layers_per_unit
@@ -83,7 +91,7 @@ class SendMachine:
         self._portions = portions
         self._is_verified = is_verified
         self._turn = Turn()
-        self.peers = Peers(
+        self.peers = make_peers(
             self._turn, own, greets=True, is_busy=self._has_writes, on_lost=self._fail_all
         )
         self._probes = Probes(self._turn, own, self.peers, digest)

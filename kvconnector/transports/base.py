@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange
 from kvconnector.layout import KVMemory
 from kvconnector.peer_info import PeerInfo
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Certificates(Protocol):
@@ -65,6 +66,9 @@ class SelfTestMemory(Protocol):
 
     @property
     def memory(self) -> torch.Tensor: ...
+
+    @property
+    def is_on_device(self) -> bool: ...
 
     @property
     def digest(self) -> bytes: ...

@@ -50,6 +50,11 @@ class Scratch:
                 self.memory[0] = torch.from_numpy(pattern)
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether it is a GPU's memory."""
+        return self.memory.is_cuda
+
+    @property
     def layout(self) -> KVLayout:
         """Where the rows lie."""
         return scratch_layout(

@@ -1,4 +1,4 @@
-"""Halves of the simulator on virtual time: what they say, and when, without an event loop."""
+"""Simulated nodes on virtual time: what they say, and when, without an event loop."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from baton.api.sampling_params import SamplingParams
-from baton.block_hash import BlockHasher
 from baton.link.words import (
     CancelCommand,
     DecodeCommand,
     KVCacheEvents,
     NodeEvent,
+    NodeRole,
+    PeerUpdate,
     PrefillCommand,
     RequestDelta,
 )
 from sim_node.clock import NodeClock
-from sim_node.decode import SimDecode
-from sim_node.kv_cache import SimKVCache
-from sim_node.kv_events import KVEventLog
-from sim_node.kv_network import KVNetwork
-from sim_node.node_parts import NodeParts
+from sim_node.connector import KVNetwork
+from sim_node.faults import FaultSpec
+from sim_node.node import Simulation
 from sim_node.options import SimModel, SimOptions
-from sim_node.prefill import SimPrefill
 from sim_node.timing import TimingModel
 
 VOCAB_SIZE = 1000
@@ -37,8 +35,8 @@ TIMING = TimingModel(
     decode_step_s=0.01,
     decode_s_per_request=0.0,
     decode_s_per_kv_token=0.0,
-    kv_bytes_per_token=1,
-    link_bytes_per_s=1000,
+    kv_bytes_per_token=8,
+    link_bytes_per_s=8000,
     link_latency_s=0.0,
 )
 
@@ -68,7 +66,7 @@ class VirtualTimers:
 
 
 class SimPair:
-    """A prefill and a decode half that reach each other, and all that they told the router."""
+    """A prefill and a decode node that reach each other, and all that they told the router."""
 
     def __init__(self, *, timing: TimingModel = TIMING, max_model_len: int = 1000, **sizes: Any):
         self.timers = VirtualTimers()
@@ -78,27 +76,17 @@ class SimPair:
         self.model = SimModel(
             identity={"model": "d"}, vocab_size=VOCAB_SIZE, max_model_len=max_model_len
         )
-        self.parts = {name: self._make_parts(name) for name in ("p", "d")}
-        self.logs = {name: KVEventLog(p.cache, p.emit) for name, p in self.parts.items()}
-        self.prefill = SimPrefill(self.parts["p"], self.logs["p"])
-        self.decode = SimDecode(self.parts["d"], self.logs["d"])
-        self.network.add("p", self.prefill.take_message)
-        self.network.add("d", self.decode.take_message)
+        self.clocks = {name: NodeClock(self.timers) for name in ("p", "d")}
+        roles = {"p": NodeRole.PREFILL, "d": NodeRole.DECODE}
+        self.nodes = {name: self._make_node(name, role) for name, role in roles.items()}
 
-    def _make_parts(self, name: str) -> NodeParts:
+    def _make_node(self, name: str, role: NodeRole) -> Simulation:
         def emit(event: NodeEvent) -> None:
             self.events.append((self.timers.now, name, event))
 
-        return NodeParts(
-            engine_id=name,
-            model=self.model,
-            options=self.options,
-            timing=self.options.timing,
-            clock=NodeClock(self.timers),
-            cache=SimKVCache(self.options.num_blocks),
-            hasher=BlockHasher(self.options.block_size),
-            network=self.network,
-            emit=emit,
+        clock = self.clocks[name]
+        return Simulation(
+            name, role, self.network, self.model, self.options, FaultSpec(), clock, emit
         )
 
     def send(
@@ -113,7 +101,7 @@ class SimPair:
     ) -> None:
         """Send both legs of a request, as a router does."""
         self.send_decode(request_id, prompt, output=output, epoch=epoch, **params)
-        self.prefill.take(
+        self.nodes["p"].take(
             PrefillCommand(
                 request_id=request_id,
                 epoch=epoch,
@@ -135,7 +123,7 @@ class SimPair:
         prefill: str = "p",
         **params: Any,
     ) -> None:
-        self.decode.take(
+        self.nodes["d"].take(
             DecodeCommand(
                 request_id=request_id,
                 epoch=epoch,
@@ -148,8 +136,8 @@ class SimPair:
         )
 
     def cancel(self, request_id: str, epoch: int = 1) -> None:
-        for half in (self.decode, self.prefill):
-            half.take(CancelCommand(request_id, epoch))
+        for name in "dp":
+            self.nodes[name].take(CancelCommand(request_id, epoch))
 
     def deltas(self, request_id: str, who: str = "pd") -> list[tuple[float, RequestDelta]]:
         """What the halves said of a request, and when, in order of the output."""
@@ -171,7 +159,11 @@ class SimPair:
     def cache_events(self, who: str) -> list[KVCacheEvents]:
         return [e for _, name, e in self.events if name == who and isinstance(e, KVCacheEvents)]
 
+    def lose(self, who: str, peer: str) -> None:
+        """The router tells a node that a peer is gone."""
+        self.nodes[who].take(PeerUpdate(peer, removed=True))
+
     def check_nothing_is_held(self) -> None:
-        for parts in self.parts.values():
-            parts.cache.check()
-            assert parts.cache.num_free_blocks == parts.cache.num_blocks
+        for node in self.nodes.values():
+            node.engine.check()
+            assert node.engine.num_free_blocks == node.engine.num_blocks

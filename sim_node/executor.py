@@ -1,0 +1,227 @@
+"""SimExecutor: computes nothing, in the time that it would take.
+
+    step      begins when it is submitted, ends after what `TimingModel` says
+    tokens    are what `sim_model` says: of the prompt and the position alone
+
+A step is submitted ahead of the end of the one before, as on a GPU: whoever steps the node does so
+when the step in flight has ended. Refuses to know: requests' fates, peers, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+from baton.engine_config import EngineConfig
+from baton.kv_layers import PagedKV
+from baton.kv_manifest import KVGroup, KVManifest
+from baton.limits import NUM_LAYER_GROUPS
+from baton.link.words import NodeRole
+from engine.core.kv_cache_groups import KVCacheGroup
+from engine.core.outputs import ModelRunnerOutput
+from engine.core.request import Request
+from engine.core.step_plan import SHARE, StepHooks, StepPlan
+from engine.executors.base import PendingStep
+from models.config import ModelConfig
+from sim_node.clock import NodeClock
+from sim_node.options import SimModel, SimOptions
+from sim_node.sim_model import prompt_key, token_at
+from sim_node.timing import TimingModel
+
+# All that a transformer's shape is needed for here is how many layers finish one by one, and as
+# many as are sent one by one are enough.
+_NUM_LAYERS = NUM_LAYER_GROUPS
+_SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 1,
+    "num_hidden_layers": _NUM_LAYERS,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2**20,
+}
+_KV_DTYPE = "uint8"  # of KV, so that its bytes can be any number
+
+
+@dataclass(frozen=True, slots=True)
+class SimKVSpec:
+    """See `engine.worker.kv_cache.KVCacheSpec`: one group of all layers, which keep all tokens."""
+
+    groups: tuple[KVCacheGroup, ...]
+    block_size: int
+    num_groups: int = 1
+    num_null_blocks: int = 0
+    sliding_windows: tuple[int | None, ...] = (None,)
+
+
+class _Layer:
+    """One that is being computed."""
+
+    is_computed = False
+
+    def has_ended(self) -> bool:
+        return self.is_computed
+
+
+class SimKVMemory:
+    """See `engine.worker.kv_cache.KVMemory`; there is none.
+
+    Args:
+        num_blocks: that there would be.
+        token_bytes: of all layers, rounded up to what layers of keys and values can have.
+    """
+
+    dtype = _KV_DTYPE
+    rank = 0
+    layers_per_group = _NUM_LAYERS
+
+    def __init__(self, num_blocks: int, block_size: int, token_bytes: int) -> None:
+        kv = PagedKV(num_kv_heads=1, head_dim=-(-token_bytes // (2 * _NUM_LAYERS)))
+        group = KVCacheGroup(kv, tuple(range(_NUM_LAYERS)))
+        self.num_blocks = num_blocks
+        self.spec = SimKVSpec((group,), block_size)
+        kv_group = KVGroup(
+            kind=kv.kind,
+            layers=group.layers,
+            arrays=kv.arrays(block_size, _KV_DTYPE, _KV_DTYPE),
+            num_places=_NUM_LAYERS,
+            block_size=block_size,
+        )
+        self.manifest = KVManifest(groups=(kv_group,))
+        self.layer = _Layer()
+
+    def fence(self) -> Callable[[], bool]:
+        """Asks whether the layer has been computed that was begun last."""
+        return self.layer.has_ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A step in flight, whose end is certain."""
+
+    output: ModelRunnerOutput
+
+    def wait(self) -> ModelRunnerOutput:
+        return self.output
+
+
+class SimExecutor:
+    """See `engine.executors.base.Executor` for the contract.
+
+    Args:
+        model: that it claims to compute.
+        options: its sizes and its timing.
+        role: of the node: a decode step costs something however few its tokens are.
+        clock: of the node.
+        on_layer: called when a layer has been computed whose end somebody waits for.
+
+    Attributes:
+        timing: may be replaced: a node may become slow.
+        now: when the next step begins; set by whoever steps the node.
+        busy_until: when the latest step ends.
+        requests: of the engine, by id.
+        num_tokens: sampled since the start.
+    """
+
+    runs_ahead = True
+    dtype = "bfloat16"
+
+    def __init__(
+        self,
+        model: SimModel,
+        options: SimOptions,
+        role: NodeRole,
+        clock: NodeClock,
+        on_layer: Callable[[], None],
+    ) -> None:
+        self.timing: TimingModel = options.timing
+        self.max_model_len = model.max_model_len
+        self.model_config = replace(
+            ModelConfig.from_dict({**_SHAPE, "vocab_size": model.vocab_size}),
+            eos_token_ids=frozenset(),
+        )
+        self.config = engine_config(options, role)
+        self._memory = SimKVMemory(
+            options.num_blocks, options.block_size, options.timing.kv_bytes_per_token
+        )
+        self.kv_memory = cast("Any", self._memory)  # nobody here looks at a tensor of it
+        self.now = self.busy_until = 0.0
+        self.requests: Mapping[str, Request] = {}
+        self.num_tokens = 0
+        self._role = role
+        self._clock = clock
+        self._on_layer = on_layer
+        self._rows: dict[int, tuple[str, int, int]] = {}  # request id, key and length of its prompt
+
+    def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
+        for new in plan.new_rows:
+            prompt = self.requests[new.request_id].token_ids[: new.num_prompt_tokens]
+            self._rows[new.row] = new.request_id, prompt_key(prompt), len(prompt)
+        vocab_size, rows, shares = self.model_config.vocab_size, self._rows, plan.shares
+        sampled: dict[str, tuple[int, ...]] = {}
+        num_decoding = num_kv_tokens = num_tokens = num_pairs = 0
+        for at in range(0, len(shares), SHARE):
+            row, start, num, num_known = shares[at : at + SHARE]
+            request_id, key, num_prompt = rows[row]
+            if num == 1 and start >= num_prompt:
+                num_decoding += 1
+                num_kv_tokens += num_known
+            else:
+                num_tokens += num
+                num_pairs += num * (2 * start + num + 1) // 2
+            if start + num >= num_known:
+                sampled[request_id] = (token_at(key, num_known - num_prompt, vocab_size),)
+        if self._role is NodeRole.PREFILL:
+            num_tokens += num_decoding  # behind an output that another attempt had
+            seconds = self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)
+        else:
+            seconds = self.timing.decode_s(num_decoding, num_kv_tokens)
+            seconds += self.timing.compute_s(num_tokens, num_pairs)
+        began, self.busy_until = self.now, self.now + seconds
+        if hooks.after_layer is not None:
+            self._compute_layers(hooks.after_layer, began, seconds)
+        self.num_tokens += len(sampled)
+        return _Done(ModelRunnerOutput(sampled, started_at=began, ended_at=self.busy_until))
+
+    def _compute_layers(
+        self, after_layer: Callable[[int], None], began: float, seconds: float
+    ) -> None:
+        """Have each layer end in its turn."""
+        for number in range(_NUM_LAYERS):
+            layer = self._memory.layer = _Layer()
+            after_layer(number)
+
+            def end(_: float, layer: _Layer = layer) -> None:
+                layer.is_computed = True
+                self._on_layer()
+
+            self._clock.call_at(began + seconds * (number + 1) / _NUM_LAYERS, end)
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
+    ) -> list[Any]:
+        return []
+
+    def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
+        return {}
+
+    def check_health(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def engine_config(options: SimOptions, role: NodeRole) -> EngineConfig:
+    """The options of a real node's engine of these sizes."""
+    return EngineConfig(
+        block_size=options.block_size,
+        num_blocks=options.num_blocks,
+        max_num_requests=min(options.max_num_requests, options.max_num_batched_tokens),
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        long_prefill_token_threshold=options.max_num_batched_tokens,
+        preemption="hand-back" if role is NodeRole.DECODE else "recompute",
+        prefix_hash=options.prefix_hash,
+    )
