@@ -270,8 +270,11 @@ class Simulation:
             error = RequestError(code, problem)
             self._emit((failed_delta(command.request_id, command.epoch, error),))
             return
-        is_prefill = isinstance(command, PrefillCommand)
-        peer = command.decode_engine_id if is_prefill else command.prefill_engine_id
+        peer = (
+            command.decode_engine_id
+            if isinstance(command, PrefillCommand)
+            else command.prefill_engine_id
+        )
         if peer in self._network and peer not in self._met:
             self._met.add(peer)
             self.node.submit(PeerUpdate(peer, self._network[peer].peer_info.encode()))

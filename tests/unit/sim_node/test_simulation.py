@@ -97,7 +97,8 @@ def test_the_second_transfer_waits_for_the_link() -> None:
         receipt = pair.deltas(str(number))[-1][1].decode
         assert receipt is not None
         exposed.append(receipt.push.exposed_transfer_s)
-    assert exposed == pytest.approx([0.020, 0.040], abs=1e-3)
+    # Layer by layer, both of them in turns.
+    assert exposed == pytest.approx([0.035, 0.040], abs=1e-3)
 
 
 def test_a_batch_makes_one_message_per_step() -> None:
