@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from kvconnector.blocks import LayerRange
 from kvconnector.ends import Receiver, Sender
 from kvconnector.peer_info import PeerInfo, RankMemory
 from kvconnector.peer_process import PeerProcess
+from kvconnector.protocol.messages import Message
 from kvconnector.protocol.peers import Peer, Peers, PeerState
 from kvconnector.protocol.seals import Channel, Channels
 from kvconnector.protocol.transfer import Portions
@@ -224,18 +226,49 @@ class _OpenChannels(Channels):
 
 
 class NearPeers(Peers):
-    """Peers of this process: there as long as their router does not say otherwise."""
+    """Peers of this process: there as long as they live, and their router does not say otherwise.
+
+    Args:
+        network: that they are in.
+        known: see `Peers`.
+    """
+
+    def __init__(self, *known: Any, network: KVNetwork, **calls: Any) -> None:
+        super().__init__(*known, **calls)
+        self._network = network
+
+    def __contains__(self, engine_id: object) -> bool:
+        return engine_id in self._peers or engine_id in self._network
+
+    def __getitem__(self, engine_id: str) -> Peer:
+        peer = self._peers.get(engine_id)
+        if peer is None:
+            info = self._network[engine_id].peer_info
+            peer = Peer(info, TRANSPORT, inf, PeerState.CONNECTED, alive_at=inf, is_probed=True)
+            self._peers[engine_id] = peer
+        return peer
 
     def meet(self, info: PeerInfo) -> None:
-        """Learn a peer; its node says by itself that it can be reached."""
-        peer = Peer(info, TRANSPORT, inf, PeerState.CONNECTED, alive_at=inf, is_probed=True)
-        self._peers[info.engine_id] = peer
+        """Nothing is to be learnt."""
+
+    def note_alive(self, engine_id: str, at_s: float) -> None:
+        """Nobody asks."""
+
+    def leave(self, engine_id: str) -> None:
+        if engine_id in self:
+            self[engine_id].state = PeerState.LEAVING
+
+    def may_start(self, engine_id: str) -> bool:
+        return engine_id in self and self[engine_id].state is PeerState.CONNECTED
+
+    def send(self, engine_id: str, message: Message, *, tells: bool = False) -> bool:
+        return engine_id in self and super().send(self[engine_id].engine_id, message, tells=tells)
+
+    def may_write(self, engine_id: str) -> bool:
+        return engine_id in self
 
     def tick(self) -> None:
         """Ask nobody for signs of life."""
-
-    def __iter__(self) -> Iterator[Peer]:
-        return iter(list(self._peers.values()))
 
 
 class _Life(PeerProcess):
@@ -258,22 +291,20 @@ class SimReceiver(Receiver):
     def __init__(
         self, transport: SimTransport, network: KVNetwork, clock: Callable[[], float], **calls: Any
     ) -> None:
-        super().__init__(
-            transport, clock=clock, channels=_OpenChannels(), make_peers=NearPeers, **calls
-        )
+        super().__init__(transport, clock=clock, **_near(network), **calls)
         self._network = network
 
     def watch(self, peer: PeerInfo) -> PeerProcess:
         return _Life(peer.engine_id, self._network)
 
 
-def make_sender(transport: SimTransport, clock: Callable[[], float], **calls: Any) -> Sender:
-    """A sender over a simulated network."""
-    return Sender(
-        transport,
-        clock=clock,
-        channels=_OpenChannels(),
-        make_peers=NearPeers,
-        portions=_WHOLE_PUSHES,
-        **calls,
-    )
+def make_sender(
+    transport: SimTransport, network: KVNetwork, clock: Callable[[], float], **calls: Any
+) -> Sender:
+    """Make a sender over a simulated network."""
+    return Sender(transport, clock=clock, portions=_WHOLE_PUSHES, **_near(network), **calls)
+
+
+def _near(network: KVNetwork) -> dict[str, Any]:
+    """What both ends need in place of what ends of different processes do."""
+    return {"channels": _OpenChannels(), "make_peers": partial(NearPeers, network=network)}

@@ -192,7 +192,9 @@ class Simulation:
         self._end: Sender | Receiver
         self.node: PrefillNode | DecodeNode
         if role is NodeRole.PREFILL:
-            sender = make_sender(transport, clock.now, on_event=self._wake, on_death=_raise)
+            sender = make_sender(
+                transport, network, clock.now, on_event=self._wake, on_death=_raise
+            )
             self.node, self._end = PrefillNode(self.engine, sender, emit, clock=clock.now), sender
         else:
             receiver = SimReceiver(

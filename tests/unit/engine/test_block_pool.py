@@ -80,8 +80,10 @@ def test_check_notices_a_count_that_does_not_fit() -> None:
 def cached_pool(*hashes: bytes, num_blocks: int = 4) -> BlockPool:
     """A pool whose blocks 0, 1, ... are held and cache a chain of these contents."""
     pool = BlockPool(num_blocks, record_events=True)
-    block_ids = pool.allocate(len(hashes))
-    assert block_ids == list(range(len(hashes)))
+    everything = pool.allocate(num_blocks)
+    assert everything == list(range(num_blocks))
+    block_ids = everything[: len(hashes)]
+    pool.release(everything[len(hashes) :])
     pool.cache(block_ids, hashes, None)
     pool.take_events()
     return pool
