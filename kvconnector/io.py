@@ -133,6 +133,11 @@ class IoLoop:
         self._wishes.append(wish)
         self._wake.set()
 
+    @property
+    def has_wishes(self) -> bool:
+        """Whether a round is to be begun at once."""
+        return bool(self._wishes)
+
     def expect(self, expecting: bool) -> None:
         """Whether messages may come soon."""
         wake = expecting and not self._expecting

@@ -320,7 +320,8 @@ class Simulation:
         executor.now = now
         busy = self.node.step()
         self._kv_events.after_step(busy=busy)
-        self._end.loop.round()
+        if self._end.loop.has_wishes:
+            self._end.loop.round()
         if self.engine.step_in_flight:
             self._clock.call_at(executor.busy_until, self._step)
         elif busy or self._is_awake:

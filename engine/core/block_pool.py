@@ -99,10 +99,10 @@ class BlockPool:
         """
         if num_blocks > self.num_free:
             return None
-        if extents and num_blocks > 1:
+        self._make_new(num_blocks)
+        if extents and num_blocks > 1 and len(self._blocks) == self.num_blocks:
             block_ids = self._take_extents(num_blocks)
-        else:
-            self._make_new(num_blocks)
+        else:  # what was just made is one extent
             block_ids = self._take_oldest(num_blocks)
         self.num_free -= num_blocks
         return block_ids
@@ -279,7 +279,6 @@ class BlockPool:
         """Unlink blocks that follow each other in memory, out of the older half of the list."""
         # The newer half only if there is no other way.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
-        self._make_new(window)
         candidates, block = [], self._head
         for _ in range(window):
             block = block.next
