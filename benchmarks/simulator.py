@@ -38,7 +38,7 @@ from sim_node.timing import preset
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 PROMPT = list(range(200))
 ENDLESS = SamplingParams(max_tokens=10**6)
-SETTLE_S = 3.0
+SETTLE_S = 6.0
 # Pairs of nodes, streams, time scale.
 ROWS = ((1, 256, 1.0), (16, 1024, 1.0), (256, 4096, 10.0))
 

@@ -262,10 +262,11 @@ class NearPeers(Peers):
         return engine_id in self and self[engine_id].state is PeerState.CONNECTED
 
     def send(self, engine_id: str, message: Message, *, tells: bool = False) -> bool:
-        return engine_id in self and super().send(self[engine_id].engine_id, message, tells=tells)
+        is_there = engine_id in self._network
+        return is_there and super().send(self[engine_id].engine_id, message, tells=tells)
 
     def may_write(self, engine_id: str) -> bool:
-        return engine_id in self
+        return engine_id in self._network
 
     def tick(self) -> None:
         """Ask nobody for signs of life."""
