@@ -1,1 +1,1 @@
-"""Simulated nodes: speak the node protocol and keep its timing, without a model. No torch."""
+"""Simulated nodes: real ones over an executor that only takes time. No model, no torch."""
