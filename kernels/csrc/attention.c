@@ -9,6 +9,7 @@
  */
 #include <float.h>
 #include "attention.h"
+#include "attention_shared.h"
 
 /* Heads that share a key, from which packing it for the micro kernel costs a decode less than what
  * it saves: its products, not reading it, take the time then. Either way gives the same bits. */
@@ -89,20 +90,23 @@ int baton_attention(const attention_call *c) {
         baton_scratch(SCRATCH_PARTIALS, (num_partials + 1) * group * partial_size(c) * sizeof(float));
     if (!partials) return 1;
     int team = work * c->head_dim * group < SERIAL_WORK ? 1 : c->num_threads, failed = 0;
+    int shared = is_shared(c);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
-        float *tiles = baton_scratch(SCRATCH_TILES, prompt_scratch_bytes(c));
+        float *tiles = baton_scratch(SCRATCH_TILES, shared ? shared_scratch_bytes(c) : prompt_scratch_bytes(c));
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_pieces; i++) {
             const piece *p = pieces + i;
             if (p->num_tokens > 1 || c->query_start_loc[p->request + 1] - c->query_start_loc[p->request] > 1) {
-                if (tiles) baton_attend_prompt(c, p, tiles, NULL);
-                else failed = 1;
+                if (!tiles) failed = 1;
+                else if (shared) baton_attend_shared(c, p, tiles, NULL);
+                else baton_attend_prompt(c, p, tiles, NULL);
             } else {
                 float *partial = p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c);
                 if (group < PACKED_GROUP) baton_attend_decode(c, p, partial);
-                else if (tiles) baton_attend_prompt(c, p, tiles, partial);
-                else failed = 1;
+                else if (!tiles) failed = 1;
+                else if (shared) baton_attend_shared(c, p, tiles, partial);
+                else baton_attend_prompt(c, p, tiles, partial);
             }
         }
         if (num_partials) {

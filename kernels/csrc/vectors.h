@@ -173,6 +173,28 @@ INLINE void transpose(vec *rows) {
 #endif
 }
 
+/* The sums of the lanes of LANES vectors: one lane of the result each. Each pass adds both halves. */
+INLINE vec sums_of_lanes(vec *rows) {
+#if defined(__AVX512F__)
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) {
+            __m512 first = (__m512)rows[i], second = (__m512)rows[i + half];
+            rows[i] = (vec)_mm512_permutex2var_ps(first, low, second) +
+                      (vec)_mm512_permutex2var_ps(first, high, second);
+        }
+    return rows[0];
+#else
+    transpose(rows);
+    vec sum = rows[0];
+    for (int i = 1; i < LANES; i++) sum += rows[i];
+    return sum;
+#endif
+}
+
 /* What LANES rows have at `offset` bytes, LANES times 32 bits of each, as columns. */
 INLINE void load_columns(const void *const *rows, int64_t offset, vec *columns) {
 #if defined(__AVX2__) && !defined(__AVX512F__)

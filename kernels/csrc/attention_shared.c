@@ -1,0 +1,387 @@
+/* A block of query rows (tokens x heads that share keys) over its keys, tile by tile, where they lie.
+ *
+ *   in tiles   scores [16 keys, 16 rows] are sums of matrix products in steps of HALVES elements;
+ *              weights, in bfloat16, are multiplied with pairs of values, in steps of HALVES keys
+ *   in lanes   a score is LANES sums along head_dim, added up at the end; values key by key
+ * Steps are counted from the text's first token and the head's first element, whoever asks.
+ * Refuses to know: other pieces, how the step was cut.
+ */
+#include "attention_shared.h"
+
+#define BLOCK (2 * TILE_ROWS) /* rows whose scores and weights are kept at a time */
+#define SCORE_STRIDE (TILE + LANES)
+#define MATRIX_BYTES 1024
+#define SCORED_ROWS 4 /* x SCORED_KEYS sums fill a vector when their lanes are added up */
+#define SCORED_KEYS (LANES / SCORED_ROWS)
+
+typedef struct {
+    int64_t group, count; /* rows of the piece */
+    int64_t room;         /* of a key: head_dim filled up to whole steps */
+    int64_t stride;       /* from row to row of sums, in floats */
+    char *query; /* in tiles [row / 16][step][pair][16 rows][2]; in lanes floats [row][room], scaled */
+    float *sums; /* of this span: [row][stride] */
+    float *joined; /* of all spans before it */
+    softmax_state *states, *joined_states; /* [row] */
+    float *scores;  /* of a block of rows: [row][SCORE_STRIDE], in place weights */
+    char *weights;  /* of a block in tiles: [row / 16][step of HALVES keys][16 rows][HALVES] */
+    char *values;   /* in tiles: [column / 16][step of HALVES keys][pair][16 columns][2] */
+    char *copies;   /* of 16 keys that a matrix cannot be loaded from: [16][room] */
+    const void *keys[2 * TILE], *value_rows[TILE]; /* of this tile; keys of the next one, too */
+} shared;
+
+INLINE int64_t rows_of(const attention_call *c) {
+    return ceil_div(max64(PROMPT_ROWS, group_of(c)), BLOCK) * BLOCK;
+}
+
+static float *place(const attention_call *c, char *at, shared *s) {
+    int64_t rows = rows_of(c), columns = ceil_div(c->value_dim, PANEL) * PANEL;
+    s->group = group_of(c);
+    s->room = ceil_div(c->head_dim, HALVES) * HALVES;
+    s->stride = columns + LANES; /* not the size of a page, or half of it */
+    s->query = at, at += rows * s->room * sizeof(float);
+    s->sums = (float *)at, at += rows * s->stride * sizeof(float);
+    s->joined = (float *)at, at += rows * s->stride * sizeof(float);
+    s->scores = (float *)at, at += BLOCK * SCORE_STRIDE * sizeof(float);
+    s->values = at, at += TILE * columns * 2;
+    s->weights = at, at += 2 * TILE / HALVES * MATRIX_BYTES;
+    s->copies = at, at += TILE_ROWS * s->room * 2;
+    s->states = (softmax_state *)at, at += rows * sizeof(softmax_state);
+    s->joined_states = (softmax_state *)at, at += rows * sizeof(softmax_state);
+    return (float *)at;
+}
+
+int64_t shared_scratch_bytes(const attention_call *c) {
+    shared s;
+    return (int64_t)place(c, NULL, &s);
+}
+
+/* Where the keys and values of the tile lie, and keys of the one behind it. Those before the piece
+ * and behind it are never looked at: its first and last stand for them. */
+static void find_rows(const attention_call *c, const piece *p, int64_t tile, shared *s) {
+    int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
+    for (int64_t i = 0; i < 2 * TILE; i++) {
+        int64_t position = max64(p->begin, min64(tile + i, p->end - 1));
+        int follows = i > 0 && position % c->block_size && tile + i > p->begin && tile + i < p->end;
+        s->keys[i] = follows ? at(c->cache_type, s->keys[i - 1], c->token_stride)
+                     : i > 0 && tile + i >= p->end ? s->keys[i - 1]
+                                                   : cache_row(c, p, position, 0);
+        if (i < TILE) s->value_rows[i] = (const char *)s->keys[i] + kv_bytes;
+    }
+}
+
+/* A block's scores [skip, num) become weights; returns whether any row's sums were to be scaled. */
+INLINE void weigh_rows(const attention_call *c, const piece *p, shared *s, float scale, int64_t start,
+                       int64_t rows, int64_t tile, int64_t skip, int64_t num) {
+    int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t position = first + (start + r) / s->group, low = skip;
+        if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
+        float factor = baton_weigh(scale, c->soft_cap, s->scores + r * SCORE_STRIDE, low,
+                                   position + 1 - tile, num, s->states + start + r);
+        float *sums = s->sums + (start + r) * s->stride;
+        if (factor != 1)
+            for (int64_t j = 0; j < s->stride; j += LANES) store(sums + j, load(FLOAT32, sums, j) * factor);
+    }
+}
+
+#if HAS_TILES
+
+/* Queries as the second factor of matrix products: columns are rows of the piece. */
+static void order_queries(const attention_call *c, const piece *p, shared *s) {
+    uint16_t copies[LANES][s->room];
+    memset(copies, 0, sizeof copies);
+    for (int64_t r = 0; r < s->count; r += LANES) {
+        const void *rows[LANES];
+        for (int64_t i = 0; i < LANES; i++) {
+            int64_t row = min64(r + i, s->count - 1); /* rows that are not there repeat the last */
+            int64_t token = p->row + row / s->group, head = p->kv_head * s->group + row % s->group;
+            const void *from = at(BFLOAT16, c->query, (token * c->num_heads + head) * c->head_dim);
+            rows[i] = halves_of(BFLOAT16, from, c->head_dim, s->room, copies[i]);
+        }
+        for (int64_t j = 0; j < s->room; j += HALVES) {
+            vec columns[LANES];
+            load_columns(rows, j * 2, columns);
+            float *to = (float *)(s->query + r * s->room * 2 + j / HALVES * MATRIX_BYTES);
+            for (int64_t i = 0; i < LANES; i++) store(to + i * LANES, columns[i]);
+        }
+    }
+}
+
+/* The 16 keys from i on as the first factor: where they lie if they do so evenly, else copies. */
+INLINE const char *key_matrix(const attention_call *c, const piece *p, shared *s, int64_t tile,
+                              int64_t i, char *copies, int64_t *pitch) {
+    int is_even = c->cache_type == BFLOAT16 && s->room == c->head_dim && c->block_size % TILE_ROWS == 0;
+    if (is_even) {
+        /* The row of the first key, also where the piece has it not: its block is the others'. */
+        int64_t known = max64(tile + i, p->begin), back = known - tile - i;
+        *pitch = c->token_stride * 2;
+        return (const char *)s->keys[known - tile] - back * *pitch;
+    }
+    *pitch = s->room * 2;
+    for (int64_t n = 0; n < TILE_ROWS; n++) {
+        char *copy = copies + n * *pitch;
+        const void *row = halves_of(c->cache_type, s->keys[i + n], c->head_dim, s->room, (uint16_t *)copy);
+        if (row != copy) memcpy(copy, row, *pitch);
+    }
+    return copies;
+}
+
+/* Scores of 16 keys and `blocks` x 16 rows. */
+INLINE void score_matrix(int blocks, const char *keys, int64_t pitch, const shared *s, int64_t start,
+                         float *scores) {
+    const char *query = s->query + start * s->room * 2;
+    float products[2][LANES * LANES] __attribute__((aligned(64)));
+    _tile_zero(0);
+    if (blocks > 1) _tile_zero(1);
+    for (int64_t j = 0; j < s->room / HALVES; j++) {
+        _tile_loadd(4, keys + j * ROW_BYTES, pitch);
+        _tile_loadd(5, query + j * MATRIX_BYTES, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        if (blocks > 1) {
+            _tile_loadd(6, query + s->room * LANES * 2 + j * MATRIX_BYTES, 64);
+            _tile_dpbf16ps(1, 4, 6);
+        }
+    }
+    _tile_stored(0, products[0], 64);
+    if (blocks > 1) _tile_stored(1, products[1], 64);
+    for (int b = 0; b < blocks; b++) {
+        vec rows[LANES];
+        for (int64_t i = 0; i < LANES; i++) rows[i] = load(FLOAT32, products[b], i * LANES);
+        transpose(rows);
+        for (int64_t i = 0; i < LANES; i++) store(scores + (b * LANES + i) * SCORE_STRIDE, rows[i]);
+    }
+}
+
+/* Values of the tile in pairs of keys, with zeros for those that it does not have. */
+static void pair_values(const attention_call *c, const piece *p, shared *s, int64_t skip, int64_t num) {
+    int64_t columns = ceil_div(c->value_dim, PANEL) * PANEL;
+    uint16_t nothing[columns], copies[2][columns];
+    memset(nothing, 0, sizeof nothing);
+    for (int64_t i = skip / HALVES * HALVES; i < ceil_div(num, HALVES) * HALVES; i += 2) {
+        const void *rows[2] = {nothing, nothing};
+        for (int64_t n = 0; n < 2; n++)
+            if (i + n >= skip && i + n < num)
+                rows[n] = halves_of(c->cache_type, s->value_rows[i + n], c->value_dim, columns, copies[n]);
+        char *to = s->values + i / HALVES * MATRIX_BYTES + i % HALVES * LANES * 2;
+        for (int64_t j = 0; j < columns; j += LANES, to += TILE / HALVES * MATRIX_BYTES)
+            store((float *)to, (vec)pair_up(rows[0], rows[1], j));
+    }
+}
+
+/* sums [blocks x 16 rows, 32 columns] += weights x values, of the steps [begin, end). */
+INLINE void add_matrix(int blocks, const shared *s, int64_t begin, int64_t end, int64_t column, float *sums) {
+    const int64_t panel = TILE / HALVES * MATRIX_BYTES, pitch = s->stride * sizeof(float);
+    const char *values = s->values + column / LANES * panel;
+    _tile_loadd(0, sums, pitch);
+    _tile_loadd(1, sums + LANES, pitch);
+    if (blocks > 1) {
+        _tile_loadd(2, sums + TILE_ROWS * s->stride, pitch);
+        _tile_loadd(3, sums + TILE_ROWS * s->stride + LANES, pitch);
+    }
+    for (int64_t step = begin; step < end; step++) {
+        _tile_loadd(4, s->weights + step * MATRIX_BYTES, ROW_BYTES);
+        _tile_loadd(6, values + step * MATRIX_BYTES, 64);
+        _tile_loadd(7, values + panel + step * MATRIX_BYTES, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (blocks > 1) {
+            _tile_loadd(5, s->weights + panel + step * MATRIX_BYTES, ROW_BYTES);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, pitch);
+    _tile_stored(1, sums + LANES, pitch);
+    if (blocks > 1) {
+        _tile_stored(2, sums + TILE_ROWS * s->stride, pitch);
+        _tile_stored(3, sums + TILE_ROWS * s->stride + LANES, pitch);
+    }
+}
+
+INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, shared *s, int64_t start,
+                           int64_t rows, int64_t tile, int64_t skip, int64_t num) {
+    int64_t begin = skip / HALVES, end = ceil_div(num, HALVES), pitch;
+    for (int64_t i = skip / TILE_ROWS * TILE_ROWS; i < num; i += TILE_ROWS) {
+        const char *keys = key_matrix(c, p, s, tile, i, s->copies, &pitch);
+        score_matrix(blocks, keys, pitch, s, start, s->scores + i);
+    }
+    weigh_rows(c, p, s, c->scale, start, rows, tile, skip, num);
+    for (int64_t r = 0; r < rows; r++) {
+        float *scores = s->scores + r * SCORE_STRIDE;
+        for (int64_t i = ceil_div(num, LANES) * LANES; i < end * HALVES; i += LANES) store(scores + i, (vec){0});
+        char *to = s->weights + r / TILE_ROWS * (TILE / HALVES) * MATRIX_BYTES + r % TILE_ROWS * ROW_BYTES;
+        for (int64_t i = begin * HALVES; i < end * HALVES; i += LANES)
+            store_as(BFLOAT16, to + i / HALVES * MATRIX_BYTES, i % HALVES, load(FLOAT32, scores, i));
+    }
+    for (int64_t j = 0; j < s->stride - LANES; j += PANEL)
+        add_matrix(blocks, s, begin, end, j, s->sums + start * s->stride + j);
+}
+
+static void span_in_tiles(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
+    int64_t first = p->end - p->num_tokens;
+    tiles_begin();
+    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+        int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
+        find_rows(c, p, tile, s);
+        pair_values(c, p, s, skip, num);
+        for (int64_t start = 0; start < s->count; start += BLOCK) {
+            int64_t rows = min64(BLOCK, s->count - start);
+            int64_t seen = min64(num, first + (start + rows - 1) / s->group + 1 - tile);
+            if (seen <= skip) continue;
+            if (rows > TILE_ROWS) block_in_tiles(2, c, p, s, start, rows, tile, skip, seen);
+            else block_in_tiles(1, c, p, s, start, rows, tile, skip, seen);
+        }
+    }
+    tiles_end();
+}
+
+#else
+
+static void order_queries(const attention_call *c, const piece *p, shared *s) {}
+static void span_in_tiles(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {}
+
+#endif
+
+static void read_queries(const attention_call *c, const piece *p, shared *s) {
+    for (int64_t r = 0; r < s->count; r++) {
+        int64_t token = p->row + r / s->group, head = p->kv_head * s->group + r % s->group;
+        const float *from = (const float *)c->query + (token * c->num_heads + head) * c->head_dim;
+        float *to = (float *)s->query + r * s->room;
+        for (int64_t j = 0; j < c->head_dim; j++) to[j] = from[j] * (float)c->scale;
+    }
+}
+
+/* Scores of SCORED_KEYS keys and SCORED_ROWS rows, of which `rows` are there. */
+INLINE void score_lanes(int64_t dim, const float *query, int64_t stride, int64_t rows, const void *const *keys,
+                        float *scores) {
+    const float *lines[SCORED_ROWS];
+    vec sum[LANES] = {{0}};
+    for (int64_t r = 0; r < SCORED_ROWS; r++) lines[r] = query + min64(r, rows - 1) * stride;
+    for (int64_t j = 0; j < dim; j += LANES) {
+        vec key[SCORED_KEYS];
+#pragma GCC unroll 4
+        for (int k = 0; k < SCORED_KEYS; k++) key[k] = load(FLOAT32, keys[k], j);
+#pragma GCC unroll 4
+        for (int r = 0; r < SCORED_ROWS; r++) {
+            vec input = load(FLOAT32, lines[r], j);
+#pragma GCC unroll 4
+            for (int k = 0; k < SCORED_KEYS; k++)
+                sum[r * SCORED_KEYS + k] = multiply_add(input, key[k], sum[r * SCORED_KEYS + k]);
+        }
+    }
+    float sums[LANES];
+    store(sums, sums_of_lanes(sum));
+    for (int64_t r = 0; r < rows; r++) memcpy(scores + r * SCORE_STRIDE, sums + r * SCORED_KEYS, SCORED_KEYS * 4);
+}
+
+/* sums [rows, PANEL] += weights x the values [from, to), key by key. */
+INLINE void add_lanes(int rows, const shared *s, int64_t from, int64_t to, int64_t column, float *sums) {
+    vec sum[MAX_ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        sum[r][0] = load(FLOAT32, sums, r * s->stride);
+        sum[r][1] = load(FLOAT32, sums, r * s->stride + LANES);
+    }
+    for (int64_t i = from; i < to; i++) {
+        const float *value = (const float *)s->value_rows[i] + column;
+        vec first = load(FLOAT32, value, 0), second = load(FLOAT32, value, LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            vec weight = splat(s->scores[r * SCORE_STRIDE + i]);
+            sum[r][0] = multiply_add(weight, first, sum[r][0]);
+            sum[r][1] = multiply_add(weight, second, sum[r][1]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        store(sums + r * s->stride, sum[r][0]);
+        store(sums + r * s->stride + LANES, sum[r][1]);
+    }
+}
+
+#define LANES_CASE(n) \
+    case n: \
+        for (int64_t j = 0; n <= MAX_ROWS && j < s->stride - LANES; j += PANEL) \
+            add_lanes(n, s, from, to, j, sums + j); \
+        break;
+
+static void add_values(int64_t rows, const shared *s, int64_t from, int64_t to, float *sums) {
+    switch (rows) {
+        LANES_CASE(1)
+        LANES_CASE(2)
+        LANES_CASE(3)
+        LANES_CASE(4)
+        LANES_CASE(5)
+        LANES_CASE(6)
+        LANES_CASE(7)
+        LANES_CASE(8)
+        LANES_CASE(9)
+        LANES_CASE(10)
+        LANES_CASE(11)
+        LANES_CASE(12)
+    }
+}
+
+static void span_in_lanes(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
+    int64_t first = p->end - p->num_tokens, num_blocks = ceil_div(s->count, MAX_ROWS);
+    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+        int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
+        find_rows(c, p, tile, s);
+        for (int64_t b = 0; b < num_blocks; b++) {
+            int64_t start = s->count * b / num_blocks, rows = s->count * (b + 1) / num_blocks - start;
+            int64_t seen = min64(num, first + (start + rows - 1) / s->group + 1 - tile);
+            if (seen <= skip) continue;
+            for (int64_t i = skip / SCORED_KEYS * SCORED_KEYS; i < seen; i += SCORED_KEYS)
+                for (int64_t r = 0; r < rows; r += SCORED_ROWS)
+                    score_lanes(c->head_dim, (const float *)s->query + (start + r) * s->room, s->room,
+                                min64(SCORED_ROWS, rows - r), s->keys + i,
+                                s->scores + r * SCORE_STRIDE + i);
+            weigh_rows(c, p, s, 1, start, rows, tile, skip, seen);
+            add_values(rows, s, skip, seen, s->sums + start * s->stride);
+        }
+    }
+}
+
+/* Rows of a decode that has more spans into `partial`, others into the output. */
+static void finish(const attention_call *c, const piece *p, const shared *s, const float *all_sums,
+                   const softmax_state *states, float *partial) {
+    float row[s->stride];
+    for (int64_t r = 0; r < s->count; r++) {
+        const float *sums = all_sums + r * s->stride;
+        if (partial) {
+            float *to = partial + r * partial_size(c);
+            to[0] = states[r].top;
+            to[1] = states[r].total;
+            memcpy(to + 2, sums, padded_sum(c) * sizeof(float));
+            continue;
+        }
+        int64_t token = p->row + r / s->group, head = p->kv_head * s->group + r % s->group;
+        float divisor = baton_divisor(states[r], c->sinks, head);
+        for (int64_t j = 0; j < c->value_dim; j++) row[j] = sums[j] / divisor;
+        int64_t to = (token * c->num_heads + head) * c->value_dim;
+        write_row(c->type, row, (char *)c->out + to * size_of(c->type), c->value_dim);
+    }
+}
+
+void baton_attend_shared(const attention_call *c, const piece *p, float *scratch, float *partial) {
+    shared s;
+    place(c, (char *)scratch, &s);
+    s.count = p->num_tokens * s.group;
+    int in_tiles = is_shared_in_tiles(c);
+    if (in_tiles) order_queries(c, p, &s);
+    else read_queries(c, p, &s);
+    int64_t size = s.count * s.stride, num_spans = ceil_div(p->end, SPAN) - p->begin / SPAN;
+    if (num_spans > 1) memset(s.joined, 0, size * sizeof(float));
+    for (int64_t r = 0; r < s.count; r++) s.joined_states[r] = EMPTY_STATE;
+    for (int64_t span = p->begin / SPAN; span * SPAN < p->end; span++) {
+        int64_t begin = max64(p->begin, span * SPAN), end = min64(p->end, (span + 1) * SPAN);
+        memset(s.sums, 0, size * sizeof(float));
+        for (int64_t r = 0; r < s.count; r++) s.states[r] = EMPTY_STATE;
+        if (in_tiles) span_in_tiles(c, p, &s, begin, end);
+        else span_in_lanes(c, p, &s, begin, end);
+        for (int64_t r = 0; num_spans > 1 && r < s.count; r++)
+            baton_join(s.joined_states + r, s.joined + r * s.stride, s.states[r], s.sums + r * s.stride,
+                       s.stride / LANES, LANES);
+    }
+    finish(c, p, &s, num_spans > 1 ? s.joined : s.sums, num_spans > 1 ? s.joined_states : s.states, partial);
+}
