@@ -65,9 +65,7 @@ INLINE const void *halves_of(int cache_type, const void *from, int64_t dim, int6
 
 /* LANES numbers of two rows of bfloat16, each beside its neighbour. */
 INLINE vec_u32 pair_up(const void *first, const void *second, int64_t index) {
-    vec_u16_any low = *(const vec_u16_any *)((const uint16_t *)first + index);
-    vec_u16_any high = *(const vec_u16_any *)((const uint16_t *)second + index);
-    return __builtin_convertvector(low, vec_u32) | __builtin_convertvector(high, vec_u32) << 16;
+    return widened((const uint16_t *)first + index) | widened((const uint16_t *)second + index) << 16;
 }
 
 /* Floats of a sum of values: value_dim filled up to whole vectors. */

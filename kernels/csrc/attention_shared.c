@@ -9,8 +9,11 @@
 #include "attention_shared.h"
 
 #define BLOCK (2 * TILE_ROWS) /* rows whose scores and weights are kept at a time */
-#define SCORE_STRIDE (TILE + LANES)
+#define SCORE_STRIDE (SHARED_TILE + LANES)
 #define MATRIX_BYTES 1024
+#define VALUE_BYTES (MATRIX_BYTES + 64) /* from matrix to matrix of values: not the size of a page's part */
+#define FETCHED 8 /* keys that are fetched together, line by line */
+#define AHEAD 8 /* keys that a decode fetches ahead at least */
 #define SCORED_ROWS 4 /* x SCORED_KEYS sums fill a vector when their lanes are added up */
 #define SCORED_KEYS (LANES / SCORED_ROWS)
 
@@ -24,9 +27,10 @@ typedef struct {
     softmax_state *states, *joined_states; /* [row] */
     float *scores;  /* of a block of rows: [row][SCORE_STRIDE], in place weights */
     char *weights;  /* of a block in tiles: [row / 16][step of HALVES keys][16 rows][HALVES] */
-    char *values;   /* in tiles: [column / 16][step of HALVES keys][pair][16 columns][2] */
+    char *values;   /* in tiles: [step of HALVES keys][column / 16][pair][16 columns][2] */
     char *copies;   /* of 16 keys that a matrix cannot be loaded from: [16][room] */
-    const void *keys[2 * TILE], *value_rows[TILE]; /* of this tile; keys of the next one, too */
+    const void *keys[2 * SHARED_TILE], *value_rows[SHARED_TILE]; /* of this tile; keys of the next one, too */
+    int64_t next; /* of keys: what a decode fetches next */
 } shared;
 
 INLINE int64_t rows_of(const attention_call *c) {
@@ -42,8 +46,8 @@ static float *place(const attention_call *c, char *at, shared *s) {
     s->sums = (float *)at, at += rows * s->stride * sizeof(float);
     s->joined = (float *)at, at += rows * s->stride * sizeof(float);
     s->scores = (float *)at, at += BLOCK * SCORE_STRIDE * sizeof(float);
-    s->values = at, at += TILE * columns * 2;
-    s->weights = at, at += 2 * TILE / HALVES * MATRIX_BYTES;
+    s->values = at, at += SHARED_TILE / HALVES * (columns / LANES) * VALUE_BYTES;
+    s->weights = at, at += BLOCK * SHARED_TILE * 2;
     s->copies = at, at += TILE_ROWS * s->room * 2;
     s->states = (softmax_state *)at, at += rows * sizeof(softmax_state);
     s->joined_states = (softmax_state *)at, at += rows * sizeof(softmax_state);
@@ -59,14 +63,47 @@ int64_t shared_scratch_bytes(const attention_call *c) {
  * and behind it are never looked at: its first and last stand for them. */
 static void find_rows(const attention_call *c, const piece *p, int64_t tile, shared *s) {
     int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
-    for (int64_t i = 0; i < 2 * TILE; i++) {
+    for (int64_t i = 0; i < 2 * SHARED_TILE; i++) {
         int64_t position = max64(p->begin, min64(tile + i, p->end - 1));
         int follows = i > 0 && position % c->block_size && tile + i > p->begin && tile + i < p->end;
         s->keys[i] = follows ? at(c->cache_type, s->keys[i - 1], c->token_stride)
                      : i > 0 && tile + i >= p->end ? s->keys[i - 1]
                                                    : cache_row(c, p, position, 0);
-        if (i < TILE) s->value_rows[i] = (const char *)s->keys[i] + kv_bytes;
+        if (i < SHARED_TILE) s->value_rows[i] = (const char *)s->keys[i] + kv_bytes;
     }
+    int is_first = tile <= p->begin;
+    s->next = p->num_tokens > 1 ? 2 * SHARED_TILE : is_first ? p->begin - tile + AHEAD : s->next - SHARED_TILE;
+}
+
+/* Keys that are to be fetched, line after line, as the CPU's own prefetcher wants them. */
+typedef struct {
+    const char *line, *stop;
+    const void *const *key, *const *last;
+    int64_t bytes;
+} stream;
+
+/* The next `num` keys; none of them if not all are left, or if `wanted` is not set. */
+INLINE stream fetch_keys(const attention_call *c, shared *s, int wanted, int64_t num) {
+    int64_t bytes = c->head_dim * size_of(c->cache_type);
+    if (!wanted || s->next + num > 2 * SHARED_TILE) return (stream){0};
+    const void *const *key = s->keys + s->next;
+    s->next += num;
+    return (stream){*key, (const char *)*key + bytes, key, key + num - 1, bytes};
+}
+
+INLINE void fetch_line(stream *f) {
+    if (__builtin_expect(f->line >= f->stop, 0)) {
+        if (f->key == f->last) return;
+        f->line = *++f->key;
+        f->stop = f->line + f->bytes;
+    }
+    __builtin_prefetch(f->line, 0, 2);
+    f->line += 64;
+}
+
+/* Keys of the tile that any row before `end` may see, of `num`. */
+INLINE int64_t seen_keys(const shared *s, int64_t first, int64_t end, int64_t tile, int64_t num) {
+    return min64(num, first + (end - 1) / s->group + 1 - tile);
 }
 
 /* A block's scores [skip, num) become weights; returns whether any row's sums were to be scaled. */
@@ -128,7 +165,7 @@ INLINE const char *key_matrix(const attention_call *c, const piece *p, shared *s
 
 /* Scores of 16 keys and `blocks` x 16 rows. */
 INLINE void score_matrix(int blocks, const char *keys, int64_t pitch, const shared *s, int64_t start,
-                         float *scores) {
+                         stream fetch, float *scores) {
     const char *query = s->query + start * s->room * 2;
     float products[2][LANES * LANES] __attribute__((aligned(64)));
     _tile_zero(0);
@@ -141,6 +178,7 @@ INLINE void score_matrix(int blocks, const char *keys, int64_t pitch, const shar
             _tile_loadd(6, query + s->room * LANES * 2 + j * MATRIX_BYTES, 64);
             _tile_dpbf16ps(1, 4, 6);
         }
+        for (int n = 0; n < FETCHED; n++) fetch_line(&fetch);
     }
     _tile_stored(0, products[0], 64);
     if (blocks > 1) _tile_stored(1, products[1], 64);
@@ -153,8 +191,8 @@ INLINE void score_matrix(int blocks, const char *keys, int64_t pitch, const shar
 }
 
 /* Values of the tile in pairs of keys, with zeros for those that it does not have. */
-static void pair_values(const attention_call *c, const piece *p, shared *s, int64_t skip, int64_t num) {
-    int64_t columns = ceil_div(c->value_dim, PANEL) * PANEL;
+static void pair_values(const attention_call *c, shared *s, int64_t skip, int64_t num) {
+    int64_t columns = s->stride - LANES;
     uint16_t nothing[columns], copies[2][columns];
     memset(nothing, 0, sizeof nothing);
     for (int64_t i = skip / HALVES * HALVES; i < ceil_div(num, HALVES) * HALVES; i += 2) {
@@ -162,16 +200,21 @@ static void pair_values(const attention_call *c, const piece *p, shared *s, int6
         for (int64_t n = 0; n < 2; n++)
             if (i + n >= skip && i + n < num)
                 rows[n] = halves_of(c->cache_type, s->value_rows[i + n], c->value_dim, columns, copies[n]);
-        char *to = s->values + i / HALVES * MATRIX_BYTES + i % HALVES * LANES * 2;
-        for (int64_t j = 0; j < columns; j += LANES, to += TILE / HALVES * MATRIX_BYTES)
+        stream fetch = fetch_keys(c, s, 1, 2);
+        char *to = s->values + i / HALVES * (columns / LANES) * VALUE_BYTES + i % HALVES * LANES * 2;
+        for (int64_t j = 0; j < columns; j += PANEL, to += 2 * VALUE_BYTES) {
             store((float *)to, (vec)pair_up(rows[0], rows[1], j));
+            store((float *)(to + VALUE_BYTES), (vec)pair_up(rows[0], rows[1], j + LANES));
+            fetch_line(&fetch);
+            fetch_line(&fetch);
+        }
     }
 }
 
-/* sums [blocks x 16 rows, 32 columns] += weights x values, of the steps [begin, end). */
+/* sums [blocks x 16 rows, PANEL] += weights x values, of the steps [begin, end). */
 INLINE void add_matrix(int blocks, const shared *s, int64_t begin, int64_t end, int64_t column, float *sums) {
-    const int64_t panel = TILE / HALVES * MATRIX_BYTES, pitch = s->stride * sizeof(float);
-    const char *values = s->values + column / LANES * panel;
+    const int64_t pitch = s->stride * sizeof(float), size = (s->stride - LANES) / LANES * VALUE_BYTES;
+    const char *weights = s->weights, *values = s->values + column / LANES * VALUE_BYTES;
     _tile_loadd(0, sums, pitch);
     _tile_loadd(1, sums + LANES, pitch);
     if (blocks > 1) {
@@ -179,13 +222,13 @@ INLINE void add_matrix(int blocks, const shared *s, int64_t begin, int64_t end, 
         _tile_loadd(3, sums + TILE_ROWS * s->stride + LANES, pitch);
     }
     for (int64_t step = begin; step < end; step++) {
-        _tile_loadd(4, s->weights + step * MATRIX_BYTES, ROW_BYTES);
-        _tile_loadd(6, values + step * MATRIX_BYTES, 64);
-        _tile_loadd(7, values + panel + step * MATRIX_BYTES, 64);
+        _tile_loadd(4, weights + step * MATRIX_BYTES, ROW_BYTES);
+        _tile_loadd(6, values + step * size, 64);
+        _tile_loadd(7, values + step * size + VALUE_BYTES, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (blocks > 1) {
-            _tile_loadd(5, s->weights + panel + step * MATRIX_BYTES, ROW_BYTES);
+            _tile_loadd(5, weights + TILE_ROWS * SHARED_TILE * 2 + step * MATRIX_BYTES, ROW_BYTES);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -198,35 +241,36 @@ INLINE void add_matrix(int blocks, const shared *s, int64_t begin, int64_t end, 
     }
 }
 
+/* The rows [start, start + rows) over the keys [skip, num) of the tile. */
 INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, shared *s, int64_t start,
-                           int64_t rows, int64_t tile, int64_t skip, int64_t num) {
-    int64_t begin = skip / HALVES, end = ceil_div(num, HALVES), pitch;
+                        int64_t rows, int64_t tile, int64_t skip, int64_t num) {
+    int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES, pitch;
     for (int64_t i = skip / TILE_ROWS * TILE_ROWS; i < num; i += TILE_ROWS) {
         const char *keys = key_matrix(c, p, s, tile, i, s->copies, &pitch);
-        score_matrix(blocks, keys, pitch, s, start, s->scores + i);
+        stream fetch = fetch_keys(c, s, start == 0, FETCHED);
+        score_matrix(blocks, keys, pitch, s, start, fetch, s->scores + i);
     }
     weigh_rows(c, p, s, c->scale, start, rows, tile, skip, num);
     for (int64_t r = 0; r < rows; r++) {
         float *scores = s->scores + r * SCORE_STRIDE;
-        for (int64_t i = ceil_div(num, LANES) * LANES; i < end * HALVES; i += LANES) store(scores + i, (vec){0});
-        char *to = s->weights + r / TILE_ROWS * (TILE / HALVES) * MATRIX_BYTES + r % TILE_ROWS * ROW_BYTES;
-        for (int64_t i = begin * HALVES; i < end * HALVES; i += LANES)
+        char *to = s->weights + r / TILE_ROWS * TILE_ROWS * SHARED_TILE * 2 + r % TILE_ROWS * ROW_BYTES;
+        for (int64_t i = ceil_div(num, LANES) * LANES; i < end; i += LANES) store(scores + i, (vec){0});
+        for (int64_t i = begin; i < end; i += LANES)
             store_as(BFLOAT16, to + i / HALVES * MATRIX_BYTES, i % HALVES, load(FLOAT32, scores, i));
     }
-    for (int64_t j = 0; j < s->stride - LANES; j += PANEL)
-        add_matrix(blocks, s, begin, end, j, s->sums + start * s->stride + j);
+    for (int64_t column = 0; column < s->stride - LANES; column += PANEL)
+        add_matrix(blocks, s, begin / HALVES, end / HALVES, column, s->sums + start * s->stride + column);
 }
 
 static void span_in_tiles(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
     int64_t first = p->end - p->num_tokens;
     tiles_begin();
-    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
-        int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
+    for (int64_t tile = begin / SHARED_TILE * SHARED_TILE; tile < end; tile += SHARED_TILE) {
+        int64_t skip = max64(0, begin - tile), num = min64(SHARED_TILE, end - tile);
         find_rows(c, p, tile, s);
-        pair_values(c, p, s, skip, num);
+        pair_values(c, s, skip, num);
         for (int64_t start = 0; start < s->count; start += BLOCK) {
-            int64_t rows = min64(BLOCK, s->count - start);
-            int64_t seen = min64(num, first + (start + rows - 1) / s->group + 1 - tile);
+            int64_t rows = min64(BLOCK, s->count - start), seen = seen_keys(s, first, start + rows, tile, num);
             if (seen <= skip) continue;
             if (rows > TILE_ROWS) block_in_tiles(2, c, p, s, start, rows, tile, skip, seen);
             else block_in_tiles(1, c, p, s, start, rows, tile, skip, seen);
@@ -252,18 +296,20 @@ static void read_queries(const attention_call *c, const piece *p, shared *s) {
 }
 
 /* Scores of SCORED_KEYS keys and SCORED_ROWS rows, of which `rows` are there. */
-INLINE void score_lanes(int64_t dim, const float *query, int64_t stride, int64_t rows, const void *const *keys,
-                        float *scores) {
-    const float *lines[SCORED_ROWS];
+INLINE void score_lanes(int64_t dim, int64_t stride, const float *query, int64_t rows, const void *const *key_rows,
+                        stream fetch, float *scores) {
+    const float *keys[SCORED_KEYS];
     vec sum[LANES] = {{0}};
-    for (int64_t r = 0; r < SCORED_ROWS; r++) lines[r] = query + min64(r, rows - 1) * stride;
+    for (int64_t k = 0; k < SCORED_KEYS; k++) keys[k] = key_rows[k];
     for (int64_t j = 0; j < dim; j += LANES) {
+        fetch_line(&fetch);
+        fetch_line(&fetch);
         vec key[SCORED_KEYS];
 #pragma GCC unroll 4
         for (int k = 0; k < SCORED_KEYS; k++) key[k] = load(FLOAT32, keys[k], j);
 #pragma GCC unroll 4
         for (int r = 0; r < SCORED_ROWS; r++) {
-            vec input = load(FLOAT32, lines[r], j);
+            vec input = load(FLOAT32, query + r * stride, j);
 #pragma GCC unroll 4
             for (int k = 0; k < SCORED_KEYS; k++)
                 sum[r * SCORED_KEYS + k] = multiply_add(input, key[k], sum[r * SCORED_KEYS + k]);
@@ -275,7 +321,8 @@ INLINE void score_lanes(int64_t dim, const float *query, int64_t stride, int64_t
 }
 
 /* sums [rows, PANEL] += weights x the values [from, to), key by key. */
-INLINE void add_lanes(int rows, const shared *s, int64_t from, int64_t to, int64_t column, float *sums) {
+INLINE void add_lanes(int rows, const shared *s, int64_t from, int64_t to, int64_t column,
+                      stream fetch, float *sums) {
     vec sum[MAX_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
@@ -283,6 +330,7 @@ INLINE void add_lanes(int rows, const shared *s, int64_t from, int64_t to, int64
         sum[r][1] = load(FLOAT32, sums, r * s->stride + LANES);
     }
     for (int64_t i = from; i < to; i++) {
+        fetch_line(&fetch);
         const float *value = (const float *)s->value_rows[i] + column;
         vec first = load(FLOAT32, value, 0), second = load(FLOAT32, value, LANES);
 #pragma GCC unroll 12
@@ -302,10 +350,11 @@ INLINE void add_lanes(int rows, const shared *s, int64_t from, int64_t to, int64
 #define LANES_CASE(n) \
     case n: \
         for (int64_t j = 0; n <= MAX_ROWS && j < s->stride - LANES; j += PANEL) \
-            add_lanes(n, s, from, to, j, sums + j); \
+            add_lanes(n, s, from, to, j, fetch_keys(c, s, is_first, FETCHED), sums + j); \
         break;
 
-static void add_values(int64_t rows, const shared *s, int64_t from, int64_t to, float *sums) {
+static void add_values(const attention_call *c, int64_t rows, shared *s, int is_first, int64_t from, int64_t to,
+                       float *sums) {
     switch (rows) {
         LANES_CASE(1)
         LANES_CASE(2)
@@ -324,20 +373,22 @@ static void add_values(int64_t rows, const shared *s, int64_t from, int64_t to, 
 
 static void span_in_lanes(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
     int64_t first = p->end - p->num_tokens, num_blocks = ceil_div(s->count, MAX_ROWS);
-    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
-        int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
+    for (int64_t tile = begin / SHARED_TILE * SHARED_TILE; tile < end; tile += SHARED_TILE) {
+        int64_t skip = max64(0, begin - tile), num = min64(SHARED_TILE, end - tile);
         find_rows(c, p, tile, s);
         for (int64_t b = 0; b < num_blocks; b++) {
             int64_t start = s->count * b / num_blocks, rows = s->count * (b + 1) / num_blocks - start;
-            int64_t seen = min64(num, first + (start + rows - 1) / s->group + 1 - tile);
+            int64_t seen = seen_keys(s, first, start + rows, tile, num);
             if (seen <= skip) continue;
             for (int64_t i = skip / SCORED_KEYS * SCORED_KEYS; i < seen; i += SCORED_KEYS)
-                for (int64_t r = 0; r < rows; r += SCORED_ROWS)
-                    score_lanes(c->head_dim, (const float *)s->query + (start + r) * s->room, s->room,
-                                min64(SCORED_ROWS, rows - r), s->keys + i,
+                for (int64_t r = 0; r < rows; r += SCORED_ROWS) {
+                    const float *query = (const float *)s->query + (start + r) * s->room;
+                    score_lanes(c->head_dim, s->room, query, min64(SCORED_ROWS, rows - r), s->keys + i,
+                                fetch_keys(c, s, start == 0 && r < 2 * SCORED_ROWS, 2),
                                 s->scores + r * SCORE_STRIDE + i);
+                }
             weigh_rows(c, p, s, 1, start, rows, tile, skip, seen);
-            add_values(rows, s, skip, seen, s->sums + start * s->stride);
+            add_values(c, rows, s, start == 0, skip, seen, s->sums + start * s->stride);
         }
     }
 }
@@ -370,11 +421,11 @@ void baton_attend_shared(const attention_call *c, const piece *p, float *scratch
     int in_tiles = is_shared_in_tiles(c);
     if (in_tiles) order_queries(c, p, &s);
     else read_queries(c, p, &s);
-    int64_t size = s.count * s.stride, num_spans = ceil_div(p->end, SPAN) - p->begin / SPAN;
+    int64_t size = s.count * s.stride, num_spans = ceil_div(p->end, SHARED_SPAN) - p->begin / SHARED_SPAN;
     if (num_spans > 1) memset(s.joined, 0, size * sizeof(float));
     for (int64_t r = 0; r < s.count; r++) s.joined_states[r] = EMPTY_STATE;
-    for (int64_t span = p->begin / SPAN; span * SPAN < p->end; span++) {
-        int64_t begin = max64(p->begin, span * SPAN), end = min64(p->end, (span + 1) * SPAN);
+    for (int64_t span = p->begin / SHARED_SPAN; span * SHARED_SPAN < p->end; span++) {
+        int64_t begin = max64(p->begin, span * SHARED_SPAN), end = min64(p->end, (span + 1) * SHARED_SPAN);
         memset(s.sums, 0, size * sizeof(float));
         for (int64_t r = 0; r < s.count; r++) s.states[r] = EMPTY_STATE;
         if (in_tiles) span_in_tiles(c, p, &s, begin, end);

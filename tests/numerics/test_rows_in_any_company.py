@@ -71,7 +71,7 @@ class Texts:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 2), (80, 7), (128, 1), (200, 3)])
+@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 2), (80, 7), (128, 1), (200, 3), (80, 9), (256, 8)])
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 250}, {"soft_cap": 3.0}, SINKS], ids=str
 )
