@@ -191,7 +191,7 @@ train-demo-model: setup ## train examples/demo_model anew (about an hour on two 
 		--reserve-seconds 60 --compile
 
 train-demo-heads: setup ## train what guesses for examples/demo_model anew (minutes on two cores)
-	$(BIN)/python examples/train_demo_heads.py --batches 240
+	$(BIN)/python examples/train_demo_heads.py
 
 clean: ## remove environments and caches
 	rm -rf .venv .venv-proto .venv-audit .venv-fuzz .venv-clients .venv-deploy .venv-triton .venv-docs .venv-coverage build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

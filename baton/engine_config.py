@@ -15,6 +15,7 @@ SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
 DRAFT_ACCEPTANCE = ("equality", "rejection")
 MAX_SPECULATIVE_TOKENS = 32
+DEFAULT_SPECULATIVE_TOKENS = 5
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
@@ -215,7 +216,11 @@ class EngineConfig:
         "distribution and other tokens).",
     )
     num_speculative_tokens: int = option(
-        5, least=1, most=MAX_SPECULATIVE_TOKENS, help="Most guesses for a request in a step."
+        0,
+        least=0,
+        most=MAX_SPECULATIVE_TOKENS,
+        help="Most guesses for a request in a step; 0: 5, or as many as there are Medusa heads "
+        "where these are fewer.",
     )
     adaptive_speculation: bool = option(
         True,
@@ -286,7 +291,9 @@ class EngineConfig:
     @property
     def max_num_drafts(self) -> int:
         """Most guesses for a request in a step; 0: nobody guesses."""
-        return 0 if self.speculative_method == "none" else self.num_speculative_tokens
+        if self.speculative_method == "none":
+            return 0
+        return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
 
     @property
     def num_lookahead_drafts(self) -> int:

@@ -18,13 +18,15 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -288,7 +290,7 @@ async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) ->
     return {
         "num_requests": num_requests,
         "tokens_per_request": max_tokens,
-        "requests_per_s": round(num_requests / wall_s),
+        "requests_per_s": round(num_requests / wall_s, 1),
         "cpu_us_per_request": round(cpu_s / num_requests * 1e6),
         "memory_mib_per_tenth": memory_mib,
     }
@@ -313,6 +315,32 @@ async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
         "kib_per_stream": round(mib * 1024 / num_streams, 1),
         "cores_when_idle": round(cpu_s / 2, 3),
     }
+
+
+async def in_turns(
+    sites: Mapping[str, Site], slices: int, measure: Callable[[Site], Awaitable[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Rows of short slices, one router after the other; the one that is not measured idles."""
+    rows: list[dict[str, Any]] = []
+    for number in range(-1, slices):  # the first warms up
+        for name in list(sites)[:: 1 if number % 2 == 0 else -1]:
+            row = {"subject": name, **await measure(sites[name])}
+            if number >= 0:
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def ratios(
+    rows: Sequence[Mapping[str, Any]], measure: str, ours: str, theirs: str
+) -> dict[str, float]:
+    """One subject over another, of neighbours in time: median, and the middle half of them."""
+    over, under = (
+        [row[measure] for row in rows if row["subject"] == name] for name in (ours, theirs)
+    )
+    found = [one / other for one, other in zip(over, under, strict=True)]
+    lower, median, upper = statistics.quantiles(found, n=4)
+    return {"median": round(median, 3), "lower": round(lower, 3), "upper": round(upper, 3)}
 
 
 def large_model(folder: Path) -> Path:

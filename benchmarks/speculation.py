@@ -43,9 +43,8 @@ EDIT = "Rename the first function of this file, and give back the whole file.\n\
 SUMMARISE = "Summarise this text in its own words, sentence by sentence.\n\n{}"
 TASKS = {"editing code": (CODE, EDIT), "summarising": (PROSE, SUMMARISE)}
 PROMPT_TOKENS = 400  # of a file
-NUM_DRAFTS = 5
+NUM_DRAFTS = 5  # the default; Medusa heads: as many as there are
 DEMO = ROOT / "examples" / "demo_model"
-DEMO_DRAFTS = 3
 PEERS = "transformers"
 PARTS = (*TASKS, "medusa", "eagle", "mtp", "draft_model", PEERS)
 BEGINNINGS = (
@@ -210,7 +209,6 @@ def compare_drafters(
     guesses = {
         "speculative_method": method,
         "speculative_model": str(folder),
-        "num_speculative_tokens": DEMO_DRAFTS,
     }
     adaptive = LLM(str(DEMO), **options, **guesses)
     fixed = LLM(str(DEMO), **options, **guesses, adaptive_speculation=False)
@@ -255,10 +253,10 @@ def compare_peers(
     assert reader.tokenizer is not None
     prompts = [reader.tokenizer.encode(text) for text in BEGINNINGS[: arguments.prompts]]
     peer, assistant = load_peer(DEMO), load_peer(draft_model)
-    assistant.generation_config.num_assistant_tokens = DEMO_DRAFTS
+    assistant.generation_config.num_assistant_tokens = NUM_DRAFTS
     given = {"assistant_model": assistant}
     add(compare_transformers("demo model, assisted", peer, prompts, arguments, **given))
-    guesses = {"prompt_lookup_num_tokens": DEMO_DRAFTS}
+    guesses = {"prompt_lookup_num_tokens": NUM_DRAFTS}
     add(compare_transformers("demo model, prompt lookup", peer, prompts, arguments, **guesses))
 
 

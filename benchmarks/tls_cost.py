@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,15 @@ import uvloop
 from baton.access.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
 from baton.access.tls import TlsOptions
 from environment import record_environment, write_results
-from router_cost import Site, large_model, measure_rate, measure_requests, router_site
+from router_cost import (
+    Site,
+    in_turns,
+    large_model,
+    measure_rate,
+    measure_requests,
+    ratios,
+    router_site,
+)
 
 RATES = (0, 20_000)  # tokens/s of all streams; 0: all that the nodes can
 GOAL = 0.95
@@ -47,29 +54,6 @@ def certificate(folder: Path) -> TlsOptions:
     write_dev_certificates(folder, [holder], days=1)
     own = str(folder / "all")
     return TlsOptions(cert=f"{own}.crt", key=f"{own}.key", ca=str(folder / "ca.crt"))
-
-
-def ratios(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, float]:
-    """Mutual TLS over plain, of neighbours in time: median, and the middle half of them."""
-    plain = [row[measure] for row in rows if row["subject"] == "plain"]
-    mtls = [row[measure] for row in rows if row["subject"] == "mtls"]
-    found = [ours / theirs for ours, theirs in zip(mtls, plain, strict=True)]
-    lower, median, upper = statistics.quantiles(found, n=4)
-    return {"median": round(median, 3), "lower": round(lower, 3), "upper": round(upper, 3)}
-
-
-async def in_turns(
-    sites: Mapping[str, Site], slices: int, measure: Callable[[Site], Awaitable[Mapping[str, Any]]]
-) -> list[dict[str, Any]]:
-    """Rows of short slices, one router after the other; the one that is not measured idles."""
-    rows: list[dict[str, Any]] = []
-    for number in range(-1, slices):  # the first warms up
-        for name in list(sites)[:: 1 if number % 2 == 0 else -1]:
-            row = {"subject": name, **await measure(sites[name])}
-            if number >= 0:
-                rows.append(row)
-                print(row, flush=True)
-    return rows
 
 
 async def run(options: argparse.Namespace, model: Path, tls: TlsOptions) -> dict[str, object]:
@@ -96,7 +80,7 @@ async def run(options: argparse.Namespace, model: Path, tls: TlsOptions) -> dict
         ):
             these = await in_turns({"plain": plain, "mtls": mtls}, options.slices, measure)
         rows[name] = these
-        found[name] = {figure: ratios(these, figure) for figure in figures}
+        found[name] = {figure: ratios(these, figure, "mtls", "plain") for figure in figures}
         print(name, found[name], flush=True)
     return {"goal": {"throughput over plain": GOAL}, "mtls_over_plain": found, "slices": rows}
 

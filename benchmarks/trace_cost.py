@@ -3,7 +3,10 @@
 The site of `router_cost.py`: the real `baton router`, alone on one core, between nodes that only
 talk and a client; a collector takes the spans on the other core:
 
-    python benchmarks/trace_cost.py [--num-requests 2000] [--rounds 4]
+    python benchmarks/trace_cost.py [--slices 30] [--requests 300]
+
+Both routers are up all the while, and short slices of each are measured in turns: what the machine
+does beside them changes more slowly.
 
 Requests of 64 tokens, 64 at a time: at the pace of an engine's steps (5 ms), where CPU per request
 is compared; and as fast as the router can, where requests per second are. What tracing costs is
@@ -20,12 +23,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,11 +48,13 @@ from environment import record_environment, write_results
 from router.calls.call import Call
 from router.calls.request_log import RequestLog
 from router.request_spans import RequestSpans
-from router_cost import large_model, measure_requests, router_site
+from router_cost import Site, in_turns, large_model, measure_requests, ratios, router_site
 from router_cost_parts import DECODE_RECEIPT, PREFILL_RECEIPT
 
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-PACES_S = (0.005, 0.0)
+PACES_S = {"at an engine's pace": 0.005, "as fast as it can": 0.0}
+FIGURES = ("requests_per_s", "cpu_us_per_request")
+NUM_DRAWS = 4_000
 MAX_TOKENS = 64
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, seed=1)
 RECEIPT = Receipt(
@@ -148,59 +154,58 @@ def collect() -> None:
 
 
 async def run(options: argparse.Namespace, model: Path) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
-    for number in range(options.rounds):
-        for pace_s in PACES_S:
-            for name in ("off", "on") if number % 2 == 0 else ("on", "off"):
-                with collecting() as endpoint:
-                    more = ["--trace-endpoint", endpoint] if name == "on" else []
-                    with router_site(model, pace_s, router_args=more) as site:
-                        await measure_requests(site, num_requests=200, max_tokens=MAX_TOKENS)
-                        found = await measure_requests(
-                            site, num_requests=options.num_requests, max_tokens=MAX_TOKENS
-                        )
-                del found["memory_mib_per_tenth"]
-                rows.append({"subject": name, "step_s": pace_s, **found})
-                print(rows[-1], flush=True)
-    off_us = cost_when_off_us()
+    async def requests_of(site: Site) -> Mapping[str, Any]:
+        found = await measure_requests(site, num_requests=options.requests, max_tokens=MAX_TOKENS)
+        return {name: found[name] for name in FIGURES}
+
+    rows: dict[str, list[dict[str, Any]]] = {}
+    over: dict[str, Any] = {}
     with collecting() as endpoint:
+        for name, pace_s in PACES_S.items():
+            with (
+                router_site(model, pace_s) as off,
+                router_site(model, pace_s, router_args=["--trace-endpoint", endpoint]) as on,
+            ):
+                rows[name] = await in_turns({"off": off, "on": on}, options.slices, requests_of)
+            over[name] = {
+                figure: {**ratios(rows[name], figure, "on", "off"), **interval(rows[name], figure)}
+                for figure in FIGURES
+            }
+            print(name, over[name], flush=True)
         on_us = cost_when_on_us(endpoint)
-    request_us = statistics.median(
-        row["cpu_us_per_request"] for row in rows if row["subject"] == "off"
+    off_us = cost_when_off_us()
+    request_us = min(
+        statistics.median(row["cpu_us_per_request"] for row in these if row["subject"] == "off")
+        for these in rows.values()
     )
     return {
         "goals": GOALS,
-        "cpu, on over off": {pace: ratios(rows, pace, "cpu_us_per_request") for pace in PACES_S},
-        "requests_per_s, on over off": {
-            pace: ratios(rows, pace, "requests_per_s") for pace in PACES_S
-        },
+        "on over off": over,
         "itself": {
             "request_us": round(request_us),
             "all sampled": {"us": round(on_us, 1), "share": round(on_us / request_us, 4)},
             "off": {"us": round(off_us, 2), "share": round(off_us / request_us, 5)},
         },
-        "rounds": rows,
+        "slices": rows,
     }
 
 
-def ratios(rows: list[dict[str, Any]], pace_s: float, measure: str) -> dict[str, float]:
-    """Traced over not traced, of neighbours in time; and how far the rounds are apart."""
-    by_name = {
-        name: [row[measure] for row in rows if (row["subject"], row["step_s"]) == (name, pace_s)]
-        for name in ("on", "off")
-    }
-    found = [on / off for on, off in zip(by_name["on"], by_name["off"], strict=True)]
-    return {
-        "median": round(statistics.median(found), 3),
-        "lowest": round(min(found), 3),
-        "highest": round(max(found), 3),
-    }
+def interval(rows: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[float]]:
+    """Where the median of many such ratios lies, 95 % sure: by drawing pairs of slices again."""
+    on, off = ([row[figure] for row in rows if row["subject"] == name] for name in ("on", "off"))
+    found = [one / other for one, other in zip(on, off, strict=True)]
+    drawn = random.Random(1)
+    medians = sorted(
+        statistics.median(drawn.choices(found, k=len(found))) for _ in range(NUM_DRAWS)
+    )
+    ends = medians[NUM_DRAWS * 25 // 1000], medians[NUM_DRAWS * 975 // 1000]
+    return {"median_within": [round(end, 3) for end in ends]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-requests", type=int, default=2_000)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--slices", type=int, default=30)
     parser.add_argument("--collect", action="store_true", help="be the collector")
     options = parser.parse_args()
     if options.collect:
@@ -210,7 +215,7 @@ def main() -> None:
     os.sched_setaffinity(0, {1})
     with tempfile.TemporaryDirectory() as folder:
         results = uvloop.run(run(options, large_model(Path(folder))))
-    print({key: value for key, value in results.items() if key != "rounds"})
+    print({key: value for key, value in results.items() if key != "slices"})
     write_results("trace_cost", environment, results)
 
 

@@ -1,8 +1,9 @@
 """Train drafters for the demo model on a CPU: Medusa heads, one EAGLE layer, one MTP layer.
 
 They guess the demo model's next tokens (docs/speculation.md). Each learns from the demo model's own
-distributions over the text that the model was trained on; EAGLE and MTP also behind a guess of
-their own. The results are folders in the layouts that people have, stored in bfloat16::
+distributions over the text that the model was trained on, and over what the model itself writes
+behind beginnings of that text, which is what they guess in the end; EAGLE and MTP also behind
+guesses of their own. The results are folders in the layouts that people have, in bfloat16::
 
     python examples/train_demo_heads.py
 """
@@ -13,6 +14,7 @@ import argparse
 import json
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +35,18 @@ from train_demo_model import (
 )
 from transformers import Qwen3ForCausalLM
 
+from baton.api.sampling_params import SamplingParams
+from engine import LLM
+
 DEMO_MODEL = Path(__file__).with_name("demo_model")
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 4, 2, 64, 640
 ROPE_THETA, EPS = 10000.0, 1e-6
 NUM_MEDUSA_HEADS = 4
-NUM_STEPS = 2  # tokens that EAGLE and MTP guess in training, each behind their own last one
-NUM_SHOWN = 768  # tokens that distributions are compared over: a batch's most probable ones
+NUM_STEPS = 3  # tokens that EAGLE and MTP guess in training, each behind their own last one
+NUM_SHOWN = 512  # tokens that distributions are compared over: a batch's most probable ones
 STEP_WEIGHT = 0.8  # of a guess, per guess before it
+OWN_TEXTS = 1024  # that the model writes
+OWN_TOKENS = 160  # most of each, behind a beginning of 4 to 48 tokens
 
 # ----------------------------------------------------------------------------------- drafters
 
@@ -256,15 +263,40 @@ def right_guesses(
 
 
 def load_text(seed: int) -> Corpus:
-    """The demo model's training text, by its own tokenizer."""
+    """The demo model's training text by its own tokenizer, and as much of what it writes."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     sources = collect_sources(Path(sysconfig.get_paths()["stdlib"]))
     training, validation = split_sources(sources, seed)
+    documents = encode_in_pieces(tokenizer, training, seed)
+    own = write_texts(documents, seed)
+    # Of all that is drawn from, about half is the model's own.
+    size, own_size = (sum(map(len, texts)) for texts in (documents, own))
     return Corpus(
-        documents=encode_in_pieces(tokenizer, training, seed),
+        documents=[*documents, *own * max(round(size / own_size), 1)],
         chats=encode_chats(tokenizer, training),
         validation=np.concatenate(encode_documents(tokenizer, validation)),
     )
+
+
+def write_texts(documents: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
+    """Have the model go on behind beginnings: most by its most probable tokens, some drawn."""
+    rng = np.random.default_rng(seed)
+    beginnings = []
+    for _ in range(OWN_TEXTS):
+        document = documents[int(rng.integers(len(documents)))]
+        start = rng.integers(max(len(document) - 50, 1))
+        beginnings.append(document[start : start + rng.integers(4, 49)].tolist())
+    params = [
+        SamplingParams(
+            max_tokens=OWN_TOKENS, temperature=0.8 if index % 4 == 0 else 0.0, seed=index
+        )
+        for index in range(OWN_TEXTS)
+    ]
+    outputs = LLM(str(DEMO_MODEL), dtype="float32").generate(beginnings, params)
+    return [
+        np.array([*beginning, *output.token_ids], dtype=np.int64)
+        for beginning, output in zip(beginnings, outputs, strict=True)
+    ]
 
 
 # --------------------------------------------------------------------------------------- files
@@ -306,7 +338,7 @@ def main() -> None:
     """Train, save, say how often guesses are right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--muon-lr", type=float, default=6e-3, help="of matrices")
@@ -329,9 +361,8 @@ def main() -> None:
         ),
     ]  # fmt: skip
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    started = time.monotonic()
-    for num_batches in range(args.batches):
-        progress = num_batches / args.batches
+    started, num_batches = time.monotonic(), 0
+    while (progress := (time.monotonic() - started) / (60 * args.minutes)) < 1:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * learning_rate_factor(progress)
@@ -344,14 +375,12 @@ def main() -> None:
             nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        if num_batches % 10 == 0:
+        num_batches += 1
+        if num_batches % 20 == 0:
             shown = ", ".join(f"{name} {loss.item():.3f}" for name, loss in losses.items())
             print(f"{progress:.0%} {num_batches} batches: {shown}", flush=True)
     save_all(args.output, *drafters)
-    minutes = (time.monotonic() - started) / 60
-    print(
-        f"{args.batches} batches of {args.batch_tokens} tokens, {minutes:.1f} minutes", flush=True
-    )
+    print(f"{num_batches} batches of {args.batch_tokens} tokens", flush=True)
     rights = right_guesses(teacher, *drafters, corpus.validation[:5000], 500)
     for name, shares in rights.items():
         print(f"{name}: right {shares}")

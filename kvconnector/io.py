@@ -46,7 +46,7 @@ from kvconnector.protocol.actions import (
 )
 from kvconnector.protocol.inbox import Inbox
 from kvconnector.protocol.peers import Peers
-from kvconnector.protocol.seals import Channels
+from kvconnector.protocol.seals import Channels, Refusal
 from kvconnector.transports.base import KVTransport, PendingWrite
 
 logger = logging.getLogger(__name__)
@@ -149,12 +149,12 @@ class IoLoop:
 
     def metrics(self) -> ConnectorMetrics:
         """Of peers and messages alone; safe from any thread."""
+        refused = self._inbox.num_refused
         return ConnectorMetrics(
             pairs=Counter((peer.state.value, peer.path) for peer in self._peers),
             peer_failures=self._num_peer_failures,
-            refused_messages={
-                reason.value: count for reason, count in self._inbox.num_refused.items()
-            },
+            # Those of 0, too: the first one is an increase only if it was told that there was none.
+            refused_messages={reason.value: refused.get(reason, 0) for reason in Refusal},
         )
 
     @property

@@ -98,7 +98,7 @@ class NodeOptions:
     inject_faults: str = option(
         "",
         help="For drills: what goes wrong in the KV connector, such as "
-        "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, corrupt, fail_post "
+        "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, alter, corrupt, fail_post "
         "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write). @FILE: what "
         "is in the file, also when that changes; @FOLDER: in its file of the node's name.",
     )

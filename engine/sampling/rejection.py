@@ -137,9 +137,11 @@ def _adjusted(
         for row in sampling.adjusted
         for mask in islice(masks.get(sampling.request_ids[row], ()), 1)
     }
-    for place, row in enumerate(rows.tolist()):
-        snapshot = sampling.adjusted.get(row)
-        if snapshot is not None:
-            own_bits = {0: bits[row]} if row in bits else {}
-            wanted[place] = adjust_logits(logits[row : row + 1], [snapshot], own_bits)[0]
+    places = [place for place, row in enumerate(rows.tolist()) if row in sampling.adjusted]
+    if places:
+        own = rows[places]
+        snapshots = [sampling.adjusted[row] for row in own.tolist()]
+        own_bits = {index: bits[row] for index, row in enumerate(own.tolist()) if row in bits}
+        own_logits = logits[torch.from_numpy(own).to(logits.device)]
+        wanted[places] = adjust_logits(own_logits, snapshots, own_bits)
     return wanted

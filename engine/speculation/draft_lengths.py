@@ -7,7 +7,6 @@ know: requests' tokens, who guesses.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,9 +25,13 @@ _MEMORY = 0.93  # of a request's acceptance, per draft that was looked at
 _MEMORY_OF_ALL = 0.99  # likewise of all requests' together
 _PRIOR_WEIGHT = 2.0  # drafts that those of all requests count for in one request's
 _FIRST_PRIOR = 0.7
+_FIRST_TRIED = 8  # steps that guess before it counts what that takes: tapes are made in them
 TRY_AFTER = 512  # steps in which nothing was guessed, for it did not pay; then twice as many
 TRY_AT_LEAST = 8192  # ... and so on up to here
-_MARGIN = 1.02  # by how much more tokens per second drafts must give
+TRIAL_SHARE = 0.005  # of all time, that is guessed in then
+# By how much more tokens per second drafts must give: less is within what steps' times vary by, and
+# requests that get ahead of others leave these in smaller batches.
+_MARGIN = 1.1
 
 
 class StepCosts:
@@ -85,19 +88,20 @@ class StepCosts:
         there, or, where one size alone is known, the same: what is not known is tried, and is
         known then.
         """
-        sizes, costs = list(self._typical), list(self._typical.values())
+        sizes, costs = list(self._typical), np.array(list(self._typical.values()))
         if not sizes:
             return np.ones(len(num_tokens))
-        found = np.interp(num_tokens, sizes, costs)
-        beyond = num_tokens > sizes[-1]
+        # No step takes longer than a larger one: where it seems so, its moments were slow ones.
+        costs = np.minimum.accumulate(costs[::-1])[::-1]
+        found: NDArray[np.float64] = np.interp(num_tokens, sizes, costs)
         if len(sizes) > 1:
-            slope = max(costs[-1] - costs[0], 0.0) / (sizes[-1] - sizes[0])
-            return np.where(beyond, costs[-1] + slope * (num_tokens - sizes[-1]), found)
+            slope = float(costs[-1] - costs[0]) / (sizes[-1] - sizes[0])
+            found = found + slope * np.maximum(num_tokens - sizes[-1], 0)
         return found
 
 
 def _of(samples: Sequence[float]) -> float:
-    return statistics.median(samples) if len(samples) >= _ENOUGH else min(samples)
+    return sorted(samples)[len(samples) // 2] if len(samples) >= _ENOUGH else min(samples)
 
 
 class DraftingCosts:
@@ -105,18 +109,30 @@ class DraftingCosts:
 
     def __init__(self) -> None:
         self._costs: dict[int, StepCosts] = {}  # by number of drafts
+        self._num_noted = 0
 
     def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """A step guessed so many drafts behind each of its requests, and took so long for it."""
+        self._num_noted += 1
         self._costs.setdefault(num_drafts, StepCosts()).note(num_rows, seconds)
 
-    def seconds(self, num_rows: int, num_drafts: int) -> float:
-        """Of so many drafts; where these were not measured, as if each took the same."""
-        if not num_drafts or not self._costs:
-            return 0.0
-        measured = min(self._costs, key=lambda num: abs(num - num_drafts))
-        [found] = self._costs[measured].seconds(np.array([num_rows]))
-        return float(found) * num_drafts / measured
+    def seconds(self, num_rows: int, most: int) -> NDArray[np.float64]:
+        """Of no draft, one, and so on to ``most``: ``[most + 1]``.
+
+        At most what more of them took, or in proportion what fewer took, as the first draft takes
+        longest: what is new is read for it. So what was measured in a slow moment, or before there
+        was a tape for it, is tried again. None at first: so they are tried.
+        """
+        found = np.zeros(most + 1)
+        if self._num_noted < _FIRST_TRIED:
+            return found
+        numbers = np.arange(1, most + 1)
+        rows = np.array([num_rows])
+        found[1:] = np.inf
+        for measured, own in self._costs.items():
+            of_one = np.maximum(numbers / measured, 1.0)
+            found[1:] = np.minimum(found[1:], own.seconds(rows)[0] * of_one)
+        return found
 
 
 def _size_class(num_tokens: int) -> int:
@@ -219,7 +235,7 @@ def choose_num_drafts(
     numbers = np.arange(most + 1)
     tokens = np.cumsum(rate**numbers)
     seconds = costs.seconds(num_rows * (1 + numbers))
-    guessing = [drafting.seconds(num_rows, num) for num in range(most + 1)]
+    guessing = drafting.seconds(num_rows, most)
     speed = tokens / (seconds + guessing)
     best = int(np.argmax(speed))
     if speed[best] < _MARGIN * speed[0]:
@@ -227,15 +243,20 @@ def choose_num_drafts(
     step_s = (float(seconds[0]), float(seconds[best]), float(seconds[-1]))
     possible = (num_rows * best, num_rows * most)
     gain = float(speed[best] / speed[0])
-    return best, Choice(*possible, num_rows, rate, step_s, gain, guessing[best or most])
+    return best, Choice(*possible, num_rows, rate, step_s, gain, float(guessing[best or most]))
 
 
 class Trials:
-    """When to guess although it does not pay, for what it is worth may change; ever more rarely."""
+    """When to guess although it does not pay, for what it is worth may change; ever more rarely.
+
+    And so rarely that it takes little of all time: a drafter that reads what it has not read, of
+    many requests, may take as long as many steps do.
+    """
 
     def __init__(self) -> None:
         self._num_silent = self._num_left = 0
         self._wait = TRY_AFTER
+        self._owed = 0.0  # steps to wait for what the latest trial took
 
     def is_due(self) -> bool:
         """Whether a step in which guesses do not pay is to guess all the same; ask once a step."""
@@ -243,13 +264,17 @@ class Trials:
             self._num_left -= 1
             return True
         self._num_silent += 1
-        if self._num_silent <= self._wait:
+        if self._num_silent <= max(self._wait, self._owed):
             return False
-        self._num_silent, self._num_left = 0, TRIED - 1
+        self._num_silent, self._num_left, self._owed = 0, TRIED - 1, 0.0
         self._wait = min(2 * self._wait, TRY_AT_LEAST)
         return True
+
+    def note_cost(self, num_steps: float) -> None:
+        """A step of a trial guessed for as long as so many steps take."""
+        self._owed += num_steps / TRIAL_SHARE
 
     def note_paid(self) -> None:
         """Guesses pay."""
         self._num_silent = self._num_left = 0
-        self._wait = TRY_AFTER
+        self._wait, self._owed = TRY_AFTER, 0.0

@@ -28,7 +28,7 @@ from engine.speculation.draft_lengths import (
     choose_num_drafts,
 )
 
-_CHOICE_LASTS = 4  # steps of as many requests
+_CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32  # steps of as many requests
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # requests that may have ended without a word before anybody looks
 
@@ -83,7 +83,6 @@ class Speculation:
             return self._num_drafts if self._in_steps else 0
         best, of_rows, num_steps = self._to_guess
         if not num_steps or of_rows != num_rows:
-            num_steps = _CHOICE_LASTS
             best, self.choice = choose_num_drafts(
                 self._costs,
                 self._drafting_costs,
@@ -91,6 +90,7 @@ class Speculation:
                 self._num_drafts,
                 self._acceptance_of_all.rate(),
             )
+            num_steps = _CHOICE_LASTS if best else _CHOICE_OF_NONE_LASTS
         self._to_guess = best, num_rows, num_steps - 1
         if best:
             self._trials.note_paid()
@@ -143,6 +143,8 @@ class Speculation:
             if scheduled.num_drafts:
                 num_rows = len(scheduled.scheduled)
                 self._drafting_costs.note(num_rows, scheduled.num_drafts, drafting_s)
+                if not self._to_guess[0]:
+                    self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
         """Guess for a node that goes on with a request, which ends here."""

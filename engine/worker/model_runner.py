@@ -280,6 +280,10 @@ class ModelRunner:
         if self._drafting is None:
             return launched
         step, layers = self._drafting_steps.popleft(), hooks.after_layer
+        if step.is_silent and launched.ended_at is not None and launched.token_ids is None:
+            # Nothing is guessed, and all is known: a step that takes no longer for it.
+            self._drafting.after_step(step, hidden, launched.output.sampled_token_ids, layers)
+            return launched
         output = launched.wait()
         started_at = time.monotonic()
         # What a graph has left is written over by its next replay.

@@ -26,6 +26,7 @@ from engine.worker.device_choice import (
 )
 from engine.worker.drafting.make_drafting import (
     AnyDrafter,
+    fit_num_drafts,
     layers_of,
     load_drafter,
     make_drafting,
@@ -97,6 +98,7 @@ class Worker:
         if ranks.num_stages > 1 and config.kv_cache_dtype == "fp8":
             raise ConfigError("kv_cache_dtype: fp8 is not supported with pipeline_parallel_size")
         drafter = load_drafter(config, model_folder, model, self.dtype, device)
+        config = fit_num_drafts(config, drafter)
         spec = kv_cache_spec(
             (*model.kv_layers, *layers_of(drafter)),
             config.block_size,

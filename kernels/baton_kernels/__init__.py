@@ -6,6 +6,7 @@ described. Refuses to know: models, requests, where a tensor came from.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from baton_kernels.dispatch import ops_for
@@ -40,6 +41,18 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
     """``residual + x * factor``."""
     total: Tensor = ops_for(x).scaled_add(x, residual, factor)
     return total
+
+
+def join(x: Tensor, y: Tensor) -> Tensor:
+    """Rows of ``x``, each followed by that of ``y``."""
+    joined: Tensor = ops_for(x).join(x, y)
+    return joined
+
+
+def largest(x: Tensor) -> Tensor:
+    """Where in each row its largest number is, of equal ones the first."""
+    places: Tensor = ops_for(x).largest(x)
+    return places
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -201,9 +214,9 @@ def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedInteger
     ops_for(integers.numbers).pack_integers(weight, first_row, integers)
 
 
-def unpack_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
+def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Read rows of a weight that is kept in float32 or bfloat16."""
-    rows: Tensor = ops_for(ids).unpack_rows(weight, ids)
+    rows: Tensor = ops_for(ids).unpack_rows(weight, ids, dtype)
     return rows
 
 
@@ -288,6 +301,8 @@ __all__ = [
     "gated_rms_norm",
     "gather_kv",
     "grouped_packed_linear",
+    "join",
+    "largest",
     "norm_rotary_store",
     "norm_rotary_store_latent",
     "pack_integers",

@@ -82,6 +82,8 @@ def _triton_ops() -> SimpleNamespace:
         packed_scores=reference.packed_scores,
         route=reference.route,
         scaled_add=reference.scaled_add,
+        join=reference.join,
+        largest=reference.largest,
         soft_cap=reference.soft_cap,
     )
     for name, module in _TRITON.items():

@@ -81,6 +81,16 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
     return residual + (x if factor == 1.0 else x * factor)
 
 
+def join(x: Tensor, y: Tensor) -> Tensor:
+    """Put each row of ``y`` behind that of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
+    return torch.cat([x, y], dim=-1)
+
+
+def largest(x: Tensor) -> Tensor:
+    """``[n, size]`` -> ``[n]`` int64, where in each row its largest number is, the first one."""
+    return torch.from_numpy(x.float().numpy().argmax(axis=-1)) if x.is_cpu else x.argmax(dim=-1)
+
+
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -355,20 +365,22 @@ def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedInteger
     weight.write_integers(first_row, integers)
 
 
-def unpack_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
+def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Read rows of a weight.
 
     Args:
         weight: which is read.
         ids: ``[...]`` int64, outputs of it.
+        dtype: of the result; None: as they are kept, of integers float32.
 
     Returns:
-        ``[..., in_features]`` as they are kept; of integers float32.
+        ``[..., in_features]``.
 
     Raises:
         IndexError: an output that the weight does not have.
     """
-    return weight.read_rows(ids)
+    rows = weight.read_rows(ids)
+    return rows if dtype is None else rows.to(dtype)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -320,10 +320,10 @@ int baton_pack_integers(const integers_call *c) {
 }
 
 typedef struct {
-    int64_t type, num_threads, num_rows, depth;
+    int64_t type, out_type, num_threads, num_rows, depth;
     const void *panels;
     const int64_t *ids; /* [num_rows] */
-    void *out;          /* [num_rows][depth], of the panels' type */
+    void *out;          /* [num_rows][depth], of the panels' type, or of FLOAT32 */
 } unpack_call;
 
 /* Rows by their numbers, of panels of floating-point numbers. */
@@ -333,15 +333,20 @@ int baton_unpack_rows(const unpack_call *c) {
     for (int64_t row = 0; row < c->num_rows; row++) {
         int64_t id = c->ids[row], column = id % PANEL;
         const void *panel = at(c->type, c->panels, id / PANEL * filled_to(c->type, c->depth) * PANEL);
-        void *to = (void *)at(c->type, c->out, row * c->depth);
-        if (c->type != BFLOAT16) panel = at(c->type, panel, column);
+        void *to = (void *)at(c->out_type, c->out, row * c->depth);
+        if (c->type == FLOAT32) {
+            for (int64_t k = 0; k < c->depth; k++)
+                ((float *)to)[k] = ((const float *)panel)[k * PANEL + column];
+            continue;
+        }
         for (int64_t k = 0; k < c->depth; k++) {
-            if (c->type == BFLOAT16)
-                ((uint16_t *)to)[k] = ((const uint16_t *)panel)[k / 2 * 2 * PANEL + 2 * column + k % 2];
-            else if (size_of(c->type) == 2)
-                ((uint16_t *)to)[k] = ((const uint16_t *)panel)[k * PANEL];
+            int64_t place = c->type == BFLOAT16 ? k / 2 * 2 * PANEL + 2 * column + k % 2
+                                                : k * PANEL + column;
+            uint16_t half = ((const uint16_t *)panel)[place];
+            if (c->out_type != FLOAT32)
+                ((uint16_t *)to)[k] = half;
             else
-                ((float *)to)[k] = ((const float *)panel)[k * PANEL];
+                ((float *)to)[k] = c->type == BFLOAT16 ? from_bf16(half) : from_fp16(half);
         }
     }
     return 0;

@@ -202,6 +202,54 @@ int baton_soft_cap(const soften_call *c) {
     return 0;
 }
 
+typedef struct {
+    int64_t num_rows, first_bytes, second_bytes; /* of a row */
+    const char *first, *second;
+    char *out;
+} join_call;
+
+/* join: rows of one tensor, each followed by the other's. */
+int baton_join_rows(const join_call *c) {
+    for (int64_t i = 0; i < c->num_rows; i++) {
+        char *to = c->out + i * (c->first_bytes + c->second_bytes);
+        memcpy(to, c->first + i * c->first_bytes, c->first_bytes);
+        memcpy(to + c->first_bytes, c->second + i * c->second_bytes, c->second_bytes);
+    }
+    return 0;
+}
+
+typedef struct {
+    int64_t type, num_threads, num_rows, size;
+    const void *x;
+    int64_t *out; /* [num_rows] */
+} largest_call;
+
+/* The place of a row's largest number, of equal ones the first. */
+INLINE int64_t largest_of_row(const largest_call *c, int64_t i) {
+    enum { CHUNK = 256 };
+    float best = -INFINITY;
+    int64_t found = 0;
+    for (int64_t first = 0; first < c->size; first += CHUNK) {
+        float row[CHUNK], most = -INFINITY;
+        int64_t num = min64(CHUNK, c->size - first);
+        read_row(c->type, at(c->type, c->x, i * c->size + first), row, num);
+#pragma omp simd reduction(max : most)
+        for (int64_t j = 0; j < num; j++) most = row[j] > most ? row[j] : most;
+        if (most <= best) continue;
+        best = most;
+        found = first;
+        while (row[found - first] != most) found++;
+    }
+    return found;
+}
+
+int baton_largest(const largest_call *c) {
+    int team = threads_for(c->num_threads, c->num_rows * c->size);
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t i = 0; i < c->num_rows; i++) c->out[i] = largest_of_row(c, i);
+    return 0;
+}
+
 /* The first rotary_dim of a head turn, half-split; the rest stays. */
 INLINE void rotate(float *head, const float *cos, const float *sin, int64_t rotary_dim) {
     int64_t half = rotary_dim / 2;

@@ -167,8 +167,10 @@ class DigestTeller:
         told: list[Action] = []
         match item:
             case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
-                if is_done or problem:
-                    told = self._tell(engine_id, key, problem)
+                if problem:  # the newest: those before it may be on their way
+                    self._take_off(engine_id, key, -1)
+                elif is_done:
+                    told = self._tell(engine_id, key)
             case WriteEnded(engine_id, key, problem) if key != NO_TRANSFER:
                 told = self._tell(engine_id, key, problem)
             case Meet(peer=peer) if self._manifest is not None:
@@ -191,13 +193,18 @@ class DigestTeller:
         digests = self._digests.of(write, key, self._slices.get(write.engine_id))
         self._posted[write.engine_id, write.key].append(digests)
 
-    def _tell(self, engine_id: str, key: TransferKey, problem: str) -> list[Action]:
+    def _tell(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
         """Say what the oldest write of a transfer must have brought, if it brought anything."""
+        digests = self._take_off(engine_id, key, 0)
+        return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
+
+    def _take_off(self, engine_id: str, key: TransferKey, place: int) -> Digests:
         posted = self._posted[engine_id, key]
-        digests = posted.popleft()
+        digests = posted[place]
+        del posted[place]
         if not posted:
             del self._posted[engine_id, key]
-        return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
+        return digests
 
 
 def cut_digests(whole: Digests) -> Iterator[Digests]:

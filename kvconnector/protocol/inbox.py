@@ -85,11 +85,14 @@ class Inbox:
         return taken
 
     def _put(self, sender: str, payload: bytes) -> None:
-        if sender not in self._peers:
+        is_peer = sender in self._peers
+        if not is_peer and sender not in self._channels:
             raise RefusedMessageError(Refusal.STRANGER)
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RefusedMessageError(Refusal.TOO_LONG)
         body = self._channels[sender].open(payload)
+        if not is_peer:  # no attack: who stood still goes on, and learns later that it was lost
+            raise RefusedMessageError(Refusal.LEFT)
         queue = self._queues.setdefault(sender, _Queue())
         if queue.num_bytes > MAX_KEPT_BYTES:
             raise RefusedMessageError(Refusal.FLOOD)

@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from baton.api.errors import TransferError
 
 PUBLIC_KEY_BYTES = 32
-DIGEST_BYTES = 16
 KEY_BYTES = 32
 DIGEST_BYTES = 16
 _LABEL = b"baton kv 1"

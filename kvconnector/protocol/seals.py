@@ -33,7 +33,8 @@ MAX_CHANNELS = 4096
 class Refusal(Enum):
     """Why a message was not heard."""
 
-    STRANGER = "stranger"  # we know nobody of that name
+    STRANGER = "stranger"  # we know nobody of that name, or do not know it yet
+    LEFT = "left"  # from a peer that our router has lost, and that does not know it yet
     TOO_LONG = "too long"
     FORGED = "forged"  # not from that peer to us, or altered, or cut short
     REPLAYED = "replayed"  # heard before, or much later than what followed it
@@ -117,6 +118,9 @@ class Channels:
     def public_key(self) -> bytes:
         """Ours, for peers."""
         return self._key_pair.public
+
+    def __contains__(self, engine_id: object) -> bool:
+        return engine_id in self._channels
 
     def __getitem__(self, engine_id: str) -> Channel:
         return self._channels[engine_id]

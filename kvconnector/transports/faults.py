@@ -69,6 +69,7 @@ class FaultSpec:
         duplicate: a message comes twice.
         reorder: a message waits until the next one to that peer has left.
         delay_s: how long each message waits, from and to.
+        alter: one bit of a message is another when it comes, as if somebody had forged it.
         corrupt: one bit of a transfer's blocks is wrong when its commit record is read.
         fail_post: a write cannot be posted.
         corrupt_test: one bit of what a self-test wrote is wrong when it is looked at.
@@ -81,6 +82,7 @@ class FaultSpec:
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
+    alter: float = 0.0
     delay_s: tuple[float, float] = (0.0, 0.0)
     corrupt: float = 0.0
     fail_post: float = 0.0
@@ -154,6 +156,7 @@ _PARSERS: dict[str, Callable[[str, str], object]] = {
     "drop": _probability,
     "duplicate": _probability,
     "reorder": _probability,
+    "alter": _probability,
     "delay": _delay,
     "corrupt": _probability,
     "fail_post": _probability,
@@ -288,6 +291,8 @@ class FaultyTransport:
             self._num_until_kill = 0 if spec.kill is None else spec.kill.count
         self._send_due()
         payloads = self._transport.take_notifications()
+        if self._spec.alter:
+            payloads = [(sender, self._altered(payload)) for sender, payload in payloads]
         for _, payload in payloads:
             try:
                 message = peek(payload)
@@ -326,6 +331,13 @@ class FaultyTransport:
                 self._transport.notify(waiting.engine_id, waiting.payload)
             except TransferError as error:  # as lost as any message to nobody
                 logger.warning("a delayed message to %s is lost: %s", waiting.engine_id, error)
+
+    def _altered(self, payload: bytes) -> bytes:
+        if not payload or not self._happens(self._spec.alter):
+            return payload
+        changed = bytearray(payload)
+        changed[self._random.randrange(len(changed))] ^= 1 << self._random.randrange(8)
+        return bytes(changed)
 
     def _spoil(self, message: Commit | Digests) -> None:
         """Flip a bit in memory: these writes have landed, and nobody has looked at them yet."""

@@ -38,6 +38,15 @@ class _Taped:
     metadata: tuple[AttentionMetadata | StateMetadata, ...]
     results: Results
 
+    @property
+    def has_states(self) -> bool:
+        """Whether recording left states as they were, which only a run takes on."""
+        return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
+
+    def copy_results(self) -> Results:
+        """What was computed last; the next run writes over it."""
+        return tuple(result.clone() for result in self.results)
+
 
 class DecodeTapes:
     """Tapes by the shape of a step. Used by one thread at a time.
@@ -56,18 +65,25 @@ class DecodeTapes:
         self._latest: deque[_Key | None] = deque(maxlen=_SOON)
 
     @torch.no_grad()
-    def run(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> Results:
-        """Compute ``layers(inputs, context)``, by a tape if there is one or can be."""
+    def run(
+        self, layers: Layers, inputs: Inputs, context: ForwardContext, *, comes_again: bool = False
+    ) -> Results:
+        """Compute ``layers(inputs, context)``, by a tape if there is one or can be.
+
+        Args:
+            comes_again: a shape is taped the first time, as it will.
+        """
         key = _key(inputs, context) if native_ops() is self._ops else None
         if key is None or key not in self._tapes:
             few = len(inputs[0]) <= FEW_ROWS
             repeated = key in (self._latest if few else list(self._latest)[-1:])
             self._latest.append(key)
-            if key is None or not repeated:
+            if key is None or not (repeated or comes_again):
                 return layers(inputs, context)
-            # What is recorded is also computed, and then once more: the same into the same places.
-            self._tapes[key] = self._record(layers, inputs, context)
+            recorded = self._tapes[key] = self._record(layers, inputs, context)
             self._forget()
+            if recorded is not None and not recorded.has_states:
+                return recorded.copy_results()  # what is recorded is also computed
         taped = self._tapes[key] = self._tapes.pop(key)
         if taped is None:
             return layers(inputs, context)
@@ -76,7 +92,7 @@ class DecodeTapes:
         for static, (metadata, _) in zip(taped.metadata, context.groups, strict=True):
             _copy_metadata(static, metadata)
         taped.tape.run()
-        return tuple(result.clone() for result in taped.results)
+        return taped.copy_results()
 
     def _record(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> _Taped | None:
         with torch.inference_mode(mode=False):

@@ -62,3 +62,13 @@ class LayersDrafter(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[n, width]`` rows of `compute`'s result -> ``[n, vocab_size]``, of the next token."""
         ...
+
+
+class GreedyDrafter(Protocol):
+    """What can guess the most probable tokens behind one request at once."""
+
+    def guess_greedily(
+        self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
+    ) -> list[int]:
+        """Guess ``num_drafts`` tokens: see ``StateDrafter``."""
+        ...

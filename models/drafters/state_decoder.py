@@ -27,6 +27,7 @@ from models.architectures.decoder import (
 )
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
+from models.cpu.decode_tapes import Inputs, Layers, Results
 from models.layers.attention import Attention
 from models.layers.linear import JoinedLinear
 
@@ -82,7 +83,7 @@ class WideLayer(DecoderLayer):
         """What it attends over, ``[n, 2 * hidden_size]``, and what it adds to."""
         normed = self.hidden_norm(states)
         before, _ = self._mixer_norms
-        joined = torch.cat([before(embedded), normed], dim=-1)
+        joined = ops.join(before(embedded), normed)
         return joined, normed if self._residual_is_normed else states
 
     def attend(
@@ -127,38 +128,43 @@ class StateDecoder(Decoder):
             embedded: ``[n, hidden_size]``, of the tokens.
             states: ``[n, hidden_size]``, of the tokens before.
         """
+        inputs = [embedded, states, *self.angles(context, embedded.dtype)]
+
+        def layers(given: Sequence[Tensor], step: ForwardContext) -> tuple[Tensor]:
+            return (self.compute_layers(given[0], given[1], given[2:], step),)
+
+        return self.run(layers, inputs, context)[0]
+
+    def run(
+        self, layers: Layers, inputs: Inputs, context: ForwardContext, *, comes_again: bool = False
+    ) -> Results:
+        """Compute ``layers(inputs, context)``, by a tape where there are tapes."""
+        if self.tapes is None:
+            return layers(inputs, context)
+        return self.tapes.run(layers, inputs, context, comes_again=comes_again)
+
+    def angles(self, context: ForwardContext, dtype: torch.dtype) -> list[Tensor]:
+        """Compute cosines and sines of a context's positions, by each rotary embedding."""
+        angles: list[Tensor] = []
+        for rotary_emb in self.rotary_embs:
+            angles += rotary_emb(context.positions, context.max_seq_len, dtype)
+        return angles
+
+    def compute_layers(
+        self, embedded: Tensor, states: Tensor, angles: Sequence[Tensor], step: ForwardContext
+    ) -> Tensor:
+        """`compute`, with cosines and sines of the tokens' positions."""
         if self.embedding_norm is not None:
             embedded = self.embedding_norm(embedded)
         if self.state_norm is not None:
             states = self.state_norm(states)
+        rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
         if self.is_wide:
             layer = self.layers[0]
             assert isinstance(layer, WideLayer)
-            inputs = list(layer.join(embedded, states))
+            delta, residual = layer.attend(*layer.join(embedded, states), rotations, step)
         else:
-            inputs = [torch.cat([embedded, states], dim=-1)]
-        num_inputs = len(inputs)
-        for rotary_emb in self.rotary_embs:
-            inputs += rotary_emb(context.positions, context.max_seq_len, embedded.dtype)
-
-        def layers(given: Sequence[Tensor], step: ForwardContext) -> tuple[Tensor]:
-            angles = given[num_inputs:]
-            rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
-            return (self._compute_layers(given[:num_inputs], rotations, step),)
-
-        if self.tapes is None:
-            return layers(inputs, context)[0]
-        return self.tapes.run(layers, inputs, context)[0]
-
-    def _compute_layers(
-        self, inputs: Sequence[Tensor], rotations: Rotations, step: ForwardContext
-    ) -> Tensor:
-        if self.is_wide:
-            layer = self.layers[0]
-            assert isinstance(layer, WideLayer)
-            delta, residual = layer.attend(inputs[0], inputs[1], rotations, step)
-        else:
-            delta, residual = self.fc(inputs[0]), None
+            delta, residual = self.fc(ops.join(embedded, states)), None
             for layer in self.layers:
                 delta, residual = layer(delta, residual, rotations, step)
         assert residual is not None, "there is a layer"
@@ -230,6 +236,42 @@ class StateDrafter(DecoderForCausalLM):
         assert states is not None, "it reads states"
         embed = self._embed or self.model.embed
         return self.model.compute(embed(token_ids), states, context)
+
+    def guess_greedily(
+        self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
+    ) -> list[int]:
+        """Compute tokens of one request, and guess the most probable ones behind them: one tape.
+
+        What follows is computed at once, as positions and blocks are known before the tokens are.
+
+        Args:
+            token_ids: ``[n]`` int64.
+            states: see `compute`.
+            num_drafts: how many to guess; all but the last of them are computed, too.
+            context: of all that is computed, one pass behind the other: positions
+                ``[n + num_drafts - 1]``, and groups of each pass.
+        """
+        num_tokens, embed = len(token_ids), self._embed or self.model.embed
+        num_groups = len(context.groups) // num_drafts
+
+        def guess(given: Sequence[Tensor], passes: ForwardContext) -> tuple[Tensor, ...]:
+            ids, hidden, *angles = given
+            drafts: list[Tensor] = []
+            first, end = 0, num_tokens
+            for number in range(num_drafts):
+                groups = passes.groups[number * num_groups :][:num_groups]
+                own = [one[first:end] for one in angles]
+                step = replace(passes, groups=groups)
+                hidden = self.model.compute_layers(embed(ids), hidden, own, step)[-1:]
+                ids = ops.largest(self.compute_logits(hidden))
+                drafts.append(ids)
+                first, end = end, end + 1
+            return tuple(drafts)
+
+        inputs = [token_ids, states, *self.model.angles(context, states.dtype)]
+        # Few shapes: what is new is at most a token more than there are drafts.
+        comes_again = num_tokens <= num_drafts + 1
+        return torch.cat(self.model.run(guess, inputs, context, comes_again=comes_again)).tolist()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See ``LayersDrafter``."""

@@ -26,7 +26,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[num_tokens]`` -> ``[num_tokens, hidden_size]``."""
-        return ops.unpack_rows(self._packed, input_ids).to(self._dtype)
+        return ops.unpack_rows(self._packed, input_ids, self._dtype)
 
 
 class NarrowEmbedding(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import secrets
 import statistics
 import time
@@ -17,6 +18,7 @@ from baton.api.errors import NotFoundError
 from baton.api.printable import printable
 from baton.block_hash import HASH_ALGORITHMS, cache_namespace
 from baton.checkpoint.model_identity import Identity, identity_of
+from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.link.words import (
     AdminReply,
     DrainCommand,
@@ -50,6 +52,8 @@ from router.fleet.served_identity import ServedIdentity
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_CHARS = 1024  # of what a node says of a peer
+# Nodes hang up on a router that says nothing for about a second, and need a moment for it.
+HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
 class NodePool:
@@ -107,6 +111,8 @@ class NodePool:
         self._rates = SharedRates()
         self._may_self_prefill = may_self_prefill
         self._engine_timeout_s = engine_timeout_s
+        self._counted_at: float | None = None  # missed beats, last
+        self._held_up_until = -math.inf
         self._fleet: Fleet | None = None  # None: to be made anew
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
@@ -205,7 +211,8 @@ class NodePool:
             return  # it was removed or replaced before
         del self._nodes[node.engine_id]
         if not (on_purpose or node.is_draining):
-            self.lost_nodes.note_loss(node.engine_id)
+            if not self._is_held_up:  # else it did not die: it took this router for dead
+                self.lost_nodes.note_loss(node.engine_id)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
@@ -273,6 +280,9 @@ class NodePool:
 
         Counted in calls, not in seconds: a router that was held up itself blames nobody.
         """
+        if self._is_late:
+            self._held_up_until = self.clock() + HELD_UP_FOR_S
+        self._counted_at = self.clock()
         for node in self.nodes:
             node.send(RouterBeat())
             node.watch()
@@ -281,6 +291,16 @@ class NodePool:
             if node.num_missed_beats > self._max_missed_beats + 1:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether missed beats should have been counted again long ago."""
+        return self._counted_at is not None and self.clock() - self._counted_at > HELD_UP_S
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether this process stood still a moment ago, so that nodes may have hung up on it."""
+        return self._is_late or self.clock() < self._held_up_until
 
     def hang_up(self, node: Node, problem: str) -> None:
         """Part with a node that says what cannot be; it may join again."""
@@ -367,6 +387,11 @@ class NodePool:
             )
             self._fleet = self.rollout.admit(made)
         return self._fleet
+
+    @property
+    def num_pairs_connected(self) -> int:
+        """Of all nodes that are here, whether they get requests or not."""
+        return sum(map(len, self._reach.bandwidths.values()))
 
     def is_eligible(self, node: Node) -> bool:
         """Whether a node may get new requests."""

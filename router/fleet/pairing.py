@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.link.words import REVISION, NodeRegistration, NodeRole, PeerReport, PeerUpdate
@@ -51,6 +52,27 @@ def are_peers(one: Node, other: Node) -> bool:
     """Whether two nodes were introduced to each other."""
     return one.registration.role is not other.registration.role and not incompatibility(
         one.registration, other.registration
+    )
+
+
+def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
+    """Count pairs of nodes that fit, and of which one end says that it does not reach the other, or
+    went away by itself: who stands still says nothing, and its peers were told to forget it."""
+    nodes = list(nodes)
+    down = set()
+    for node in nodes:
+        is_prefill = node.registration.role is NodeRole.PREFILL
+        for engine_id, report in node.reports.items():
+            if report.engine_id and not report.connected:  # (of nodes that do not fit, no id)
+                ends = (node.engine_id, engine_id)
+                down.add(ends if is_prefill else ends[::-1])
+    present = Counter((node.registration.role, node.registration.revision) for node in nodes)
+    gone = ((one.role, one.revision) for one in lost)
+    return len(down) + sum(
+        count
+        for role, revision in gone
+        for (other, same), count in present.items()
+        if other is not role and same == revision
     )
 
 

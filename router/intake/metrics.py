@@ -24,6 +24,7 @@ from baton.serving.connection_limits import ConnectionCounts
 from router.calls.suspects import Suspects
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
+from router.fleet.pairing import num_pairs_down
 from router.gate.admission import Admission
 from router.gate.overload import Overload
 from router.intake.fleet_metrics import RevisionCollector
@@ -276,12 +277,21 @@ def _state(node: Node, ready: Set[str]) -> str:
 
 
 class _PairCollector(Collector):
-    """Which prefill node reaches which decode node, by what, and how fast."""
+    """Which prefill node reaches which decode node, by what, and how fast; how many do not."""
 
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterable[Metric]:
+        states = GaugeMetricFamily(
+            f"{_PREFIX}_pairs",
+            "Pairs of nodes that fit; connected: requests can go there; down: one end does not "
+            "reach the other, or is lost.",
+            labels=["state"],
+        )
+        states.add_metric(["connected"], self._pool.num_pairs_connected)
+        states.add_metric(["down"], num_pairs_down(self._pool.nodes, self._pool.lost))
+        yield states
         bandwidth = GaugeMetricFamily(
             f"{_PREFIX}_pair_bandwidth_bytes_per_second",
             "Of nodes that reach each other, as measured when they met; 0: unknown. Of the "

@@ -76,6 +76,7 @@ class Pod:
         self.folder = cluster.folder / name
         self.folder.mkdir()
         self.log = self.folder / "log"
+        self._has_started = False
         self._failures = 0  # of the liveness probe, in a row
         environment = self._environment()
         arguments = [
@@ -180,10 +181,16 @@ class Pod:
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < give_up_at, self.log.read_text()
             time.sleep(0.3)
+        self._has_started = True
 
     @property
     def is_alive(self) -> bool:
-        """What the liveness probe makes of it: so many failures in a row end a container."""
+        """What the liveness probe makes of it: so many failures in a row end a container.
+
+        Nobody asks before the startup probe has said yes.
+        """
+        if not self._has_started:
+            return True
         self._failures = 0 if self.probe("liveness") else self._failures + 1
         threshold: int = self.container["livenessProbe"]["failureThreshold"]
         return self._failures < threshold

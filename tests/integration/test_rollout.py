@@ -37,7 +37,7 @@ PATIENCE_S = 300.0  # eight processes that import torch, on a machine that may b
 # Another layout: nodes of these would not understand each other's blocks.
 LAYOUT = {OLD: "16", NEW: "32"}
 PROMPTS = ("def add(a, b):\n", "class Node:\n    def __init__(self):\n")
-PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @dataclass

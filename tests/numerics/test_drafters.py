@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.core.request import Request
@@ -316,6 +317,21 @@ def test_guesses_are_those_of_plain_torch(
             num_alike += tuple(guess(text, len(drafts))) == drafts
     # Two logits that nearly tie may change places.
     assert num_alike >= 0.95 * len(found), (num_alike, len(found))
+
+
+def test_as_many_are_guessed_as_there_are_heads(folder: Path, tmp_path: Path) -> None:
+    heads = load_file(drafter_folder("medusa", folder) / "model.safetensors")
+    few = {name: one for name, one in heads.items() if name.startswith(("0.", "1."))}
+    save_file(few, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    options: dict[str, Any] = {"num_threads": 1, "block_size": 4, "num_blocks": 120}
+    options |= {"speculative_method": "medusa", "speculative_model": str(tmp_path)}
+    llm = LLM(str(folder), **options, adaptive_speculation=False)
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=14, temperature=0, ignore_eos=True))
+    metrics = llm.metrics()
+    assert metrics.draft_steps_total < metrics.drafts_total <= 2 * metrics.draft_steps_total
+    with pytest.raises(ConfigError, match=r"^num_speculative_tokens: at most 2, .* got 3$"):
+        LLM(str(folder), **options, num_speculative_tokens=3)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])

@@ -5,7 +5,6 @@ Refuses to know: which model would call them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -16,6 +15,7 @@ import baton_kernels as ops
 from baton_kernels import GroupedIntegers, Groups, WeightFormat, dispatch, reference
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.native.ops import NativeOps
+from tests.numerics.packed import numbers_of
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
 # dtype: (relative, absolute). Both compute in float32; sums run in another order, and a value that
@@ -363,69 +363,17 @@ def test_error_of_a_smaller_storage(native: NativeOps, storage: WeightFormat, li
     assert float(error.norm() / exact.norm()) < limit
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
-)
-@pytest.mark.parametrize("storage", WeightFormat, ids=str)
-@pytest.mark.parametrize(
-    ("out_features", "in_features"), [(1, 1), (5, 3), (33, 300), (64, 64), (47, 130), (100, 65)]
-)
-def test_rows_are_packed_as_the_reference_packs_them(
-    native: NativeOps,
-    out_features: int,
-    in_features: int,
-    storage: WeightFormat,
-    dtype: torch.dtype,
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_joined_and_the_largest_number_found(
+    native: NativeOps, dtype: torch.dtype
 ) -> None:
-    """To the bit, and part by part; with zeros of both signs, ties, and very small numbers."""
-    weight = torch.randn(out_features, in_features)
-    weight[0] = -0.0
-    if out_features > 4:
-        weight[1], weight[2] = 0.0, weight[2] * 1e-6
-        weight[3] = torch.randint(-3, 4, (in_features,))
-    weight = weight.to(dtype)
-    expected = ops.PackedWeight.pack(weight, None, storage, native.panel_width)
-    found = ops.PackedWeight.empty(out_features, in_features, storage, native.panel_width)
-    cuts = sorted({0, out_features // 3, out_features // 2, out_features})
-    wide = torch.nn.functional.pad(weight, (0, 5))[:, :in_features]  # rows that do not touch
-    for first, last in reversed(list(itertools.pairwise(cuts))):
-        native.pack_rows(found, first, wide[first:last])
-    for ours, theirs in zip(numbers_of(found), numbers_of(expected), strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            assert ours.shape == theirs.shape
-            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-
-
-def numbers_of(weight: ops.PackedWeight) -> list[torch.Tensor | None]:
-    """Return all that a packed weight keeps."""
-    groups = () if weight.groups is None else weight.groups.tensors
-    return [weight.panels, weight.scales, *groups]
-
-
-@pytest.mark.parametrize("storage", WeightFormat, ids=str)
-def test_rows_are_unpacked(native: NativeOps, storage: WeightFormat) -> None:
-    weight = torch.randn(37, 11).to(storage.element if storage.keeps_numbers else torch.float32)
-    packed = ops.PackedWeight.pack(weight, None, storage, native.panel_width)
-    ids = torch.tensor([[36, 0, 5], [5, 16, 15]])
-    expected = weight[ids] if storage.keeps_numbers else packed.unpacked()[ids]
-    assert torch.equal(native.unpack_rows(packed, ids), expected)
-    assert torch.equal(reference.unpack_rows(packed, ids), expected)
-    assert native.unpack_rows(packed, ids[:0]).shape == (0, 3, 11)
-    with pytest.raises(IndexError):
-        native.unpack_rows(packed, torch.tensor([37]))
-
-
-def test_packing_and_unpacking() -> None:
-    weight = torch.randn(37, 11)
-    exact = ops.PackedWeight.pack(weight, None, WeightFormat.FP32, 16)
-    assert torch.equal(exact.unpacked(), weight)
-    small = ops.PackedWeight.pack(weight, None, WeightFormat.INT8, 16)
-    half_a_step = weight.abs().amax(1, keepdim=True) / 127 / 2
-    # And what the rounded scale cuts off.
-    assert bool(((small.unpacked() - weight).abs() <= half_a_step * 1.5).all())
-    zeros = ops.PackedWeight.pack(torch.zeros(3, 4), None, WeightFormat.INT8, 16)
-    assert torch.equal(zeros.unpacked(), torch.zeros(3, 4))
+    x, y = torch.randn(3, 700).to(dtype), torch.randn(3, 11).to(dtype)
+    joined = native.join(x, y)
+    assert torch.equal(joined, reference.join(x, y))
+    joined[0, 300] = joined[0, 5] = joined[0].max() + 1  # of equal ones the first
+    joined[1] = -torch.inf
+    joined[2, 710] = torch.inf
+    assert native.largest(joined).tolist() == reference.largest(joined).tolist() == [5, 0, 710]
 
 
 @TYPES

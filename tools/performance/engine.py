@@ -481,8 +481,8 @@ def _of_ranks(
 
 
 _OTHERS = (
-    "not known: each run of the benchmark was as slow, while a script that did the same saw 0.98 of"
-    " two threads; see the log."
+    "others used the machine, and ranks wait for the one of them that was interrupted; on a quiet"
+    " machine it holds, see the log."
 )
 
 PARALLEL = Source(

@@ -15,7 +15,7 @@ outputs it reads what came since it guessed last, when it is asked to guess agai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from engine.worker.drafting.base import DraftChooser, Drafts, Sampled, accepted_end
 from engine.worker.drafting.drafting_step import DraftingStep
-from engine.worker.drafting.passes import Passes
-from models.drafters.base import LayersDrafter
+from engine.worker.drafting.passes import MANY_TOKENS, Passes
+from models.drafters.base import GreedyDrafter, LayersDrafter
 
 # Tokens of an output that wait to be read, and the states that they keep in memory: older ones are
 # left out. Guesses are the worse for it, and nothing else.
@@ -60,6 +60,8 @@ class LayersDrafting:
         chooser: draws the drafts.
         read_states: of the latest step, where the drafter goes on from states between the model's
             layers; None: from those behind its last norm.
+        greedy: the drafter, where it is quick at guessing the most probable tokens of one request;
+            None: it is not, or drafts are kept by chance.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class LayersDrafting:
         max_model_len: int,
         chooser: DraftChooser,
         read_states: Callable[[], Tensor] | None = None,
+        greedy: GreedyDrafter | None = None,
     ) -> None:
         self._drafter, self._passes = drafter, passes
         self._num_layers, self._max_model_len = num_layers, max_model_len
         self.chooser = chooser
         self._read_states = read_states
         self._shift = int(drafter.reads_states)
+        self._greedy = greedy
         self._rows: dict[int, _Row] = {}
         # Steps that have not been looked at: until somebody guesses, none needs to be.
         self._unseen: deque[tuple[DraftingStep, Tensor, Sampled]] = deque(maxlen=MAX_UNREAD)
@@ -95,7 +99,7 @@ class LayersDrafting:
             self._unseen.append((step, states, sampled))
         else:
             while self._unseen:
-                self._note(*self._unseen.popleft())
+                self._note(*self._unseen.popleft(), gone=step.new_rows)
             self.chooser.forget(step.new_rows)
             for row in step.new_rows:
                 self._rows.pop(row, None)
@@ -106,11 +110,20 @@ class LayersDrafting:
                 after_layer(self._num_layers + layer)
         return drafts
 
-    def _note(self, step: DraftingStep, states: Tensor, sampled: Sampled) -> list[int]:
-        """Keep what a step made known; returns the requests that are to be read now."""
+    def _note(
+        self, step: DraftingStep, states: Tensor, sampled: Sampled, gone: Set[int] = frozenset()
+    ) -> list[int]:
+        """Keep what a step made known; returns the requests that are to be read now.
+
+        Args:
+            gone: rows that another request has by now.
+        """
         offset, wanted = 0, []
         for index, row_number in enumerate(step.rows):
             start, num_tokens = step.starts[index], step.num_tokens[index]
+            if row_number in gone:
+                offset += num_tokens
+                continue
             row = self._rows.get(row_number)
             if row is None:
                 row = self._rows[row_number] = _Row(start)
@@ -183,6 +196,10 @@ class LayersDrafting:
         rows, lens = [rows[place] for place in readable], [lens[place] for place in readable]
         if not wanted:
             return {}
+        if len(wanted) == 1 and self._may_guess_greedily(
+            step, wanted[0], rows[0], lens[0], sampled
+        ):
+            return self._guess_greedily(step, wanted[0], rows[0], lens[0])
         hidden = self._read(step, wanted, rows, lens)
         going = [
             place
@@ -200,6 +217,35 @@ class LayersDrafting:
 
     def _room(self, row: _Row) -> int:
         return self._max_model_len - row.position
+
+    def _may_guess_greedily(
+        self, step: DraftingStep, index: int, row: _Row, num_unread: int, sampled: Sampled
+    ) -> bool:
+        """Whether a request's drafts can be had in one call: all of them, and nothing is drawn."""
+        end = row.position + num_unread + step.num_drafts - 1
+        return (
+            self._greedy is not None
+            and step.num_drafts > 0
+            and step.request_ids[index] in sampled
+            and not step.parameters["temperature"][index]
+            and num_unread == len(row.token_ids) < MANY_TOKENS
+            and end <= min(step.num_held[index], self._max_model_len)
+        )
+
+    def _guess_greedily(self, step: DraftingStep, index: int, row: _Row, num_unread: int) -> Drafts:
+        """`_guess` of one request: of many small calls Python takes most of the time."""
+        assert self._greedy is not None
+        context = self._passes.in_a_row(
+            step.block_tables, index, row.position, num_unread, step.num_drafts
+        )
+        states = row.states[0] if len(row.states) == 1 else torch.cat(list(row.states))
+        ids = torch.tensor(list(row.token_ids), dtype=torch.int64)
+        row.position += num_unread
+        row.token_ids.clear()
+        row.states.clear()
+        taken = self._drafter.take_states(states)
+        drafts = self._greedy.guess_greedily(ids, taken, context, step.num_drafts)
+        return {step.request_ids[index]: tuple(drafts)}
 
     def _read(
         self, step: DraftingStep, wanted: list[int], rows: list[_Row], lens: list[int]

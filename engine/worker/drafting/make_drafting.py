@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from models.base import CausalLM
 from models.drafters import DRAFTERS
 from models.drafters.base import HeadsDrafter, LayersDrafter
 from models.drafters.loading import DrafterSource
+from models.drafters.state_decoder import StateDrafter
 
 AnyDrafter = HeadsDrafter | LayersDrafter
 
@@ -52,14 +54,20 @@ def load_drafter(
         packer=choose_packer(config, device, dtype),
         max_model_len=config.max_model_len,
     )
-    drafter = DRAFTERS.load(config.speculative_method)(source)
+    return DRAFTERS.load(config.speculative_method)(source)
+
+
+def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineConfig:
+    """Ask for no more drafts than a drafter has heads; raises ConfigError where a user did."""
     num_heads = getattr(drafter, "num_heads", None)
-    if num_heads is not None and config.num_speculative_tokens > num_heads:
+    if num_heads is None:
+        return config
+    if config.num_speculative_tokens > num_heads:
         raise ConfigError(
             f"num_speculative_tokens: at most {num_heads}, as many as heads are there, got "
             f"{config.num_speculative_tokens}"
         )
-    return drafter
+    return replace(config, num_speculative_tokens=min(config.max_num_drafts, num_heads))
 
 
 def layers_of(drafter: AnyDrafter | None) -> tuple[LayerKV, ...]:
@@ -99,6 +107,7 @@ def make_drafting(
     if getattr(drafter, "state_layers", ()):
         assert isinstance(model, DecoderForCausalLM)
         read_states = model.model.kept_states
+    is_quick = isinstance(drafter, StateDrafter) and drafter.model.tapes is not None
     return LayersDrafting(
         drafter,  # type: ignore[arg-type]
         passes,
@@ -106,4 +115,5 @@ def make_drafting(
         longest,
         chooser,
         read_states,
+        drafter if is_quick and not rejects else None,  # type: ignore[arg-type]
     )

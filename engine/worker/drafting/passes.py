@@ -108,6 +108,60 @@ class Passes:
             layer_caches=self._layer_caches,
         )
 
+    def in_a_row(
+        self,
+        block_tables: Sequence[npt.NDArray[np.int32]],
+        request: int,
+        start: int,
+        num_tokens: int,
+        num_passes: int,
+    ) -> ForwardContext:
+        """Describe passes over one request: some tokens, then one, and one again ...
+
+        Args:
+            block_tables: see `context`.
+            request: its row of these.
+            start: position of the first token.
+            num_tokens: of the first pass; there each is made a request of its own.
+            num_passes: with groups of their own, one behind the other.
+        """
+        total = num_tokens + num_passes - 1
+        positions = np.arange(start, start + total)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        query_start_loc = self._tensor(np.arange(num_tokens + 1, dtype=np.int32))
+        seq_lens = self._tensor((positions + 1).astype(np.int32))
+        spans = [(0, num_tokens), *((end, end + 1) for end in range(num_tokens, total))]
+        tables, slots = [], []
+        for group in self._used:
+            row = block_tables[group][request]
+            slots.append(self._tensor(row[blocks].astype(np.int64) * self._block_size + offsets))
+            width = -(-(start + total) // self._block_size)
+            tables.append(self._tensor(np.tile(row[:width], (num_tokens, 1))))
+        groups = []
+        for first, end in spans:
+            num, longest = end - first, start + end
+            for table, slot_mapping, backend in zip(tables, slots, self._backends, strict=True):
+                assert backend is not None, "a drafter keeps no states"
+                metadata = AttentionMetadata(
+                    num_requests=num,
+                    num_tokens=num,
+                    query_start_loc=query_start_loc[: num + 1],
+                    seq_lens=seq_lens[first:end],
+                    block_table=table[:num],
+                    slot_mapping=slot_mapping[first:end],
+                    max_query_len=1,
+                    max_seq_len=longest,
+                    query_lens=(1,) * num,
+                    seq_lens_host=tuple(range(start + first + 1, longest + 1)),
+                )
+                groups.append((metadata, backend))
+        return ForwardContext(
+            positions=self._tensor(positions),
+            groups=tuple(groups),
+            layer_groups=self._layer_groups,
+            layer_caches=self._layer_caches,
+        )
+
     def _tensor(self, array: Ints | npt.NDArray[np.int32]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device)

@@ -93,7 +93,7 @@ class UnpackCall(Structure):
     """``unpack_call`` in pack.c."""
 
     _fields_ = (
-        *_fields(c_int64, "type num_threads num_rows depth"),
+        *_fields(c_int64, "type out_type num_threads num_rows depth"),
         *_fields(c_void_p, "panels ids out"),
     )
 
@@ -127,6 +127,24 @@ class SoftenCall(Structure):
         *_fields(c_int64, "type num_threads num_rows size"),
         *_fields(c_void_p, "x out"),
         ("cap", c_double),
+    )
+
+
+class JoinCall(Structure):
+    """``join_call`` in rows.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "num_rows first_bytes second_bytes"),
+        *_fields(c_void_p, "first second out"),
+    )
+
+
+class LargestCall(Structure):
+    """``largest_call`` in rows.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "type num_threads num_rows size"),
+        *_fields(c_void_p, "x out"),
     )
 
 
@@ -255,6 +273,8 @@ _SIGNATURES = {
     "baton_recurrence": (c_int, [POINTER(RecurrenceCall)]),
     "baton_gated_mul": (c_int, [POINTER(GatedCall)]),
     "baton_soft_cap": (c_int, [POINTER(SoftenCall)]),
+    "baton_join_rows": (c_int, [POINTER(JoinCall)]),
+    "baton_largest": (c_int, [POINTER(LargestCall)]),
     "baton_norm_rotary_store": (c_int, [POINTER(StoreCall)]),
     "baton_store_latent": (c_int, [POINTER(LatentStoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),

@@ -25,6 +25,8 @@ from baton_kernels.native.library import (
     GatedNormCall,
     GroupedLinearCall,
     IntegersCall,
+    JoinCall,
+    LargestCall,
     LatentStoreCall,
     LinearCall,
     NormCall,
@@ -165,6 +167,31 @@ class NativeOps:
         self._run(self._library.baton_soft_cap, call, x, out)
         return out
 
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        """See the reference."""
+        if not _plain(x, y):
+            return reference.join(x, y)
+        out = x.new_empty(len(x), x.shape[1] + y.shape[1])
+        call = JoinCall(
+            *(len(x), x.shape[1] * x.itemsize, y.shape[1] * y.itemsize),
+            *(x.data_ptr(), y.data_ptr(), out.data_ptr()),
+        )
+        self._run(self._library.baton_join_rows, call, x, y, out)
+        return out
+
+    def largest(self, x: Tensor) -> Tensor:
+        """See the reference."""
+        if not _plain(x):
+            return reference.largest(x)
+        num_rows, size = x.shape
+        out = torch.empty(num_rows, dtype=torch.int64)
+        call = LargestCall(
+            *(_CODES[x.dtype], torch.get_num_threads(), num_rows, size),
+            *(x.data_ptr(), out.data_ptr()),
+        )
+        self._run(self._library.baton_largest, call, x, out)
+        return out
+
     def norm_rotary_store(
         self,
         qkv: Tensor,
@@ -257,17 +284,23 @@ class NativeOps:
         self._run(self._library.baton_pack_integers, call, numbers, weight.panels)
         weight.write_groups(first_row, integers.groups)
 
-    def unpack_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
-        """See the reference."""
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
+    def unpack_rows(
+        self, weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See the reference. While a tape is recorded ids are not looked at, nor later."""
+        is_looked_at = self._recorder.tape is None and ids.numel() > 0
+        if is_looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
             raise IndexError(f"a row that is not one of {weight.out_features}")
+        kept = weight.panels.dtype
         is_taken = weight.format.keeps_numbers and weight.width == self.panel_width
+        is_taken = is_taken and dtype in (None, kept, torch.float32)
         if not is_taken or ids.dtype != torch.int64:
-            return reference.unpack_rows(weight, ids)
+            return reference.unpack_rows(weight, ids, dtype)
         ids = ids.contiguous()
-        out = torch.empty(*ids.shape, weight.in_features, dtype=weight.panels.dtype)
+        out = torch.empty(*ids.shape, weight.in_features, dtype=dtype or kept)
         call = UnpackCall(
-            *(_CODES[out.dtype], torch.get_num_threads(), ids.numel(), weight.in_features),
+            *(_CODES[kept], _CODES[out.dtype], torch.get_num_threads()),
+            *(ids.numel(), weight.in_features),
             *(weight.panels.data_ptr(), ids.data_ptr(), out.data_ptr()),
         )
         self._run(self._library.baton_unpack_rows, call, weight.panels, ids, out)

@@ -9,6 +9,7 @@ from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.speculation.draft_lengths import (
+    TRIAL_SHARE,
     TRIED,
     TRY_AFTER,
     Acceptance,
@@ -84,6 +85,21 @@ def test_a_slow_moment_is_seen_through_when_measured_anew() -> None:
     assert costs.seconds(np.array([32])).tolist() == [10.0]
 
 
+def test_no_step_seems_to_take_longer_than_a_larger_one() -> None:
+    costs = costs_of({32: 80.0, 40: 45.0, 64: 70.0})  # 32 in a slow moment
+    assert costs.seconds(np.array([32, 40, 64])).tolist() == [45.0, 45.0, 70.0]
+    lengths, choice = choose_lengths(costs, 32, [1] * 8, [0.5] * 8)
+    assert sum(lengths) == choice.num_drafts
+    assert choice.gain == (32 + 8 * 0.5) / 32  # and not twice as many tokens per second
+
+
+def test_guesses_that_give_little_more_are_not_computed() -> None:
+    """What they seem to give is within what times vary by."""
+    costs = costs_of({32: 40.0, 72: 84.0})
+    assert choose_lengths(costs, 32, [5] * 8, [0.99] * 8)[1].num_drafts == 0
+    assert choose_lengths(costs_of({32: 40.0, 72: 60.0}), 32, [5] * 8, [0.99] * 8)[1].num_drafts
+
+
 def test_guesses_that_do_not_pay_are_tried_ever_more_rarely() -> None:
     trials = Trials()
     due = [step for step in range(8 * TRY_AFTER) if trials.is_due()]
@@ -92,9 +108,31 @@ def test_guesses_that_do_not_pay_are_tried_ever_more_rarely() -> None:
     assert [trials.is_due() for _ in range(TRY_AFTER + 1)].index(True) == TRY_AFTER
 
 
+def test_a_trial_that_takes_long_is_not_made_again_soon() -> None:
+    trials = Trials()
+    while not trials.is_due():
+        pass
+    trials.note_cost(40.0)
+    silent = 0
+    while trials.is_due() or silent < TRIED:  # the rest of that trial
+        silent += 1
+    while not trials.is_due():
+        silent += 1
+    assert silent >= 40 / TRIAL_SHARE
+
+
+def test_what_many_guesses_took_before_there_was_a_tape_is_measured_again() -> None:
+    drafting = DraftingCosts()
+    for _ in range(4):
+        assert not drafting.seconds(1, 5).any()  # tapes are made
+        drafting.note(1, 5, 3.0)
+        drafting.note(1, 2, 0.4)
+    assert drafting.seconds(1, 5).tolist() == pytest.approx([0.0, 0.4, 0.4, 0.6, 0.8, 1.0])
+
+
 def test_so_many_are_guessed_as_pay_with_what_guessing_takes() -> None:
     drafting = DraftingCosts()
-    for _ in range(TRIED):
+    for _ in range(8):
         drafting.note(1, 3, 0.3)
     assert choose_num_drafts(FLAT, drafting, 1, 3, 0.9)[0] == 3
     assert choose_num_drafts(FLAT, drafting, 1, 3, 0.05)[0] == 0

@@ -22,16 +22,17 @@ from kvconnector.base import (
 from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.blocks import LayerRange
 from kvconnector.ends import Receiver, Sender
-from kvconnector.protocol.actions import Write
-from kvconnector.protocol.digests import SentDigests, Written
+from kvconnector.protocol.actions import Action, Drop, Input, Posted, Send, Write, WriteEnded
+from kvconnector.protocol.digests import DigestTeller, SentDigests, Written
 from kvconnector.protocol.messages import Digests, Verified, Watermark, decode, encode
 from kvconnector.protocol.pair_keys import BlockKey
-from kvconnector.protocol.seals import peek
+from kvconnector.protocol.seals import Channels, peek
 from kvconnector.protocol.transfer import MAX_ATTEMPTS, Piece
 from kvconnector.slices import Slices
 from kvconnector.transports.in_memory import InMemoryTransport, _Done
 from tests.fakes.handoff_cluster import Cluster
 from tests.fakes.kv_memories import memory_of
+from tests.fakes.peer_infos import peer_info
 from tests.fakes.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
@@ -331,6 +332,39 @@ def test_digests_depend_on_key_bytes_and_layers() -> None:
     cache[3, 3] = 1.0
     assert digests.of([3], part, key) == of_part
     assert digests.of([3], whole, key) != right
+
+
+class WritesOnly:
+    """A sender that wants these writes, one after the other."""
+
+    def __init__(self, writes: Sequence[Write]) -> None:
+        self._left = list(writes)
+
+    def take(self, item: Input, now: float) -> list[Action]:
+        del now
+        is_next = not isinstance(item, WriteEnded) and self._left
+        return [self._left.pop(0)] if is_next else []
+
+    def tick(self, now: float) -> list[Action]:
+        del now
+        return []
+
+
+def test_digests_of_a_write_that_was_not_posted_are_not_told_for_the_one_before() -> None:
+    """The decode node found blocks wrong that nobody had written, and blamed the memory."""
+    key = ("a", 1)
+    writes = [Write("d", key, Piece((place,), (place,)), [place]) for place in range(3)]
+    channels, theirs = Channels("p"), Channels("d")
+    channels.learn(peer_info("d", public_key=theirs.public_key))
+    memory = memory_of(torch.rand(NUM_BLOCKS, *BLOCK_SHAPE))
+    teller = DigestTeller(WritesOnly(writes), SentDigests(BlockDigests(memory), "p"), channels)
+    teller.take(Drop(key, "d"), 0)  # anything
+    teller.take(Posted(writes[0]), 0)
+    teller.take(Posted(writes[1]), 0)
+    assert teller.take(Posted(writes[2], problem="the link is down"), 0) == []
+    told = [teller.take(WriteEnded("d", key), 0) for _ in range(2)]
+    said = [action.message for actions in told for action in actions if isinstance(action, Send)]
+    assert [list(one.indices) for one in said if isinstance(one, Digests)] == [[0], [1]]
 
 
 def test_no_number_is_used_twice() -> None:

@@ -82,6 +82,22 @@ def commit(request_id: str) -> bytes:
     )
 
 
+def test_altered_messages_differ_in_one_bit() -> None:
+    ends = Ends("alter=0.5")
+    sent = unsealed(mark(7))
+    for _ in range(200):
+        ends.plain.notify("f", sent)
+    came = [payload for _, payload in ends.faulty.take_notifications()]
+    num_bits = [
+        (int.from_bytes(sent) ^ int.from_bytes(payload)).bit_count()
+        for payload in came
+        if len(payload) == len(sent)
+    ]
+    assert len(num_bits) == 200
+    assert set(num_bits) == {0, 1}
+    assert 60 < sum(num_bits) < 140
+
+
 def test_a_whole_spec_is_read() -> None:
     text = "drop=0.01, delay=1ms-0.02s,duplicate=1,reorder=0,corrupt=0.5,fail_post=0.25,"
     assert FaultSpec.parse(text + "kill=Commit:send:2,seed=3") == FaultSpec(

@@ -29,7 +29,8 @@ class Scene:
             theirs.learn(peer_info("d", public_key=own.public_key))
             own.learn(peer_info(name, public_key=theirs.public_key))
             self.channels[name] = theirs["d"]
-        self.inbox = Inbox({"p", "q"}, own)
+        self.peers = {"p", "q"}
+        self.inbox = Inbox(self.peers, own)
 
     def put(self, name: str, payload: bytes) -> None:
         self.inbox.put(name, payload, self.clock())
@@ -94,6 +95,18 @@ def test_who_speaks_in_anothers_name_is_not_heard() -> None:
     scene.put("x", scene.channels["p"].seal(encode(quiet)))
     assert scene.take() == []
     assert scene.inbox.num_refused == {Refusal.FORGED: 2, Refusal.STRANGER: 1}
+
+
+def test_a_peer_that_left_and_does_not_know_it_is_no_forger() -> None:
+    scene = Scene()
+    scene.peers.remove("q")
+    scene.say("q", 1)  # it stood still, and beats on
+    scene.put("q", scene.channels["p"].seal(encode(Beat(engine_id="q", sent_at_s=1.0))))
+    assert scene.heard() == []
+    assert scene.inbox.num_refused == {Refusal.LEFT: 1, Refusal.FORGED: 1}
+    scene.peers.add("q")  # it joins again
+    scene.say("q", 2)
+    assert scene.heard() == [("q", 2)]
 
 
 def test_a_giant_message_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from kvconnector.protocol.actions import (
 )
 from kvconnector.protocol.messages import Hello, encode
 from kvconnector.protocol.peers import Peers
-from kvconnector.protocol.seals import Channel, Channels
+from kvconnector.protocol.seals import Channel, Channels, Refusal
 from kvconnector.transports.in_memory import InMemoryTransport
 from tests.fakes.kv_memories import memory_of
 from tests.fakes.unsealed import unsealed
@@ -140,7 +140,8 @@ def test_damaged_messages_and_those_of_strangers_are_dropped_and_the_next_is_hea
         wait_until(lambda: scene.machine.heard(Hello))
     scene.loop.close()
     assert scene.machine.heard(Hello) == [hello]
-    refused = {"forged": 4 + 1, "malformed": 2, "stranger": 1}
+    refused = dict.fromkeys((reason.value for reason in Refusal), 0)
+    refused |= {"forged": 4 + 1, "malformed": 2, "stranger": 1}
     assert scene.loop.metrics().refused_messages == refused
     assert caplog.text.count("dropped 1 messages") == 1  # the others are told later, together
     assert scene.deaths == []

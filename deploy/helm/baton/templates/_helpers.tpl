@@ -73,7 +73,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- define "baton.commonArgs" -}}
 {{- $root := index . 0 -}}
 - --config=/etc/baton/baton.toml
-- --model={{ $root.Values.model.path }}
+- {{ printf "--model=%s" $root.Values.model.path | quote }}
 - --api-keys-file=/etc/baton-auth/keys.toml
 {{- if eq $root.Values.tls.source "none" }}
 - --insecure

@@ -294,6 +294,31 @@ def test_a_node_whose_link_breaks_is_missing_until_it_is_back_and_one_that_drain
     assert pool.lost == []
 
 
+@pytest.mark.parametrize("is_counted_first", [False, True])
+def test_nodes_that_hang_up_on_a_router_that_stood_still_did_not_die(
+    is_counted_first: bool,
+) -> None:
+    """A router that got little of the processor took its requests for what its nodes died of."""
+    clock = VirtualClock()
+    pool = make_pool(clock=clock)
+    prefill, decode = join_pair(pool)
+    pool.count_missed_beats()
+    clock.advance(2.4)
+    if is_counted_first:
+        pool.count_missed_beats()
+    decode.leave()
+    assert pool.lost_nodes.lost_since(0) == set()
+    assert [lost.node_name for lost in pool.lost] == ["d0"]
+    again = HandNode(pool, decode.node.registration)
+    for _ in range(5):
+        for node in (prefill, again):
+            pool.take(node.node, NodeBeat())
+        pool.count_missed_beats()
+        clock.advance(0.25)
+    again.leave()  # this time by itself
+    assert pool.lost_nodes.lost_since(0) == {"d0-0"}
+
+
 def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:
     pool = make_pool()
     prefill, decode = join_pair(pool)

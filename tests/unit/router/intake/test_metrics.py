@@ -10,7 +10,7 @@ import pytest
 
 from baton.api.errors import BatonError, InvalidRequestError, NodeUnavailableError, OverloadedError
 from baton.api.outputs import FinishReason, Receipt, TextDelta
-from baton.link.words import NodeRole, PeerReport
+from baton.link.words import NodeBeat, NodeRole, PeerReport
 from baton.serving.connection_limits import ConnectionCounts
 from router.calls.suspects import Suspects
 from router.gate.admission import Admission
@@ -123,6 +123,47 @@ def test_nodes_are_counted_by_role_and_state_as_of_now() -> None:
     found = values(metrics)
     assert found['nodes{role="decode",state="lost"}'] == 2
     assert found['nodes{role="decode",state="ready"}'] == 0
+
+
+def test_pairs_that_are_down_are_counted_whichever_end_says_so() -> None:
+    pool = make_pool()
+    metrics = RouterMetrics(pool)
+    p0, d0 = join_pair(pool)
+    d1 = HandNode(pool, make_registration("d1", NodeRole.DECODE))
+    HandNode(pool, make_registration("d2", NodeRole.DECODE, differs={"dtype": "float16"}))
+    found = values(metrics)
+    assert (found['pairs{state="connected"}'], found['pairs{state="down"}']) == (1, 0)
+    p0.reach(d1, connected=False, problem="no answer in 10 s")
+    d0.reach(p0, connected=False, problem="no beat")
+    d1.reach(p0, connected=False, problem="no beat")
+    found = values(metrics)
+    assert (found['pairs{state="connected"}'], found['pairs{state="down"}']) == (0, 2)
+    for end in (d0, d1):
+        p0.reach(end)
+        end.reach(p0)
+    found = values(metrics)
+    assert (found['pairs{state="connected"}'], found['pairs{state="down"}']) == (2, 0)
+
+
+def test_a_node_that_stands_still_takes_its_pairs_down() -> None:
+    """No alert said so: a silent node is lost, and then nobody says anything about its pairs."""
+    pool = make_pool()
+    metrics = RouterMetrics(pool)
+    p0, d0 = join_pair(pool)
+    d1 = HandNode(pool, make_registration("d1", NodeRole.DECODE))
+    p0.reach(d1)
+    for _ in range(10):
+        for decode in (d0, d1):
+            pool.take(decode.node, NodeBeat())
+        pool.count_missed_beats()
+    found = values(metrics)
+    assert found['nodes{role="prefill",state="lost"}'] == 1
+    assert (found['pairs{state="connected"}'], found['pairs{state="down"}']) == (0, 2)
+    again = HandNode(pool, p0.node.registration)
+    again.reach(d0)
+    again.reach(d1)
+    found = values(metrics)
+    assert (found['pairs{state="connected"}'], found['pairs{state="down"}']) == (2, 0)
 
 
 def test_a_node_that_failed_is_counted_as_ejected() -> None:
