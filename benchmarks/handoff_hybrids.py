@@ -24,7 +24,7 @@ from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from environment import record_environment, summary, write_results
 
 PROMPT_LENGTHS = (1024, 4096, 16384)
-BLOCK_SIZES = (32, 64, 256)
+BLOCK_SIZES = (64, 256)  # a block has to hold a state: Granite needs 48 tokens of this shape
 CHUNK_TOKENS = 512
 NEW_END_TOKENS = 200  # behind a prompt that is known
 OUTPUT_TOKENS = 8

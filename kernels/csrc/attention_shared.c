@@ -12,6 +12,7 @@
 #define SCORE_STRIDE (SHARED_TILE + LANES)
 #define MATRIX_BYTES 1024
 #define VALUE_BYTES (MATRIX_BYTES + 64) /* from matrix to matrix of values: not the size of a page's part */
+#define PRODUCTS 4 /* matrices of sums at a time: the next product of one waits for its last */
 #define FETCHED 8 /* keys that are fetched together, line by line */
 #define AHEAD 8 /* keys that a decode fetches ahead at least */
 #define SCORED_ROWS 4 /* x SCORED_KEYS sums fill a vector when their lanes are added up */
@@ -28,7 +29,7 @@ typedef struct {
     float *scores;  /* of a block of rows: [row][SCORE_STRIDE], in place weights */
     char *weights;  /* of a block in tiles: [row / 16][step of HALVES keys][16 rows][HALVES] */
     char *values;   /* in tiles: [step of HALVES keys][column / 16][pair][16 columns][2] */
-    char *copies;   /* of 16 keys that a matrix cannot be loaded from: [16][room] */
+    char *copies;   /* of keys that matrices cannot be loaded from: PRODUCTS of [16][room] */
     const void *keys[2 * SHARED_TILE], *value_rows[SHARED_TILE]; /* of this tile; keys of the next one, too */
     int64_t next; /* of keys: what a decode fetches next */
 } shared;
@@ -48,7 +49,7 @@ static float *place(const attention_call *c, char *at, shared *s) {
     s->scores = (float *)at, at += BLOCK * SCORE_STRIDE * sizeof(float);
     s->values = at, at += SHARED_TILE / HALVES * (columns / LANES) * VALUE_BYTES;
     s->weights = at, at += BLOCK * SHARED_TILE * 2;
-    s->copies = at, at += TILE_ROWS * s->room * 2;
+    s->copies = at, at += PRODUCTS * TILE_ROWS * s->room * 2;
     s->states = (softmax_state *)at, at += rows * sizeof(softmax_state);
     s->joined_states = (softmax_state *)at, at += rows * sizeof(softmax_state);
     return (float *)at;
@@ -163,31 +164,52 @@ INLINE const char *key_matrix(const attention_call *c, const piece *p, shared *s
     return copies;
 }
 
-/* Scores of 16 keys and `blocks` x 16 rows. */
-INLINE void score_matrix(int blocks, const char *keys, int64_t pitch, const shared *s, int64_t start,
-                         stream fetch, float *scores) {
-    const char *query = s->query + start * s->room * 2;
-    float products[2][LANES * LANES] __attribute__((aligned(64)));
+/* Scores of `matrices` x 16 keys from i on and `blocks` x 16 rows; constants, PRODUCTS at most. */
+INLINE void score_matrices(int matrices, int blocks, const attention_call *c, const piece *p, shared *s,
+                           int64_t start, int64_t tile, int64_t i, int fetches) {
+    const char *keys[PRODUCTS], *query = s->query + start * s->room * 2;
+    float products[PRODUCTS][LANES * LANES] __attribute__((aligned(64)));
+    int64_t pitch, size = TILE_ROWS * s->room * 2;
+    for (int m = 0; m < matrices; m++)
+        keys[m] = key_matrix(c, p, s, tile, i + m * TILE_ROWS, s->copies + m * size, &pitch);
+    stream fetch = fetch_keys(c, s, fetches, matrices * FETCHED);
     _tile_zero(0);
-    if (blocks > 1) _tile_zero(1);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int64_t j = 0; j < s->room / HALVES; j++) {
-        _tile_loadd(4, keys + j * ROW_BYTES, pitch);
-        _tile_loadd(5, query + j * MATRIX_BYTES, 64);
-        _tile_dpbf16ps(0, 4, 5);
-        if (blocks > 1) {
-            _tile_loadd(6, query + s->room * LANES * 2 + j * MATRIX_BYTES, 64);
-            _tile_dpbf16ps(1, 4, 6);
+        const int64_t key = j * ROW_BYTES, row = j * MATRIX_BYTES;
+        _tile_loadd(6, query + row, 64);
+        if (blocks > 1) _tile_loadd(7, query + size + row, 64);
+        _tile_loadd(4, keys[0] + key, pitch);
+        _tile_dpbf16ps(0, 4, 6);
+        if (blocks > 1) _tile_dpbf16ps(1, 4, 7);
+        if (matrices > 1) {
+            _tile_loadd(5, keys[1] + key, pitch);
+            if (blocks > 1) _tile_dpbf16ps(2, 5, 6);
+            if (blocks > 1) _tile_dpbf16ps(3, 5, 7);
+            else _tile_dpbf16ps(1, 5, 6);
         }
-        for (int n = 0; n < FETCHED; n++) fetch_line(&fetch);
+        if (matrices > 2) {
+            _tile_loadd(4, keys[2] + key, pitch);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(5, keys[3] + key, pitch);
+            _tile_dpbf16ps(3, 5, 6);
+        }
+        for (int n = 0; n < matrices * FETCHED; n++) fetch_line(&fetch);
     }
     _tile_stored(0, products[0], 64);
-    if (blocks > 1) _tile_stored(1, products[1], 64);
-    for (int b = 0; b < blocks; b++) {
-        vec rows[LANES];
-        for (int64_t i = 0; i < LANES; i++) rows[i] = load(FLOAT32, products[b], i * LANES);
-        transpose(rows);
-        for (int64_t i = 0; i < LANES; i++) store(scores + (b * LANES + i) * SCORE_STRIDE, rows[i]);
-    }
+    _tile_stored(1, products[1], 64);
+    _tile_stored(2, products[2], 64);
+    _tile_stored(3, products[3], 64);
+    for (int m = 0; m < matrices; m++)
+        for (int b = 0; b < blocks; b++) {
+            float *scores = s->scores + b * TILE_ROWS * SCORE_STRIDE + i + m * TILE_ROWS;
+            vec rows[LANES];
+            for (int64_t r = 0; r < LANES; r++) rows[r] = load(FLOAT32, products[m * blocks + b], r * LANES);
+            transpose(rows);
+            for (int64_t r = 0; r < LANES; r++) store(scores + r * SCORE_STRIDE, rows[r]);
+        }
 }
 
 /* Values of the tile in pairs of keys, with zeros for those that it does not have. */
@@ -211,45 +233,53 @@ static void pair_values(const attention_call *c, shared *s, int64_t skip, int64_
     }
 }
 
-/* sums [blocks x 16 rows, PANEL] += weights x values, of the steps [begin, end). */
-INLINE void add_matrix(int blocks, const shared *s, int64_t begin, int64_t end, int64_t column, float *sums) {
+/* sums [blocks x 16 rows, panels x PANEL] += weights x values, of the steps [begin, end); either of
+ * both is one, the other one or two. */
+INLINE void add_matrices(int blocks, int panels, const shared *s, int64_t begin, int64_t end, int64_t column,
+                         float *sums) {
     const int64_t pitch = s->stride * sizeof(float), size = (s->stride - LANES) / LANES * VALUE_BYTES;
     const char *weights = s->weights, *values = s->values + column / LANES * VALUE_BYTES;
+    float *others = panels > 1 ? sums + PANEL : sums + TILE_ROWS * s->stride;
     _tile_loadd(0, sums, pitch);
     _tile_loadd(1, sums + LANES, pitch);
-    if (blocks > 1) {
-        _tile_loadd(2, sums + TILE_ROWS * s->stride, pitch);
-        _tile_loadd(3, sums + TILE_ROWS * s->stride + LANES, pitch);
+    if (blocks * panels > 1) {
+        _tile_loadd(2, others, pitch);
+        _tile_loadd(3, others + LANES, pitch);
     }
     for (int64_t step = begin; step < end; step++) {
+        const char *from = values + step * size;
         _tile_loadd(4, weights + step * MATRIX_BYTES, ROW_BYTES);
-        _tile_loadd(6, values + step * size, 64);
-        _tile_loadd(7, values + step * size + VALUE_BYTES, 64);
+        _tile_loadd(6, from, 64);
+        _tile_loadd(7, from + VALUE_BYTES, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (blocks > 1) {
             _tile_loadd(5, weights + TILE_ROWS * SHARED_TILE * 2 + step * MATRIX_BYTES, ROW_BYTES);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
+        } else if (panels > 1) {
+            _tile_loadd(5, from + 2 * VALUE_BYTES, 64);
+            _tile_loadd(6, from + 3 * VALUE_BYTES, 64);
+            _tile_dpbf16ps(2, 4, 5);
+            _tile_dpbf16ps(3, 4, 6);
         }
     }
     _tile_stored(0, sums, pitch);
     _tile_stored(1, sums + LANES, pitch);
-    if (blocks > 1) {
-        _tile_stored(2, sums + TILE_ROWS * s->stride, pitch);
-        _tile_stored(3, sums + TILE_ROWS * s->stride + LANES, pitch);
+    if (blocks * panels > 1) {
+        _tile_stored(2, others, pitch);
+        _tile_stored(3, others + LANES, pitch);
     }
 }
 
 /* The rows [start, start + rows) over the keys [skip, num) of the tile. */
 INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, shared *s, int64_t start,
                         int64_t rows, int64_t tile, int64_t skip, int64_t num) {
-    int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES, pitch;
-    for (int64_t i = skip / TILE_ROWS * TILE_ROWS; i < num; i += TILE_ROWS) {
-        const char *keys = key_matrix(c, p, s, tile, i, s->copies, &pitch);
-        stream fetch = fetch_keys(c, s, start == 0, FETCHED);
-        score_matrix(blocks, keys, pitch, s, start, fetch, s->scores + i);
-    }
+    int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES;
+    int64_t together = PRODUCTS / blocks * TILE_ROWS, i = skip / TILE_ROWS * TILE_ROWS;
+    for (; i + together <= ceil_div(num, TILE_ROWS) * TILE_ROWS; i += together)
+        score_matrices(PRODUCTS / blocks, blocks, c, p, s, start, tile, i, start == 0);
+    for (; i < num; i += TILE_ROWS) score_matrices(1, blocks, c, p, s, start, tile, i, start == 0);
     weigh_rows(c, p, s, c->scale, start, rows, tile, skip, num);
     for (int64_t r = 0; r < rows; r++) {
         float *scores = s->scores + r * SCORE_STRIDE;
@@ -258,8 +288,12 @@ INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, 
         for (int64_t i = begin; i < end; i += LANES)
             store_as(BFLOAT16, to + i / HALVES * MATRIX_BYTES, i % HALVES, load(FLOAT32, scores, i));
     }
-    for (int64_t column = 0; column < s->stride - LANES; column += PANEL)
-        add_matrix(blocks, s, begin / HALVES, end / HALVES, column, s->sums + start * s->stride + column);
+    float *sums = s->sums + start * s->stride;
+    int64_t column = 0, num_columns = s->stride - LANES;
+    for (; blocks == 1 && column + 2 * PANEL <= num_columns; column += 2 * PANEL)
+        add_matrices(1, 2, s, begin / HALVES, end / HALVES, column, sums + column);
+    for (; column < num_columns; column += PANEL)
+        add_matrices(blocks, 1, s, begin / HALVES, end / HALVES, column, sums + column);
 }
 
 static void span_in_tiles(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
