@@ -8,7 +8,9 @@
  *   SPAN    starts anew; spans are joined one after another, by one function
  * A row's keys before its window and after itself weigh 0, and adding 0 changes no bit.
  * Pairs: where a CPU multiplies bfloat16 as it is (see halves.h), queries, keys, values and weights,
- * rounded, are multiplied so; by decodes and prompts alike. It has matrices (AMX) or not: never them.
+ * rounded, are multiplied so; by decodes and prompts alike. By matrices (AMX) where many heads share a
+ * key, also by both alike; where few do, never by them. The former have steps and spans of their own,
+ * see attention_shared.h.
  *
  * Refuses to know: how a piece is computed.
  */
