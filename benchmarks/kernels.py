@@ -1,5 +1,8 @@
 """CPU kernels by themselves: paged attention against memory bandwidth, linear layers against torch.
 
+Attention of many heads over latents (MLA) can be bound by its products instead: beside the share
+of bandwidth stands that of the limit, what reading or a large product of torch would take at least.
+
 What is compared takes turns inside one run, on the threads given; a busy machine slows both. Every
 repetition reads other memory (another layer of the cache, another copy of a weight), as a model
 does, so that no cache below the last level flatters. Refuses to know: models, requests.
@@ -20,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import baton_kernels as ops
-from baton.kv_layers import PagedKV
-from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from baton.kv_layers import LatentKV, PagedKV
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata, as_keys_and_values
 from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.dispatch import native_ops
@@ -34,6 +37,14 @@ HEADS = ((8, 2, 64), (8, 4, 128))  # query heads, KV heads, head dim
 BLOCK_SIZE = 16
 NUM_LAYERS = 6
 TARGET_BANDWIDTH = 0.7  # of what reading the same bytes in a row reaches, batch 8 and 32
+LATENT_CONTEXT = 4096
+LATENT_RANK, LATENT_WIDTH = (
+    512,
+    512 + 64,
+)  # numbers that values are made of; those of positions, too
+LATENT_HEADS = (16, 128)  # DeepSeek V2 Lite, V3
+LATENT_BATCHES = (1, 8)
+LATENT_BLOCK_SIZE = 64
 ROWS = (1, 4, 8, 16, 32, 512)
 SHAPES = ((768, 4096), (2048, 768), (768, 32768))  # in, out
 
@@ -52,21 +63,23 @@ def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, f
     return {name: statistics.quantiles(values, n=4)[0] for name, values in seconds.items()}
 
 
-def decode_step(batch: int) -> AttentionMetadata:
+def decode_step(
+    batch: int, context: int = CONTEXT, block_size: int = BLOCK_SIZE
+) -> AttentionMetadata:
     """Every request computes one token; blocks are scattered."""
-    blocks = CONTEXT // BLOCK_SIZE
+    blocks = context // block_size
     table = torch.randperm(batch * blocks).to(torch.int32).view(batch, blocks)
     return AttentionMetadata(
         num_requests=batch,
         num_tokens=batch,
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32),
-        seq_lens=torch.full((batch,), CONTEXT, dtype=torch.int32),
+        seq_lens=torch.full((batch,), context, dtype=torch.int32),
         block_table=table,
-        slot_mapping=table[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1,
+        slot_mapping=table[:, -1].long() * block_size + block_size - 1,
         max_query_len=1,
-        max_seq_len=CONTEXT,
+        max_seq_len=context,
         query_lens=(1,) * batch,
-        seq_lens_host=(CONTEXT,) * batch,
+        seq_lens_host=(context,) * batch,
     )
 
 
@@ -80,6 +93,14 @@ def attend(
 ) -> object:
     """One layer's attention."""
     return backend.run(query, cache[:, layer], step, scale=query.shape[-1] ** -0.5)
+
+
+def attend_latents(
+    backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
+) -> object:
+    """One layer's attention over latents."""
+    keys = as_keys_and_values(cache[:, layer])
+    return backend.run(query, keys, step, scale=LATENT_WIDTH**-0.5, value_dim=LATENT_RANK)
 
 
 def multiply(x: Tensor, weights: Tensor, copy: int) -> object:
@@ -125,6 +146,49 @@ def measure_attention(repetitions: int) -> list[dict[str, object]]:
                     "times_torch": round(seconds["torch"] / seconds["native"], 2),
                 }
             )
+    return rows
+
+
+def measure_latents(repetitions: int) -> list[dict[str, object]]:
+    """Paged decode attention over latents: its share of bandwidth, and of what limits it."""
+    rows: list[dict[str, object]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        square = torch.randn(1, 1024, 1024).to(dtype)
+        for num_heads in LATENT_HEADS:
+            for batch in LATENT_BATCHES:
+                step = decode_step(batch, LATENT_CONTEXT, LATENT_BLOCK_SIZE)
+                kv_layers = [LatentKV(LATENT_WIDTH)] * NUM_LAYERS
+                spec = kv_cache_spec(kv_layers, LATENT_BLOCK_SIZE, dtype)
+                num_blocks = batch * LATENT_CONTEXT // LATENT_BLOCK_SIZE
+                cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu")).normal_()
+                query = torch.randn(batch, num_heads, LATENT_WIDTH).to(dtype)
+                flat = torch.randn(NUM_LAYERS, cache.nbytes // 4 // NUM_LAYERS)
+                backend = NativeAttention()
+                backend.plan(step)
+                subjects: dict[str, Subject] = {
+                    "read": partial(read, flat),
+                    "native": partial(attend_latents, backend, query, cache, step),
+                    "product": lambda _, square=square: multiply(square[0], square, 0),  # type: ignore[misc]
+                }
+                seconds = take_turns(subjects, repetitions)
+                work = 2e-9 * batch * num_heads * LATENT_CONTEXT * (LATENT_WIDTH + LATENT_RANK)
+                product_gflop_s = 2 * 1.024**3 / seconds["product"]
+                limit_s = max(seconds["read"], work / product_gflop_s)
+                rows.append(
+                    {
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "heads": num_heads,
+                        "batch": batch,
+                        "read_ms": round(1e3 * seconds["read"], 3),
+                        "native_ms": round(1e3 * seconds["native"], 3),
+                        "read_gb_s": round(flat[0].nbytes / 1e9 / seconds["read"], 2),
+                        "native_gflop_s": round(work / seconds["native"], 1),
+                        "product_gflop_s": round(product_gflop_s, 1),
+                        "share_of_bandwidth": round(seconds["read"] / seconds["native"], 3),
+                        "share_of_products": round(work / seconds["native"] / product_gflop_s, 3),
+                        "share_of_limit": round(limit_s / seconds["native"], 3),
+                    }
+                )
     return rows
 
 
@@ -183,6 +247,8 @@ def main() -> None:
     console = Console(highlight=False, width=140)
     attention = measure_attention(arguments.repetitions)
     show(console, f"paged decode attention, float32, context {CONTEXT}", attention)
+    latents = measure_latents(arguments.repetitions)
+    show(console, f"paged decode attention over latents, context {LATENT_CONTEXT}", latents)
     linear = measure_linear(arguments.repetitions)
     show(console, "linear layers, float32 activations", linear)
     write_results(
@@ -193,6 +259,7 @@ def main() -> None:
             "repetitions": arguments.repetitions,
             "target_share_of_bandwidth": TARGET_BANDWIDTH,
             "attention": attention,
+            "latent_attention": latents,
             "linear": linear,
         },
     )

@@ -9,6 +9,7 @@
  */
 #include <float.h>
 #include "attention.h"
+#include "attention_shared.h"
 
 /* Heads that share a key, from which packing it for the micro kernel costs a decode less than what
  * it saves: its products, not reading it, take the time then. Either way gives the same bits. */
@@ -28,18 +29,18 @@ INLINE int64_t first_key(const attention_call *c, int64_t position) {
 
 /* All pieces of a step; the number of them is returned, and they are written unless NULL. */
 static int64_t make_pieces(const attention_call *c, piece *pieces) {
-    int64_t n = 0, partials = 0, block = tokens_per_piece(c);
+    int64_t n = 0, partials = 0, block = tokens_per_piece(c), span = span_of(c);
     for (int64_t r = 0; r < c->num_requests; r++) {
         int64_t row = c->query_start_loc[r], count = c->query_start_loc[r + 1] - row;
         int64_t length = c->seq_lens[r];
         if (count == 1) {
             int64_t begin = first_key(c, length - 1);
-            int64_t first = begin / SPAN, spans = ceil_div(length, SPAN) - first;
+            int64_t first = begin / span, spans = ceil_div(length, span) - first;
             for (int64_t head = 0; head < c->num_kv_heads; head++)
                 for (int64_t s = 0; s < spans; s++, n++)
                     if (pieces)
-                        pieces[n] = (piece){r, head, row, 1, max64(begin, (first + s) * SPAN),
-                                            min64(length, (first + s + 1) * SPAN), spans,
+                        pieces[n] = (piece){r, head, row, 1, max64(begin, (first + s) * span),
+                                            min64(length, (first + s + 1) * span), spans,
                                             spans > 1 ? partials++ : -1};
         } else {
             /* From the end: the longest pieces come first, the short ones fill the gaps. */
@@ -56,22 +57,19 @@ static int64_t make_pieces(const attention_call *c, piece *pieces) {
 }
 
 /* Spans of one head of one request, one after another in `pieces`, into the output. */
-static void join(const attention_call *c, const piece *p, const float *partials) {
+static void join(const attention_call *c, const piece *p, int64_t h, const float *partials) {
     int64_t group = c->num_heads / c->num_kv_heads, size = partial_size(c);
     float sums[padded_sum(c)];
-    for (int64_t h = 0; h < group; h++) {
-        softmax_state state = EMPTY_STATE;
-        memset(sums, 0, sizeof sums);
-        for (int64_t s = 0; s < p->num_spans; s++) {
-            const float *part = partials + ((p->partial + s) * group + h) * size;
-            baton_join(&state, sums, (softmax_state){part[0], part[1]}, part + 2,
-                       padded_sum(c) / LANES, LANES);
-        }
-        float divisor = baton_divisor(state, c->sinks, p->kv_head * group + h);
-        for (int64_t d = 0; d < c->value_dim; d++) sums[d] /= divisor;
-        int64_t to = (p->row * c->num_heads + p->kv_head * group + h) * c->value_dim;
-        write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->value_dim);
+    softmax_state state = EMPTY_STATE;
+    memset(sums, 0, sizeof sums);
+    for (int64_t s = 0; s < p->num_spans; s++) {
+        const float *part = partials + ((p->partial + s) * group + h) * size;
+        baton_join(&state, sums, (softmax_state){part[0], part[1]}, part + 2, padded_sum(c) / LANES, LANES);
     }
+    float divisor = baton_divisor(state, c->sinks, p->kv_head * group + h);
+    for (int64_t d = 0; d < c->value_dim; d++) sums[d] /= divisor;
+    int64_t to = (p->row * c->num_heads + p->kv_head * group + h) * c->value_dim;
+    write_row(c->type, sums, (char *)c->out + to * size_of(c->type), c->value_dim);
 }
 
 /* Returns 0, or 1 when there is no memory for the pieces. */
@@ -89,29 +87,32 @@ int baton_attention(const attention_call *c) {
         baton_scratch(SCRATCH_PARTIALS, (num_partials + 1) * group * partial_size(c) * sizeof(float));
     if (!partials) return 1;
     int team = work * c->head_dim * group < SERIAL_WORK ? 1 : c->num_threads, failed = 0;
+    int shared = is_shared(c);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
-        float *tiles = baton_scratch(SCRATCH_TILES, prompt_scratch_bytes(c));
+        float *tiles = baton_scratch(SCRATCH_TILES, shared ? shared_scratch_bytes(c) : prompt_scratch_bytes(c));
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_pieces; i++) {
             const piece *p = pieces + i;
             if (p->num_tokens > 1 || c->query_start_loc[p->request + 1] - c->query_start_loc[p->request] > 1) {
-                if (tiles) baton_attend_prompt(c, p, tiles, NULL);
-                else failed = 1;
+                if (!tiles) failed = 1;
+                else if (shared) baton_attend_shared(c, p, tiles, NULL);
+                else baton_attend_prompt(c, p, tiles, NULL);
             } else {
                 float *partial = p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c);
                 if (group < PACKED_GROUP) baton_attend_decode(c, p, partial);
-                else if (tiles) baton_attend_prompt(c, p, tiles, partial);
-                else failed = 1;
+                else if (!tiles) failed = 1;
+                else if (shared) baton_attend_shared(c, p, tiles, partial);
+                else baton_attend_prompt(c, p, tiles, partial);
             }
         }
         if (num_partials) {
 #pragma omp for schedule(dynamic, 4)
-            for (int64_t i = 0; i < num_pieces; i++) {
-                int first = pieces[i].partial == 0 ||
-                            (pieces[i].partial > 0 && (pieces[i].request != pieces[i - 1].request ||
-                                                       pieces[i].kv_head != pieces[i - 1].kv_head));
-                if (first) join(c, pieces + i, partials);
+            for (int64_t n = 0; n < num_pieces * group; n++) {
+                const piece *p = pieces + n / group;
+                int first = p->partial == 0 || (p->partial > 0 && (p->request != p[-1].request ||
+                                                                   p->kv_head != p[-1].kv_head));
+                if (first) join(c, p, n % group, partials);
             }
         }
     }

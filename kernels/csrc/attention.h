@@ -8,7 +8,9 @@
  *   SPAN    starts anew; spans are joined one after another, by one function
  * A row's keys before its window and after itself weigh 0, and adding 0 changes no bit.
  * Pairs: where a CPU multiplies bfloat16 as it is (see halves.h), queries, keys, values and weights,
- * rounded, are multiplied so; by decodes and prompts alike. It has matrices (AMX) or not: never them.
+ * rounded, are multiplied so; by decodes and prompts alike. By matrices (AMX) where many heads share a
+ * key, also by both alike; where few do, never by them. The former have steps and spans of their own,
+ * see attention_shared.h.
  *
  * Refuses to know: how a piece is computed.
  */
@@ -65,9 +67,7 @@ INLINE const void *halves_of(int cache_type, const void *from, int64_t dim, int6
 
 /* LANES numbers of two rows of bfloat16, each beside its neighbour. */
 INLINE vec_u32 pair_up(const void *first, const void *second, int64_t index) {
-    vec_u16_any low = *(const vec_u16_any *)((const uint16_t *)first + index);
-    vec_u16_any high = *(const vec_u16_any *)((const uint16_t *)second + index);
-    return __builtin_convertvector(low, vec_u32) | __builtin_convertvector(high, vec_u32) << 16;
+    return widened((const uint16_t *)first + index) | widened((const uint16_t *)second + index) << 16;
 }
 
 /* Floats of a sum of values: value_dim filled up to whole vectors. */

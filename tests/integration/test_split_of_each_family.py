@@ -1,10 +1,12 @@
-"""Every registered architecture, split over real processes: the tokens of transformers."""
+"""Every registered architecture, split over real processes: the tokens of transformers.
+
+Those with states, which are handed over where blocks end, with blocks of several sizes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -18,29 +20,46 @@ from tests.numerics.family_checkpoints import (
     make_tiny_checkpoint,
     richest_variants,
 )
+from tests.numerics.family_hybrids import HYBRIDS
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 40
 BLOCK_SIZE = 4
+# As long as a chunk, and so that some chunks end within a block.
+BLOCK_SIZES_OF_HYBRIDS = (16, 12)
+CASES = [
+    (architecture, variant, block_size)
+    for architecture, variant in richest_variants()
+    for block_size in (BLOCK_SIZE, *(BLOCK_SIZES_OF_HYBRIDS if architecture in HYBRIDS else ()))
+]
 QUIET_TIMEOUT_S = 20.0
 
 
-@pytest.fixture(scope="module", params=richest_variants(), ids=", ".join)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    architecture, variant = request.param
-    return make_tiny_checkpoint(architecture, variant, tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: ", ".join(map(str, case)))
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TinyCheckpoint, int]:
+    """A checkpoint, and the block size it is served with."""
+    architecture, variant, block_size = request.param
+    folder = tmp_path_factory.mktemp("model")
+    return make_tiny_checkpoint(architecture, variant, folder), block_size
 
 
 @pytest.fixture(scope="module")
-def deployment(checkpoint: TinyCheckpoint) -> Iterator[LocalDeployment]:
+def checkpoint(case: tuple[TinyCheckpoint, int]) -> TinyCheckpoint:
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def deployment(case: tuple[TinyCheckpoint, int]) -> Iterator[LocalDeployment]:
     """Blocks and chunks so small that every prompt is several of both."""
     config = LocalDeploymentConfig(
-        model=str(checkpoint.folder),
+        model=str(case[0].folder),
         listen=free_address(),
         router_args=["--no-local-prefill"],  # what is tested is the split
         node_args=[
-            "--dtype", "float32", "--block-size", str(BLOCK_SIZE),
+            "--dtype", "float32", "--block-size", str(case[1]),
             "--long-prefill-token-threshold", "16", "--kv-cache-memory", "16M",
         ],
     )  # fmt: skip

@@ -313,7 +313,7 @@ FAMILIES: dict[str, Family] = {
 REFUSED: dict[str, Any] = {
     "hidden_act": "tanh",
     "hidden_activation": "tanh",
-    "layer_types": "spiral_attention",
+    "layer_types": "chunked_attention",  # Llama 4's, which nothing here computes
     "layers_block_type": "spiral_attention",
     "mlp_hidden_act": "tanh",
     "rope_parameters": {"rope_type": "spiral"},

@@ -18,12 +18,13 @@ from tests.numerics.paged import make_metadata, make_tables
 from tests.numerics.tolerances import assert_close
 
 BLOCK_SIZE = 8
-# What the C sources call TILE and SPAN, in keys.
-TILE, SPAN = 192, 576
+# What the C sources call TILE and SPAN, in keys, and SHARED_SPAN: of many heads, where wide.
+TILE, SPAN, SHARED_SPAN = 192, 576, 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("reference", "cpu", "native")
-# Heads, rank, numbers that carry the position. Few heads are read key by key, many are packed.
-SHAPES = ((2, 32, 8), (16, 64, 16), (9, 20, 6))
+# Heads, rank, numbers that carry the position. Few heads are read key by key, many are packed, or
+# taken where they lie: wide ones, and bfloat16 by matrices.
+SHAPES = ((2, 32, 8), (16, 64, 16), (9, 20, 6), (12, 256, 64), (35, 512, 64))
 
 pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here")
 
@@ -40,18 +41,22 @@ class Texts:
     """Latents of texts in a cache that is NaN elsewhere, and the queries of all their tokens."""
 
     def __init__(
-        self, lengths: Sequence[int], dtype: torch.dtype, shape: tuple[int, int, int]
+        self,
+        lengths: Sequence[int],
+        dtype: torch.dtype,
+        shape: tuple[int, int, int],
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         torch.manual_seed(0)
         self.lengths, (heads, self.rank, rotary_dim) = list(lengths), shape
-        width = self.rank + rotary_dim
-        num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + 2
-        self.table = make_tables(lengths, BLOCK_SIZE, num_blocks)
+        self.block_size, width = block_size, self.rank + rotary_dim
+        num_blocks = sum(-(-length // block_size) for length in lengths) + 2
+        self.table = make_tables(lengths, block_size, num_blocks)
         # Blocks of two layers, of which this is the second one.
-        cache = torch.full((num_blocks, 2, BLOCK_SIZE, width), torch.nan, dtype=dtype)[:, 1]
-        slots = make_metadata(lengths, lengths, self.table, BLOCK_SIZE).slot_mapping
+        cache = torch.full((num_blocks, 2, block_size, width), torch.nan, dtype=dtype)[:, 1]
+        slots = make_metadata(lengths, lengths, self.table, block_size).slot_mapping
         self.latents = torch.randn(len(slots), width).to(dtype)
-        cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = self.latents
+        cache[slots // block_size, slots % block_size] = self.latents
         self.cache = cache
         self.queries = [torch.randn(length, heads, width).to(dtype) for length in lengths]
 
@@ -59,12 +64,13 @@ class Texts:
         """Attend for (text, first token, end) as one step: ``[tokens, heads, rank]`` of each."""
         table = self.table[[text for text, _, _ in chunks]]
         lens, ends = [end - first for _, first, end in chunks], [end for *_, end in chunks]
-        metadata = make_metadata(lens, ends, table, BLOCK_SIZE)
+        metadata = make_metadata(lens, ends, table, self.block_size)
         query = torch.cat([self.queries[text][first:end] for text, first, end in chunks])
         attention = ATTENTION_BACKENDS.load(backend)()
         attention.plan(metadata)
         cache = as_keys_and_values(self.cache)
-        out = attention.run(query, cache, metadata, scale=0.2, value_dim=self.rank)
+        scale = query.shape[-1] ** -0.5
+        out = attention.run(query, cache, metadata, scale=scale, value_dim=self.rank)
         assert out.shape == (*query.shape[:2], self.rank)
         return list(torch.split(out, lens))
 
@@ -80,20 +86,22 @@ def test_every_backend_attends_over_latents(
     for (text, first, end), out in zip(chunks, texts.attend(chunks, backend), strict=True):
         start = sum(texts.lengths[:text])
         keys = texts.latents[start : start + end].float()  # [end, width]
-        scores = torch.einsum("thw,kw->htk", texts.queries[text][first:end].float(), keys) * 0.2
+        queries = texts.queries[text][first:end].float() * keys.shape[1] ** -0.5
+        scores = torch.einsum("thw,kw->htk", queries, keys)
         hidden = torch.arange(end) > torch.arange(first, end).unsqueeze(1)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         expected = torch.einsum("htk,kr->thr", weights, keys[:, : texts.rank])
         assert_close(out, expected.to(dtype))
 
 
+@pytest.mark.parametrize("block_size", [BLOCK_SIZE, 32])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_is_the_same_in_a_prompt_a_chunk_and_a_decode(
-    dtype: torch.dtype, shape: tuple[int, int, int]
+    dtype: torch.dtype, shape: tuple[int, int, int], block_size: int
 ) -> None:
-    lengths = (1, TILE, SPAN + 1, 2 * SPAN + 9)
-    texts = Texts(lengths, dtype, shape)
+    lengths = (1, TILE, SHARED_SPAN, SPAN + 1, 2 * SPAN + 9)
+    texts = Texts(lengths, dtype, shape, block_size)
     whole = texts.attend([(text, 0, n) for text, n in enumerate(lengths)], "native")
     for text, length in enumerate(lengths):
         alone = texts.attend([(text, length - 1, length)], "native")[0]

@@ -342,6 +342,25 @@ def _attention(heads: str, batch: int) -> Row:
     )
 
 
+def _latents(dtype: str, heads: int, batch: int) -> Row:
+    def measure(document: Json) -> Found:
+        for row in at(document, "latent_attention"):
+            if (at(row, "dtype"), at(row, "heads"), at(row, "batch")) == (dtype, heads, batch):
+                share, limit = number(row, "share_of_bandwidth"), number(row, "share_of_limit")
+                text = f"{share:.2f}; {limit:.2f} of the limit that products or reading set"
+                return Found(text, share >= LEAST_BANDWIDTH)
+        raise LookupError(f"no row for {dtype}, {heads} heads, batch {batch}")
+
+    return Row(
+        what=f"paged decode attention over latents (512 + 64), context 4,096, {dtype}, {heads}"
+        f" heads, batch {batch}: share of memory bandwidth",
+        target=f">= {LEAST_BANDWIDTH}",
+        measure=measure,
+        holds_back="each number read is multiplied for every head, twice: 128 heads wait for"
+        " products. The limit is the longer of reading and a large product by torch.",
+    )
+
+
 def _linear(storage: str, rows: int) -> Row:
     def measure(document: Json) -> Found:
         found = [
@@ -364,7 +383,73 @@ KERNELS_CPU = Source(
     command="benchmarks/kernels.py",
     rows=(
         *(_attention(heads, batch) for heads in ("8/2 x 64", "8/4 x 128") for batch in (8, 32)),
+        *(
+            _latents(dtype, heads, batch)
+            for dtype in ("float32", "bfloat16")
+            for heads in (16, 128)
+            for batch in (1, 8)
+        ),
         *(_linear(storage, rows) for rows in (1, 8, 32, 512) for storage in ("fp32", "int8")),
+    ),
+)
+
+
+# ---------------------------------------------------------------- families
+
+
+LEAST_OVER_DENSE = 0.8
+
+
+def _over_dense(family: str, case: str) -> Row:
+    return Row(
+        what=f"{family}, {case}: tokens per second / a dense model's of the same active weights",
+        target=f">= {LEAST_OVER_DENSE:g}",
+        measure=value("ratios", f"{family} over dense", case, least=LEAST_OVER_DENSE),
+        holds_back="at batch 8 a step reads most experts, and the dense model as much as at 1.",
+    )
+
+
+def _family_over_transformers(document: Json) -> Found:
+    ratios = {
+        (family, case): number(cases, case)
+        for family, cases in at(document, "ratios").items()
+        if not family.endswith(" over dense")
+        for case in cases
+    }
+    worst = min(ratios, key=lambda row: ratios[row])
+    text = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}, worst: {', '.join(worst)}"
+    return Found(text, min(ratios.values()) > 1)
+
+
+def _long_attention(family: str) -> Row:
+    return Row(
+        what=f"{family}, float32, 12 heads: share of memory bandwidth of what 4,096 tokens add to a"
+        " step",
+        target=f">= {LEAST_BANDWIDTH}",
+        measure=value(
+            *("attention", family, "share_of_bandwidth"), form="{:.2f}", least=LEAST_BANDWIDTH
+        ),
+        holds_back="see the kernels by themselves below.",
+    )
+
+
+FAMILIES = Source(
+    name="families",
+    command="benchmarks/families.py",
+    intro="Families of models, float32, random weights, beside `transformers` in the same run.",
+    rows=(
+        Row(
+            what="every family and case: tokens per second / `transformers`'",
+            target="> 1",
+            measure=_family_over_transformers,
+            holds_back="prompts over latents, which `transformers` expands and we do not.",
+        ),
+        *(
+            _over_dense(family, case)
+            for family in ("Qwen3-MoE", "Mixtral")
+            for case in ("decode 1", "decode 8")
+        ),
+        *(_long_attention(family) for family in ("Qwen3", "DeepSeek-V2")),
     ),
 )
 
@@ -542,10 +627,11 @@ AREAS = (
     ),
     Area(
         title="On a CPU",
-        sources=(ENGINE_CPU, ENGINE_CPU_TRUE, PARALLEL, KERNELS_CPU, MODEL_LOAD),
+        sources=(ENGINE_CPU, ENGINE_CPU_TRUE, FAMILIES, PARALLEL, KERNELS_CPU, MODEL_LOAD),
         log=(
             "2026-11-21: paged attention and projections on a CPU",
             "2026-11-26: what ranks cost and bring",
+            "2026-11-26: families again, and what bounds many heads over latents",
         ),
     ),
 )

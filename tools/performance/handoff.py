@@ -145,6 +145,65 @@ HANDOFF = Source(
 )
 
 
+HYBRID_LENGTHS = (1024, 16384)
+
+
+def _hybrid_growths(document: Json) -> dict[str, float]:
+    """Compute how much longer the exposed transfer of the longest prompt is than the shortest's.
+
+    The dense model is not judged here: its own rows are `HANDOFF`'s.
+    """
+    return {
+        f"{family}, blocks of {size}, {kind} prompts": number(
+            lengths, f"{HYBRID_LENGTHS[-1]} tokens", kind, "exposed_transfer_ms", "median"
+        )
+        / number(lengths, f"{HYBRID_LENGTHS[0]} tokens", kind, "exposed_transfer_ms", "median")
+        for family, sizes in at(document, "families").items()
+        if "dense" not in family
+        for size, lengths in sizes.items()
+        for kind in ("new", "known")
+    }
+
+
+def _hybrids_growth(document: Json) -> Found:
+    growths = _hybrid_growths(document)
+    worst = max(growths, key=lambda name: growths[name])
+    text = f"{min(growths.values()):.2f} to {growths[worst]:.2f} ({worst})"
+    return Found(text, growths[worst] <= FLAT)
+
+
+def _hybrids_tokens_on_d(document: Json) -> Found:
+    most = max(
+        number(kinds, kind, "most_prompt_tokens_computed_on_decode_node")
+        for sizes in at(document, "families").values()
+        for lengths in sizes.values()
+        for kinds in lengths.values()
+        for kind in ("new", "known")
+    )
+    return Found(f"{most:g}", most == 0)
+
+
+HYBRIDS = Source(
+    name="handoff_hybrids",
+    command="benchmarks/handoff_hybrids.py",
+    intro="Layers with states beside layers that attend, and a dense model for comparison; new"
+    " prompts, and known ones with a new end; chunks of 512 tokens, several block sizes.",
+    rows=(
+        Row(
+            what="exposed transfer, 16,384 / 1,024 tokens (16 times the bytes), all hybrids",
+            target=f"flat: <= {FLAT:g}",
+            measure=_hybrids_growth,
+            holds_back="few requests per row: a thread that gets its core late is a millisecond.",
+        ),
+        Row(
+            what="prompt tokens of handed-over prompts computed on D, at most",
+            target="0",
+            measure=_hybrids_tokens_on_d,
+        ),
+    ),
+)
+
+
 def _promises(document: Json) -> Found:
     drills = at(document, "drills")
     broken = sum(bool(at(drill, "broken")) for drill in drills.values())
@@ -224,12 +283,13 @@ FOREIGN_NODE = Source(
 AREAS = (
     Area(
         title="The hand-off",
-        sources=(HANDOFF,),
+        sources=(HANDOFF, HYBRIDS),
         log=(
             "2026-11-21: a hand-over that hides behind the computation,"
             " and blocks that lie together",
             "2026-11-21: what a step and a hand-over cost",
             "2026-11-21: what a self-test of a pair costs",
+            "2026-11-26: hybrids are handed over as fast as dense models",
         ),
     ),
     Area(
