@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -268,8 +269,6 @@ class LocalDeployment:
 
     def _start_all(self) -> None:
         config = self.config
-        num_nodes = config.num_prefill + config.num_decode
-        cores = list(divide_cores(sorted(os.sched_getaffinity(0)), num_nodes))
         self._start(
             "router",
             [
@@ -288,8 +287,11 @@ class LocalDeployment:
             where = ["--ray-address", self._cluster.address]
         names = [("prefill", f"p{i}") for i in range(config.num_prefill)]
         names += [("decode", f"d{i}") for i in range(config.num_decode)]
+        own = {"prefill": config.prefill_args, "decode": config.decode_args}
+        num_ranks = [num_ranks_of([*config.node_args, *own[command]]) for command, _ in names]
+        cores = list(divide_cores(sorted(os.sched_getaffinity(0)), num_ranks))
         for (command, name), share in zip(names, cores, strict=True):
-            own_args = config.decode_args if command == "decode" else config.prefill_args
+            own_args = own[command]
             self._start(
                 name,
                 [
@@ -368,27 +370,41 @@ def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
     return {name: token or secrets.token_urlsafe(32) for name, token in given.items()}
 
 
-def divide_cores(cores: Sequence[int], num_processes: int) -> Iterator[list[int]]:
-    """Share the cores out to processes: disjoint while there are enough, else one each in turn."""
-    if not num_processes:
-        return
-    if num_processes >= len(cores):
-        for index in range(num_processes):
-            yield [cores[index % len(cores)]]
-        return
-    size, extra = divmod(len(cores), num_processes)
-    start = 0
-    for index in range(num_processes):
-        end = start + size + (index < extra)
-        yield list(cores[start:end])
-        start = end
+def divide_cores(cores: Sequence[int], num_ranks: Sequence[int]) -> Iterator[list[int]]:
+    """Share the cores out to nodes: disjoint while there are enough, else one a rank in turn.
+
+    Args:
+        num_ranks: of each node. Ranks compute side by side, so each counts as a node of its own.
+    """
+    in_all = sum(num_ranks)
+    size, extra = divmod(len(cores), max(1, in_all))
+    first = 0  # rank of all nodes' ranks
+    for own in num_ranks:
+        ranks = range(first, first + own)
+        first += own
+        if in_all >= len(cores):
+            yield sorted({cores[rank % len(cores)] for rank in ranks})
+        else:
+            starts = [rank * size + min(rank, extra) for rank in (ranks.start, ranks.stop)]
+            yield list(cores[starts[0] : starts[1]])
+
+
+def num_ranks_of(arguments: Sequence[str]) -> int:
+    """Return how many ranks a node of these options has; 1 where they do not say it well."""
+    sizes = [_last_number(arguments, f"--{kind}-parallel-size") for kind in ("tensor", "pipeline")]
+    return math.prod(sizes)
 
 
 def threads_of(arguments: Sequence[str]) -> int:
     """Return what the last ``--num-threads`` says; 1 where it leaves that to the machine."""
+    return _last_number(arguments, "--num-threads")
+
+
+def _last_number(arguments: Sequence[str], option: str) -> int:
+    """Return what an option says the last time; 1 where that is no number above."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    parser.add_argument("--num-threads", default="1")
-    found: str = parser.parse_known_args(list(arguments))[0].num_threads
+    parser.add_argument(option, default="1", dest="value")
+    found: str = parser.parse_known_args(list(arguments))[0].value
     return max(1, int(found)) if found.isdecimal() else 1
 
 

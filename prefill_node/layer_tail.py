@@ -18,7 +18,9 @@ class LayerTail:
 
     Args:
         sender: where the pushes go.
-        layer_groups: ranges of layers, in order; each is pushed when its last layer is computed.
+        layer_groups: ranges of a block's layers, in order; each is pushed when its last layer is
+            computed.
+        num_layers: of the model, where blocks cannot be cut: their only range then ends with all.
         fence: asks whether a GPU has computed what was launched so far; see `KVMemory.fence`.
 
     Attributes:
@@ -30,9 +32,13 @@ class LayerTail:
         sender: Sender,
         layer_groups: Sequence[LayerRange],
         fence: Callable[[], Callable[[], bool] | None],
+        num_layers: int | None = None,
     ) -> None:
         self._sender = sender
         self._layer_groups = layer_groups
+        # How many layers are computed when each may go.
+        self._ends = [end for _, end in layer_groups] if num_layers is None else [num_layers]
+        assert len(self._ends) == len(layer_groups)
         self._fence = fence
         self._pushes: list[BlockPush] = []
         self.num_groups_pushed = 0
@@ -48,12 +54,12 @@ class LayerTail:
 
     def after_layer(self, layer: int) -> None:
         """Push the groups of layers that end with this one, or in a stage before this process's."""
-        if self.is_complete or layer + 1 < self._layer_groups[self.num_groups_pushed][1]:
+        if self.is_complete or layer + 1 < self._ends[self.num_groups_pushed]:
             return
         is_computed = self._fence()
         while not self.is_complete:
             layers = self._layer_groups[self.num_groups_pushed]
-            if layers[1] > layer + 1:
+            if self._ends[self.num_groups_pushed] > layer + 1:
                 return
             for push in self._pushes:
                 self._sender.push(dataclasses.replace(push, layers=layers, is_computed=is_computed))

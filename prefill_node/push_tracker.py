@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.api.outputs import RequestOutput
+from baton.kv_manifest import KVOrder
 from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import AbortAll, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner
@@ -86,7 +87,8 @@ class PushTracker:
         sender: where pushes go.
         mode: when blocks are pushed.
         num_layer_groups: in how many parts the last chunk goes, at most. In a model with several
-            KV cache groups it goes whole: their layers do not end in the order of their blocks.
+            KV cache groups it goes whole, with token 1: their layers do not end in the order of
+            their blocks. Where blocks lie by heads, whole, with the last layer.
         clock: seconds that never go back.
     """
 
@@ -105,8 +107,12 @@ class PushTracker:
         self._layer_groups = layer_groups(engine.kv_memory.layers_per_group, num_layer_groups)
         memory = engine.kv_memory
         num_layers = len(memory.spec.groups[0].layers)
-        can_cut = memory.spec.num_groups == 1 and memory.layers_per_group == num_layers
-        self._has_tail = mode is PushMode.LAYERS and can_cut
+        can_cut = memory.layers_per_group == num_layers
+        is_by_heads = memory.manifest.groups[0].order is KVOrder.HEADS
+        # Blocks that lie by heads go whole, but with the last layer: before anything is sampled.
+        self._num_layers = None if can_cut else num_layers
+        has_tail = memory.spec.num_groups == 1 and (can_cut or is_by_heads)
+        self._has_tail = mode is PushMode.LAYERS and has_tail
         self._block_size = engine.kv_memory.spec.block_size
         self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
@@ -169,7 +175,8 @@ class PushTracker:
                 self._push(handoff, request.num_computed_tokens // self._block_size, None)
             if self._has_tail and _ends_prompt(item):
                 tail = tail or LayerTail(
-                    self._sender, self._layer_groups, self._engine.kv_memory.fence
+                    *(self._sender, self._layer_groups, self._engine.kv_memory.fence),
+                    self._num_layers,
                 )
                 self._add_tail(handoff, tail)
         return None if tail is None else tail.after_layer

@@ -30,7 +30,7 @@ from baton.api.errors import BatonError
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.rank_watch import STOPPED, process_state
-from engine.worker.cores import bind, cores_of_rank
+from engine.worker.cores import allowed_cores, bind, cores_of_rank
 from engine.worker.worker import Worker
 from models.parallel.torch_group import connect
 
@@ -114,9 +114,10 @@ def serve(
     done = threading.Event()
     end = until_over, done, Path(start.meeting)
     threading.Thread(target=_end_with, args=end, daemon=True).start()
-    config = start.config
-    if config.executor_name == "multiproc":
-        bind(cores_of_rank(config, start.rank))
+    config, beside_cores = start.config, frozenset[int]()
+    if config.executor_name == "multiproc" and (cores := cores_of_rank(config, start.rank)):
+        beside_cores = allowed_cores()
+        bind(cores)
     try:
         ranks = connect(
             *(start.rank, config.num_ranks, config.tensor_parallel_size, start.meeting),
@@ -132,7 +133,7 @@ def serve(
         while True:
             message = TO_RANK.decode(messages.recv_bytes())
             if isinstance(message, Attach):
-                _attach(message, beside, worker)
+                _attach(message, beside, worker, beside_cores)
                 messages.send_bytes(ENCODER.encode(Answer()))
             else:
                 _do(worker, messages, message)
@@ -162,12 +163,18 @@ def _ignore(layer: int) -> None:
     """A layer has been computed."""
 
 
-def _attach(message: Attach, beside: Connection, worker: Worker) -> None:
-    """Run it on a thread; what it raises ends this process, and so all ranks."""
+def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozenset[int]) -> None:
+    """Run it on a thread; what it raises ends this process, and so all ranks.
+
+    Args:
+        cores: where that thread may run, and not only where this rank computes: the leader's
+            thread of the same kind may be just there, and another core idle. Empty: where this may.
+    """
     module, _, name = message.entry.partition(":")
     function = getattr(importlib.import_module(module), name)
 
     def run() -> None:
+        bind(cores)
         try:
             function(beside, worker.kv_memory, message.argument)
         except BaseException:

@@ -48,16 +48,21 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
         torch.set_num_threads(num_threads)
 
 
+def allowed_cores() -> frozenset[int]:
+    """Return where this thread may run; empty: the machine does not say."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
+
+
 def cores_of_rank(config: EngineConfig, rank: int) -> frozenset[int]:
     """Return where a rank computes if no option says it: on its share of what this process may use.
 
     So that two ranks which wait for each other are never on one core. Empty: there are fewer cores
     than ranks, or the option says it.
     """
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    allowed = allowed_cores()
     if config.cpu_list or len(allowed) < config.num_ranks:
         return frozenset()
-    return _share(frozenset(allowed), rank, config.num_ranks)
+    return _share(allowed, rank, config.num_ranks)
 
 
 def bind(cores: frozenset[int]) -> None:

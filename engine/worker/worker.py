@@ -6,6 +6,7 @@ Refuses to know: requests, schedulers, what a plan is for.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from models import load_model
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.parallel.group import ALONE, Ranks
+from models.parallel.shards import stage_layers
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +97,16 @@ class Worker:
             ranks=ranks,
         )
         self.model_config = model.config
-        if ranks.num_stages > 1 and config.kv_cache_dtype == "fp8":
-            raise ConfigError("kv_cache_dtype: fp8 is not supported with pipeline_parallel_size")
         drafter = load_drafter(config, model_folder, model, self.dtype, device)
         config = fit_num_drafts(config, drafter)
         spec = kv_cache_spec(
             (*model.kv_layers, *layers_of(drafter)),
             config.block_size,
             choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
-            (*model.kv_scales, *[(1.0, 1.0)] * len(layers_of(drafter))),
+            (
+                *_scales_of_all_stages(model.kv_scales, ranks, device),
+                *[(1.0, 1.0)] * len(layers_of(drafter)),
+            ),
             self.dtype,
             (ranks.group.rank, ranks.group.size),
             (ranks.stage, ranks.num_stages),
@@ -157,3 +160,25 @@ class Worker:
         """Begin to compute a prepared step, on whichever thread."""
         make_current(self.device)  # of this thread, which need not be the one that loaded
         return self.runner.launch(step, hooks)
+
+
+def _scales_of_all_stages(
+    scales: Sequence[tuple[float, float]], ranks: Ranks, device: torch.device
+) -> list[tuple[float, float]]:
+    """Return the scales of each layer's keys and values, as the stage says that has the layer.
+
+    Blocks of all stages, and of nodes of other shapes, are to be known to mean the same.
+
+    Args:
+        scales: of all layers, those of other stages unknown.
+        device: that ranks exchange tensors on.
+    """
+    if ranks.num_stages == 1:
+        return list(scales)
+    own = torch.tensor(list(scales), dtype=torch.float64, device=device)  # [num_layers, 2]
+    by_rank = ranks.everyone.all_gather(own).tolist()
+    found: list[tuple[float, float]] = []
+    for stage in range(ranks.num_stages):
+        first, end = stage_layers(len(scales), stage, ranks.num_stages)
+        found += [(key, value) for key, value in by_rank[stage * ranks.group.size][first:end]]
+    return found

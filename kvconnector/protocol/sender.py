@@ -310,7 +310,9 @@ class SendMachine:
             num_bytes = self._num_bytes(peer_id, len(piece.block_ids), piece.layers)
             self._room_bytes[peer_id] -= num_bytes
             num_ranges = self._slices_to(peer_id).num_ranges(piece.layers)
-            transfer.note_post(piece, remote, num_bytes, result.posting_s, num_ranges)
+            transfer.note_post(
+                *(piece, remote, num_bytes, result.posting_s, num_ranges, self._num_layers)
+            )
             transfer.writes.append(piece)
             if result.is_done:
                 self._count_off(transfer)

@@ -156,16 +156,18 @@ class Transfer:
         num_bytes: int,
         posting_s: float,
         num_ranges: int = 1,
+        num_layers: int = 0,
     ) -> None:
         """Count a piece that was posted, in that time, to the decode node's blocks ``remote``.
 
         Args:
             num_ranges: that each of its blocks was cut into, for the ranks of both nodes.
+            num_layers: that blocks can be cut into.
         """
         self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
         # Layers of neighbouring blocks do not adjoin.
         layers = piece.layers
-        is_whole = layers is None and num_ranges == 1
+        is_whole = layers in (None, (0, num_layers)) and num_ranges == 1
         num_descriptors = (
             count_runs(piece.block_ids, remote) if is_whole else num_ranges * len(remote)
         )

@@ -126,6 +126,8 @@ def kv_of(engine: Engine, block_ids: list[int], num_tokens: int) -> torch.Tensor
     num_groups = engine.kv_memory.spec.num_groups
     places = engine.handoff_indices(num_tokens)
     kv = engine.kv_memory.tensor[[block_ids[place] for place in places]]  # a copy
+    if engine.kv_memory.spec.by_heads:
+        kv = kv[:, 0].permute(0, 2, 3, 1, 4, 5).contiguous()  # as if it lay by layers
     if engine.kv_memory.layers_per_group > engine.model_config.num_layers:
         # Of a drafter, the last depends on the token behind the prompt.
         kv = kv[:, : engine.model_config.num_layers]

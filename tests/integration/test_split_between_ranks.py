@@ -69,6 +69,9 @@ def complete_all(address: str) -> list[Completion]:
         ((2, 1), (1, 1), ["--kv-digests"]),
         ((1, 1), (2, 1), []),
         ((1, 2), (2, 1), ["--kv-digests"]),
+        ((2, 1), (1, 1), ["--kv-layout", "heads", "--kv-digests"]),
+        pytest.param((1, 1), (2, 1), ["--kv-layout", "heads"], marks=pytest.mark.lengthy),
+        pytest.param((1, 1), (1, 1), ["--kv-layout", "heads"], marks=pytest.mark.lengthy),
         pytest.param((4, 1), (2, 1), [], marks=pytest.mark.lengthy),
         pytest.param((2, 1), (1, 2), [], marks=pytest.mark.lengthy),
         pytest.param((2, 2), (1, 1), [], marks=pytest.mark.lengthy),
@@ -97,6 +100,9 @@ def test_unlike_shapes_give_the_tokens_of_one_process(
         push = completion.receipt.decode.push
         assert push.num_blocks == -(-len(prompt) // 16)
         assert push.num_bytes == push.num_blocks * block_bytes()
+        if "heads" in more:
+            num_pairs = max(prefill[0], decode[0])
+            assert push.num_descriptors <= push.num_blocks * num_pairs
     wait_until(lambda: not any(map(is_running, processes)), "all ranks have ended")
     assert set(Path("/dev/shm").iterdir()) <= before
 

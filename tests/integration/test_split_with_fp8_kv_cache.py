@@ -28,7 +28,10 @@ def complete_all(address: str, prompts: list[list[int]]) -> list[Completion]:
     return asyncio.run(run())
 
 
-def test_split_equals_one_process_and_moves_a_byte_for_each_number(demo_model: Path) -> None:
+@pytest.mark.parametrize("prefill_args", [[], ["--pipeline-parallel-size", "2"]])
+def test_split_equals_one_process_and_moves_a_byte_for_each_number(
+    demo_model: Path, prefill_args: list[str]
+) -> None:
     llm = LLM(str(demo_model), dtype="float32", kv_cache_dtype="fp8", num_threads=1)
     assert llm.tokenizer is not None
     token_ids = llm.tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))
@@ -39,6 +42,7 @@ def test_split_equals_one_process_and_moves_a_byte_for_each_number(demo_model: P
         listen=free_address(),
         router_args=["--no-local-prefill"],  # what is tested is the split
         node_args=["--dtype", "float32", "--kv-cache-dtype", "fp8", "--kv-digests"],
+        prefill_args=prefill_args,
     )
     with LocalDeployment(config) as running:
         running.wait_ready(READY_TIMEOUT_S)

@@ -107,6 +107,21 @@ def test_a_cached_prefix_travels_while_the_rest_is_computed() -> None:
     ]
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_blocks_that_lie_by_heads_go_whole_and_before_token_1(async_scheduling: bool) -> None:
+    cluster = make_cluster(
+        20, async_scheduling=async_scheduling, engine_options={"kv_layout": "heads"}
+    )
+    pushes = record_pushes(cluster)
+    hand_over(cluster)
+    # A "layer" is all that there is to cut.
+    sent = [(p.first_block, len(p.block_ids), p.layers) for p in pushes]
+    assert sent == [(0, 1, WHOLE), (1, 1, WHOLE), (2, 2, (0, 1)), (2, 0, WHOLE)]
+    assert pushes[2].record is None
+    assert pushes[3].record is not None
+    assert_clean(cluster)
+
+
 def test_of_several_kv_cache_groups_the_last_chunk_goes_whole() -> None:
     cluster = make_cluster(20, mixed=True)
     pushes = record_pushes(cluster)

@@ -574,8 +574,8 @@ PARALLEL = Source(
     name="parallel",
     command="benchmarks/parallel.py",
     intro="Ranks of one machine: sums between two processes; a Qwen3 shape of 125 million random"
-    " weights in float32, one thread a rank; hand-overs of the demo model in the better of the two"
-    " orders of a block.",
+    " weights in float32, one thread a rank; hand-overs of the demo model in both orders of a"
+    " block, `--kv-layout heads` and `layers`, each against nodes of one rank in the same order.",
     rows=(
         _of_ranks(
             "sums of 8 to 64 KiB in shared memory: time / gloo's, the worst", "sums", most=0.2
@@ -599,8 +599,27 @@ PARALLEL = Source(
             holds_back="other work on the machine; 1.79 in a quieter run, see the log.",
         ),
         _of_ranks("a rank that waits: share of a core", "idle rank, share of a core", most=0.01),
-        _of_ranks("hand-over P2 to D1: time / P1 to D1", "hand-over P2 -> D1", most=1.15),
-        _of_ranks("hand-over P1 to D2: time / P1 to D1", "hand-over P1 -> D2", most=1.15),
+        *(
+            _of_ranks(
+                f"hand-over {shape.replace('->', 'to')} by {layout}: time / P1 to D1",
+                f"hand-over {shape}, {layout}",
+                most=1.15,
+            )
+            for layout in ("heads", "layers")
+            for shape in ("P2 -> D1", "P1 -> D2")
+        ),
+        *(
+            _of_ranks(
+                f"ranges per block and pair of unlike ranks, by {layout}",
+                f"descriptors per block and pair, {layout}",
+                most=1,
+                holds_back=why,
+            )
+            for layout, why in (
+                ("heads", ""),
+                ("layers", "a pair has two ranges of each layer; by heads it has one."),
+            )
+        ),
     ),
 )
 

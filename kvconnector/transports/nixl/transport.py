@@ -171,6 +171,8 @@ class NixlTransport:
         check_block_ids(local_block_ids, self._layout.num_blocks)
         check_block_ids(remote_block_ids, peer.info.num_blocks)
         check_layers(layers, self._manifest.layers_per_unit)
+        if layers == (0, self._manifest.layers_per_unit):
+            layers = None  # the same, and so the same tables
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
         posts = []

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.access.exposure import split_address
 from baton.api.errors import ConfigError
-from baton.local_deployment import divide_cores
+from baton.local_deployment import divide_cores, num_ranks_of
 from baton.options import parse_bytes
 
 
@@ -67,19 +67,41 @@ def test_a_malformed_address_is_refused_by_the_options_name(address: str) -> Non
         split_address("listen", address)
 
 
-@given(st.sets(st.integers(0, 300), min_size=1, max_size=40), st.integers(1, 50))
-def test_cores_are_divided_evenly_and_not_shared_while_there_are_enough(
-    cores: set[int], num_processes: int
+@given(
+    st.sets(st.integers(0, 300), min_size=1, max_size=40),
+    st.lists(st.integers(1, 6), min_size=1, max_size=20),
+)
+def test_cores_are_divided_by_ranks_and_not_shared_while_there_are_enough(
+    cores: set[int], num_ranks: list[int]
 ) -> None:
-    ordered = sorted(cores)
-    shares = list(divide_cores(ordered, num_processes))
-    assert len(shares) == num_processes
-    sizes = [len(share) for share in shares]
-    assert min(sizes) >= 1
-    assert max(sizes) - min(sizes) <= 1
+    ordered, in_all = sorted(cores), sum(num_ranks)
+    shares = list(divide_cores(ordered, num_ranks))
+    assert len(shares) == len(num_ranks)
     assert {core for share in shares for core in share} <= cores
-    if num_processes <= len(cores):
+    for share, own in zip(shares, num_ranks, strict=True):
+        assert share == sorted(set(share))
+        assert len(share) >= min(own, len(cores))  # a core for each rank, if the machine has them
+    if in_all <= len(cores):
         assert [core for share in shares for core in share] == ordered  # disjoint, all used
-    else:  # too many processes: no core has two more than another
-        uses = [sum(core in share for share in shares) for core in ordered]
-        assert max(uses) - min(uses) <= 1
+        each = len(cores) // in_all
+        for share, own in zip(shares, num_ranks, strict=True):
+            assert own * each <= len(share) <= own * (each + 1)
+    else:  # too many ranks: of those of one node, no core has more than another
+        assert all(len(s) == min(n, len(cores)) for s, n in zip(shares, num_ranks, strict=True))
+        if max(num_ranks) == 1:
+            uses = [sum(core in share for share in shares) for core in ordered]
+            assert max(uses) - min(uses) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_ranks"),
+    [
+        ([], 1),
+        (["--tensor-parallel-size", "2"], 2),
+        (["--tensor-parallel-size=4", "--pipeline-parallel-size", "2"], 8),
+        (["--tensor-parallel-size", "4", "--tensor-parallel-size", "2"], 2),
+        (["--tensor-parallel-size", "many"], 1),
+    ],
+)
+def test_ranks_of_a_node_are_known_before_it_starts(arguments: list[str], num_ranks: int) -> None:
+    assert num_ranks_of(arguments) == num_ranks

@@ -98,6 +98,30 @@ def test_the_scales_of_a_checkpoint(tmp_path: Path) -> None:
     assert errors[1] > before * 3, "most numbers became too small"
 
 
+@pytest.mark.parametrize(("num_stages", "num_ranks"), [(2, 1), (2, 2)])
+def test_stages_know_the_scales_of_each_others_layers(
+    tmp_path: Path, num_stages: int, num_ranks: int
+) -> None:
+    folder = save(make_hugging_face_model(ARCHITECTURE), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for layer, scale in enumerate((0.125, 0.5)):
+        weights[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(scale)
+    save_file(weights, tmp_path / "model.safetensors")
+    options = {"dtype": "float32", "kv_cache_dtype": "fp8", "num_threads": 1, **OPTIONS}
+    alone, staged = (
+        LLM(str(folder), pipeline_parallel_size=stages, tensor_parallel_size=ranks, **options)
+        for stages, ranks in ((1, 1), (num_stages, num_ranks))
+    )
+    try:
+        layouts = [llm.engine.kv_memory.manifest.layout for llm in (alone, staged)]
+        assert layouts[0] == layouts[1]
+        assert (prompt_logprobs(alone) - prompt_logprobs(staged)).abs().max() <= 1e-4
+        tokens = [[c.token_ids for c in llm.generate(PROMPTS, GREEDY)] for llm in (alone, staged)]
+        assert tokens[0] == tokens[1]
+    finally:
+        staged.engine.close()
+
+
 def registered(folder: Path, kv_cache_dtype: str, role: NodeRole) -> NodeRegistration:
     config = EngineConfig(kv_cache_dtype=kv_cache_dtype, num_blocks=8, num_threads=1)
     loaded = load_engine(str(folder), config, node_name=role.value, kv_connector="in_memory")
