@@ -48,10 +48,13 @@ class StepCosts:
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step that only decoded took so long."""
         size = _size_class(num_tokens)
-        samples = self._samples.setdefault(size, deque(maxlen=_SAMPLES))
+        if size not in self._samples:
+            self._samples[size] = deque(maxlen=_SAMPLES)
+            self._noted_at[size] = deque(maxlen=TRIED)
+        samples = self._samples[size]
         samples.append(seconds)
         self._num_noted += 1
-        self._noted_at.setdefault(size, deque(maxlen=TRIED)).append(self._num_noted)
+        self._noted_at[size].append(self._num_noted)
         if self._num_noted % 64 == 0:
             self._forget()
         if size in self._typical and len(samples) != TRIED:
@@ -258,13 +261,22 @@ class Trials:
         self._wait = TRY_AFTER
         self._owed = 0.0  # steps to wait for what the latest trial took
 
-    def is_due(self) -> bool:
-        """Whether a step in which guesses do not pay is to guess all the same; ask once a step."""
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a trial waits for somebody to guess for."""
+        return self._num_silent > max(self._wait, self._owed)
+
+    def is_due(self, *, can_guess: bool = True) -> bool:
+        """Whether a step in which guesses do not pay is to guess all the same; ask once a step.
+
+        Args:
+            can_guess: whether anybody that runs can be guessed for.
+        """
         if self._num_left:
             self._num_left -= 1
             return True
         self._num_silent += 1
-        if self._num_silent <= max(self._wait, self._owed):
+        if not can_guess or not self.is_overdue:
             return False
         self._num_silent, self._num_left, self._owed = 0, TRIED - 1, 0.0
         self._wait = min(2 * self._wait, TRY_AT_LEAST)

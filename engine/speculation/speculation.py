@@ -16,6 +16,7 @@ from baton.checkpoint.model_folder import config_digest, find_model_folder, weig
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
+from engine.core.scheduler import ALL
 from engine.speculation import PROPOSERS
 from engine.speculation.base import Proposer
 from engine.speculation.draft_lengths import (
@@ -29,6 +30,7 @@ from engine.speculation.draft_lengths import (
 )
 
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32  # steps of as many requests
+_NONE_FOR_LONG = 64  # steps, in which no guesses paid: they will not pay for who begins now
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # requests that may have ended without a word before anybody looks
 
@@ -45,6 +47,7 @@ class Speculation:
         vocab_size: of the model.
         adaptive: keep back drafts that do not pay.
         in_steps: whoever computes a step guesses what comes behind it, which takes time, too.
+        drafter_reads: see `EngineConfig.drafter_reads`.
     """
 
     def __init__(
@@ -55,10 +58,13 @@ class Speculation:
         *,
         adaptive: bool = False,
         in_steps: bool = False,
+        drafter_reads: bool = False,
     ) -> None:
         self._proposer = proposer
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
         self._adaptive, self._in_steps = adaptive, in_steps
+        self._drafter_reads = drafter_reads
+        self._num_steps_of_none = 0  # since guesses paid
         self._trials = Trials()
         self._to_guess = (0, 0, 0)  # by whoever computes; for how many requests, and steps
         self._known: dict[str, Request] = {}  # those that the proposer may keep something of
@@ -71,13 +77,14 @@ class Speculation:
         self._gain = 1.0  # of the latest step's choice
         self._num_rows = 0  # requests that go on behind the step before
 
-    def num_to_guess(self, num_rows: int) -> int:
+    def num_to_guess(self, num_rows: int, *, can_guess: bool = True) -> int:
         """How many drafts whoever computes the next step is to guess behind what it samples.
 
         Where none pay, some are guessed now and then all the same: what they are worth may change.
 
         Args:
             num_rows: requests that it may compute.
+            can_guess: whether it is to have read any of them.
         """
         if not self._in_steps or not self._adaptive:
             return self._num_drafts if self._in_steps else 0
@@ -92,11 +99,22 @@ class Speculation:
             )
             num_steps = _CHOICE_LASTS if best else _CHOICE_OF_NONE_LASTS
         self._to_guess = best, num_rows, num_steps - 1
+        self._num_steps_of_none = 0 if best else self._num_steps_of_none + 1
         if best:
             self._trials.note_paid()
-        elif self._trials.is_due():
+        elif self._trials.is_due(can_guess=can_guess):
             return self._num_drafts
         return best
+
+    def num_to_read(self) -> int:
+        """Of how many requests that begin now a drafter reads what it must to guess for them.
+
+        All but where no guesses have paid for long: then of one, when it is time for a trial. Who
+        is not read when it begins is not guessed for as long as it runs.
+        """
+        if not self._drafter_reads or self._num_steps_of_none <= _NONE_FOR_LONG:
+            return ALL
+        return int(self._trials.is_overdue)
 
     def after_step(
         self,
@@ -138,10 +156,11 @@ class Speculation:
         Args:
             drafting_s: of these, in which it guessed what comes behind it.
         """
-        if self._num_rows and all(_only_decodes(item) for item in scheduled.scheduled):
-            self._costs.note(scheduled.num_scheduled_tokens, seconds - drafting_s)
+        num_tokens, items = scheduled.num_scheduled_tokens, scheduled.scheduled
+        if self._num_rows and (num_tokens == len(items) or all(map(_only_decodes, items))):
+            self._costs.note(num_tokens, seconds - drafting_s)
             if scheduled.num_drafts:
-                num_rows = len(scheduled.scheduled)
+                num_rows = sum(item.request.is_drafted_for for item in items)
                 self._drafting_costs.note(num_rows, scheduled.num_drafts, drafting_s)
                 if not self._to_guess[0]:
                     self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
@@ -257,4 +276,5 @@ def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | Non
         vocab_size,
         adaptive=config.adaptive_speculation,
         in_steps=config.num_lookahead_drafts > 0,
+        drafter_reads=config.drafter_reads,
     )
