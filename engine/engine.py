@@ -263,9 +263,7 @@ class Engine:
         if speculation is None:
             scheduled = scheduler.schedule()
         else:
-            num_drafts = speculation.num_to_guess(
-                scheduler.num_competing, can_guess=scheduler.drafts_for_any
-            )
+            num_drafts = speculation.num_to_guess(scheduler.num_competing, scheduler.drafts_for_any)
             scheduled = scheduler.schedule(num_drafts, speculation.num_to_read())
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled

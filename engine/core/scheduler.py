@@ -200,7 +200,6 @@ class Scheduler:
         """Requests that may be in the next step."""
         return min(len(self._running) + len(self._room), self._max_num_requests)
 
-    @property
     def drafts_for_any(self) -> bool:
         """Whether any that runs is drafted for."""
         return any(request.is_drafted_for for request in self._running)

@@ -8,12 +8,13 @@ know: requests' tokens, who guesses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+YES: Callable[[], bool] = lambda: True  # noqa: E731
 _ENOUGH = 5  # samples; of fewer the least counts: a size that is new is prepared for, once
 TRIED = 3  # samples of a size, before which it counts as not known
 # Steps in which a size must have been measured for others to be held against it: where they seem
@@ -266,17 +267,17 @@ class Trials:
         """Whether a trial waits for somebody to guess for."""
         return self._num_silent > max(self._wait, self._owed)
 
-    def is_due(self, *, can_guess: bool = True) -> bool:
+    def is_due(self, can_guess: Callable[[], bool] = YES) -> bool:
         """Whether a step in which guesses do not pay is to guess all the same; ask once a step.
 
         Args:
-            can_guess: whether anybody that runs can be guessed for.
+            can_guess: tells whether anybody that runs can be guessed for.
         """
         if self._num_left:
             self._num_left -= 1
             return True
         self._num_silent += 1
-        if not can_guess or not self.is_overdue:
+        if not self.is_overdue or not can_guess():
             return False
         self._num_silent, self._num_left, self._owed = 0, TRIED - 1, 0.0
         self._wait = min(2 * self._wait, TRY_AT_LEAST)
