@@ -13,6 +13,7 @@ PREEMPTION = ("recompute", "hand-back")
 SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
 # Those with weights, which guess where the model computes.
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
+_READERS = ("draft_model", "eagle", "mtp")  # of these, who keeps KV of what it has read
 DRAFT_ACCEPTANCE = ("equality", "rejection")
 MAX_SPECULATIVE_TOKENS = 32
 DEFAULT_SPECULATIVE_TOKENS = 5
@@ -299,6 +300,11 @@ class EngineConfig:
     def num_lookahead_drafts(self) -> int:
         """Most guesses behind a step's tokens that what computes it makes; 0: others guess."""
         return self.max_num_drafts if self.speculative_method in DRAFTERS else 0
+
+    @property
+    def drafter_reads(self) -> bool:
+        """Whether what guesses keeps KV of all that is computed, so that it must read all of it."""
+        return self.speculative_method in _READERS
 
     @property
     def max_decode_rows(self) -> int:

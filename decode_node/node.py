@@ -279,7 +279,7 @@ class DecodeNode:
                 job.steps_until_first = self.engine.num_steps - job.reservation.committed_at_step
             receipt = None
             if output.finish_reason is not None:
-                receipt = _receipt(job, self.engine.why_drafts())
+                receipt = _receipt(job, self.engine.why_drafts(job.request))
                 self._drop_job(output.request_id, receipt=receipt)
                 logger.debug(
                     "ended (%s) after %d tokens",

@@ -103,6 +103,7 @@ class Engine:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             preemption=config.preemption,
             guesses_in_steps=config.num_lookahead_drafts > 0,
+            drafter_reads=config.drafter_reads,
         )
         self._speculation = make_speculation(config, self.model_config.vocab_size)
         self._has_prefix_cache = config.prefix_cache
@@ -150,7 +151,9 @@ class Engine:
 
     def park(self, request: Request) -> None:
         """Take a request whose prompt KV a remote node will write."""
-        self._scheduler.park(request)
+        idle, speculation = not self._scheduler.num_running, self._speculation
+        draft_for = idle or speculation is None or speculation.num_to_read() > 0
+        self._scheduler.park(request, draft_for=draft_for)
         if request.awaits_grammar:  # compiled while its KV travels
             self._grammars.submit(request)
 
@@ -195,9 +198,15 @@ class Engine:
         """Guess what comes behind a request that another node goes on with."""
         return () if self._speculation is None else self._speculation.first_drafts(request)
 
-    def why_drafts(self) -> str:
-        """Why the latest step had so many drafts, for people; empty where nobody chooses."""
+    def why_drafts(self, request: Request | None = None) -> str:
+        """Why the latest step had so many drafts, for people; empty where nobody chooses.
+
+        Args:
+            request: and why none were for it, if nobody guessed for it.
+        """
         choice = None if self._speculation is None else self._speculation.choice
+        if request is not None and not request.is_drafted_for:
+            return f"nobody guessed for it, as no guesses had paid for long when it came; {choice}"
         return "" if choice is None else str(choice)
 
     def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
@@ -257,10 +266,12 @@ class Engine:
         started = time.monotonic()
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
-        num_drafts = 0
-        if self._speculation is not None:
-            num_drafts = self._speculation.num_to_guess(self._scheduler.num_running)
-        scheduled = self._scheduler.schedule(num_drafts)
+        scheduler, speculation = self._scheduler, self._speculation
+        if speculation is None:
+            scheduled = scheduler.schedule()
+        else:
+            num_drafts = speculation.num_to_guess(scheduler.num_competing, scheduler.drafts_for_any)
+            scheduled = scheduler.schedule(num_drafts, speculation.num_to_read())
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
 

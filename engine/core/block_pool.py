@@ -52,6 +52,7 @@ class KVCacheBlock:
         ref_count: holders; 0 exactly while it is in the free list.
         block_hash: of its content, once it is full and committed.
         silent: no event speaks of its content.
+        is_read: whether who guesses next tokens has read it, too, where somebody has to.
         previous, next: its neighbours while it is in the free list; of no meaning otherwise.
     """
 
@@ -59,6 +60,7 @@ class KVCacheBlock:
     ref_count: int = 0
     block_hash: BlockHash | None = None
     silent: bool = False
+    is_read: bool = True
     previous: KVCacheBlock = field(init=False, repr=False)
     next: KVCacheBlock = field(init=False, repr=False)
 
@@ -155,6 +157,14 @@ class BlockPool:
         block = found if isinstance(found, KVCacheBlock) else next(iter(found.values()))
         return block.block_id
 
+    def find_read(self, block_hash: BlockHash) -> int | None:
+        """The same of blocks that who guesses has read."""
+        found = self._cached.get(block_hash)
+        if found is None:
+            return None
+        known = (found,) if isinstance(found, KVCacheBlock) else found.values()
+        return next((block.block_id for block in known if block.is_read), None)
+
     def cache(
         self,
         block_ids: Iterable[int],
@@ -162,21 +172,23 @@ class BlockPool:
         parent: BlockHash | None,
         *,
         silent: bool = False,
+        is_read: bool = True,
     ) -> None:
         """Put full, committed blocks under their hashes; they are never written again.
 
         Args:
             parent: hash of the block before the first of them.
             silent: record no events about these hashes, now or later.
+            is_read: see `KVCacheBlock`.
         """
         if silent or self._events is None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):
-                self._index(block_id, block_hash)
+                self._index(block_id, block_hash, is_read)
                 self._blocks[block_id].silent = silent
             return
         stored: list[BlockHash] = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if self._index(block_id, block_hash):
+            if self._index(block_id, block_hash, is_read):
                 stored.append(block_hash)
             else:  # known already: what comes next is stored behind it
                 self._note_stored(stored, parent)
@@ -296,14 +308,14 @@ class BlockPool:
             self.num_evicted += 1
         block.ref_count = 1
 
-    def _index(self, block_id: int, block_hash: BlockHash) -> bool:
+    def _index(self, block_id: int, block_hash: BlockHash, is_read: bool) -> bool:
         """Put a block's content into the index; whether that content is new there."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is free"
         if block.block_hash is not None:
             assert block.block_hash == block_hash
             return False
-        block.block_hash = block_hash
+        block.block_hash, block.is_read = block_hash, is_read
         known = self._cached.get(block_hash)
         if known is None:
             self._cached[block_hash] = block

@@ -47,11 +47,14 @@ class KVCacheCoordinator:
             else:
                 assert self.null_block is not None
                 self._retentions.append(SlidingWindow(window, block_size, self.null_block))
-        self._finds = [self._find_in(group) for group in range(self.num_groups)]
+        self._finds = {
+            reads: [self._find_in(group, reads=reads) for group in range(self.num_groups)]
+            for reads in (False, True)
+        }
 
     # ------------------------------------------------------------------ prefix cache
 
-    def longest_hit(self, hashes: Sequence[BlockHash]) -> list[int]:
+    def longest_hit(self, hashes: Sequence[BlockHash], *, reads: bool = False) -> list[int]:
         """Block ids of all groups for the longest prefix of which each has what it needs.
 
         A group answers with a prefix that may be shorter, which the others are then asked for,
@@ -60,11 +63,13 @@ class KVCacheCoordinator:
 
         Args:
             hashes: of the logical blocks that may be used.
+            reads: whether who guesses must have read them, too.
         """
+        finds = self._finds[reads]
         hits: list[list[int]] = [[] for _ in self._retentions]
         num_blocks, num_agreed, group = len(hashes), 0, 0
         while num_agreed < self.num_groups:
-            hit = self._retentions[group].longest_hit(hashes[:num_blocks], self._finds[group])
+            hit = self._retentions[group].longest_hit(hashes[:num_blocks], finds[group])
             if len(hit) < num_blocks:
                 num_blocks, num_agreed = len(hit), 0
             hits[group] = hit
@@ -75,7 +80,13 @@ class KVCacheCoordinator:
         return [block_id for logical in zip(*hits, strict=True) for block_id in logical]
 
     def cache(
-        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], first: int, end: int
+        self,
+        block_ids: Sequence[int],
+        hashes: Sequence[BlockHash],
+        first: int,
+        end: int,
+        *,
+        is_read: bool = True,
     ) -> None:
         """Cache full, committed blocks in each group, but for those that slid out.
 
@@ -86,6 +97,7 @@ class KVCacheCoordinator:
             hashes: of its logical blocks.
             first: logical block to begin with.
             end: logical block to end before.
+            is_read: whether who guesses has read them.
         """
         stride = self.num_groups
         for group in range(stride):
@@ -99,7 +111,7 @@ class KVCacheCoordinator:
                 suffix = _suffix(group)
                 own_hashes = [block_hash + suffix for block_hash in own_hashes]
             parent = hashes[start - 1] if start else None
-            self._pool.cache(own, own_hashes, parent, silent=group > 0)
+            self._pool.cache(own, own_hashes, parent, silent=group > 0, is_read=is_read)
 
     # ------------------------------------------------------------------ blocks
 
@@ -135,10 +147,10 @@ class KVCacheCoordinator:
 
     # ------------------------------------------------------------------ inside
 
-    def _find_in(self, group: int) -> Find:
+    def _find_in(self, group: int, *, reads: bool) -> Find:
+        suffix, find = _suffix(group), self._pool.find_read if reads else self._pool.find
         if group == 0:
-            return self._pool.find
-        suffix, find = _suffix(group), self._pool.find
+            return find
         return lambda block_hash: find(block_hash + suffix)
 
 

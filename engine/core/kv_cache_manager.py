@@ -92,7 +92,8 @@ class KVCacheManager:
         if self._hasher is None:
             return []
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
-        return self._coordinator.longest_hit(request.block_hashes[: num_tokens // self.block_size])
+        hashes = request.block_hashes[: num_tokens // self.block_size]
+        return self._coordinator.longest_hit(hashes, reads=request.is_drafted_for)
 
     def allocate_with_prefix(self, request: Request, num_reserved: int = 0) -> int | None:
         """Give a request without blocks its cached prefix, and room for all its known tokens.
@@ -130,12 +131,17 @@ class KVCacheManager:
         sibling.num_cached_blocks = min(request.num_cached_blocks, num_blocks)
         sibling.num_computed_tokens = num_blocks * self.block_size
         sibling.num_cached_tokens = sibling.num_computed_tokens
+        sibling.is_drafted_for = request.is_drafted_for
 
-    def cache_blocks(self, request: Request) -> None:
-        """Cache the request's blocks that are full and computed, so that others can find them."""
-        self._cache_up_to(request, request.num_computed_tokens)
+    def cache_blocks(self, request: Request, *, is_read: bool = True) -> None:
+        """Cache the request's blocks that are full and computed, so that others can find them.
 
-    def _cache_up_to(self, request: Request, num_tokens: int) -> None:
+        Args:
+            is_read: whether who guesses has read what was not cached before, if somebody must.
+        """
+        self._cache_up_to(request, request.num_computed_tokens, is_read=is_read)
+
+    def _cache_up_to(self, request: Request, num_tokens: int, *, is_read: bool = True) -> None:
         if self._hasher is None:
             return
         num_full = num_tokens // self.block_size
@@ -143,7 +149,8 @@ class KVCacheManager:
         if num_full <= first:
             return
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
-        self._coordinator.cache(request.block_ids, request.block_hashes, first, num_full)
+        hashes = request.block_hashes
+        self._coordinator.cache(request.block_ids, hashes, first, num_full, is_read=is_read)
         request.num_cached_blocks = num_full
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:

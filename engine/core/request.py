@@ -76,6 +76,7 @@ class Request:
         num_tokens_pending: tokens that they will sample; more than one of a step with drafts is
             not counted, and nothing is scheduled behind such a step before it ends.
         siblings: requests with the same prompt, that take its blocks once they are computed.
+        is_drafted_for: whether who guesses reads it, where somebody must: from its first token on.
         row: that a worker keeps for it; -1: none. This and the next are `StepPlanner`'s.
         num_planned_blocks: blocks that the worker knows.
         started_at: when it was first scheduled (`time.monotonic`).
@@ -108,6 +109,7 @@ class Request:
     num_tokens_in_flight: int = 0
     num_tokens_pending: int = 0
     siblings: list[Request] = field(default_factory=list)
+    is_drafted_for: bool = True
     row: int = -1
     num_planned_blocks: int = 0
     started_at: float | None = None

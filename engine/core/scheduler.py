@@ -14,6 +14,7 @@ to what it schedules, not to what waits.
 from __future__ import annotations
 
 import bisect
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from engine.core.waiting_room import WaitingRoom
 # Blocks kept free when a waiting request is admitted, as a share of all: those that run need them
 # next, and taking them back later means computing everything again.
 WATERMARK = 0.01
+ALL = sys.maxsize
 
 
 class Scheduler:
@@ -43,6 +45,7 @@ class Scheduler:
         long_prefill_token_threshold: most tokens of one request in a step.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         guesses_in_steps: whoever computes steps guesses what comes behind them, too.
+        drafter_reads: see `EngineConfig.drafter_reads`.
 
     Attributes:
         num_preemptions: since the start.
@@ -61,6 +64,7 @@ class Scheduler:
         long_prefill_token_threshold: int,
         preemption: str = "recompute",
         guesses_in_steps: bool = False,
+        drafter_reads: bool = False,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.requests: dict[str, Request] = {}
@@ -68,6 +72,7 @@ class Scheduler:
         self.counters = EngineCounters()
         self.failures: list[tuple[str, str]] = []
         self.handed_back: list[Request] = []
+        self._drafter_reads = drafter_reads
         self._hands_back = preemption == "hand-back"
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -90,8 +95,13 @@ class Scheduler:
             self._register(sibling)
             self._room.park(sibling, RequestStatus.WAITING_FOR_SHARED_KVS)
 
-    def park(self, request: Request) -> None:
-        """Take a request whose prompt KV a remote node will write."""
+    def park(self, request: Request, *, draft_for: bool = True) -> None:
+        """Take a request whose prompt KV a remote node will write.
+
+        Args:
+            draft_for: see `Request.is_drafted_for`.
+        """
+        request.is_drafted_for = draft_for
         self._register(request)
         self._room.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
@@ -185,7 +195,16 @@ class Scheduler:
         """Requests that could run, were there room; parked ones are not among them."""
         return len(self._room)
 
-    def schedule(self, num_drafts: int = 0) -> SchedulerOutput:
+    @property
+    def num_competing(self) -> int:
+        """Requests that may be in the next step."""
+        return min(len(self._running) + len(self._room), self._max_num_requests)
+
+    def drafts_for_any(self) -> bool:
+        """Whether any that runs is drafted for."""
+        return any(request.is_drafted_for for request in self._running)
+
+    def schedule(self, num_drafts: int = 0, num_draft_for: int = ALL) -> SchedulerOutput:
         """Choose what the next step computes, and give it blocks.
 
         May be called while a step runs (between `begin` and `update`): each request that samples
@@ -196,6 +215,7 @@ class Scheduler:
         Args:
             num_drafts: how many the step is to guess behind what each request samples. Requests get
                 blocks for them, in so far as there are any.
+            num_draft_for: of how many requests that begin now the drafter reads what it must.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
@@ -205,10 +225,12 @@ class Scheduler:
         budget = self._admit_arrived(scheduled, budget)
         # Memory is short after a preemption: who just lost its blocks must not come straight back.
         if self.num_preemptions == num_preemptions:
-            budget = self._admit_waiting(scheduled, budget)
+            budget = self._admit_waiting(scheduled, budget, num_draft_for)
         has_drafts = bool(self._drafts)
         if has_drafts:
             budget = self._add_drafts(scheduled, budget)
+        if num_drafts and not any(item.request.is_drafted_for for item in scheduled):
+            num_drafts = 0
         if num_drafts:
             self._look_ahead(scheduled, num_drafts)
         num_tokens = self._max_num_batched_tokens - budget
@@ -261,7 +283,8 @@ class Scheduler:
             request.num_computed_tokens = end = start + num_tokens
             request.num_forwards += 1
             if num_tokens > 1 or end % block_size == 0:  # a block may be full
-                manager.cache_blocks(request)
+                is_read = self._is_read(request, num_tokens, scheduled)
+                manager.cache_blocks(request, is_read=is_read)
             if start < request.num_prompt_tokens:
                 self._note_prompt_computed(request, start, num_tokens)
             if slides and not request.siblings:  # they may need what this one does not
@@ -275,7 +298,8 @@ class Scheduler:
             own = logprobs.get(request_id, ()) if logprobs else ()
             if drafts:
                 num_right = len(sampled) - 1
-                sampled, own, status = self._take_several(request, sampled, own)
+                is_read = self._is_read(request, num_tokens, scheduled)
+                sampled, own, status = self._take_several(request, sampled, own, is_read)
                 if not sampled:
                     continue
                 num_more += len(sampled) - 1
@@ -305,6 +329,8 @@ class Scheduler:
         """Keep what may come behind the new tokens of the step that was updated last, for the
         next one to compute; what came behind earlier ones is out of date.
         """
+        if not drafts and not self._drafts:
+            return
         for output in outputs:
             self._drafts.pop(output.request_id, None)
             if output.request_id in drafts and output.finish_reason is None:
@@ -363,7 +389,9 @@ class Scheduler:
             budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)
         return budget
 
-    def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> int:
+    def _admit_waiting(
+        self, scheduled: list[ScheduledRequest], budget: int, num_draft_for: int
+    ) -> int:
         """Start waiting requests, from their cached prefix on."""
         while budget > 0 and len(self._running) < self._max_num_requests:
             request = self._room.peek()
@@ -371,12 +399,16 @@ class Scheduler:
                 break
             # Alone, a request may take all there is: it fits, and nobody else needs the reserve.
             num_reserved = self._watermark_blocks if self._running else 0
+            # Who gives one token alone is drafted for by a node that goes on with it.
+            is_passed_on = request.max_num_tokens - request.num_tokens == 1
+            request.is_drafted_for = num_draft_for > 0 or is_passed_on
             # Room for all known tokens at once, not for the first chunk only: prompts that begin
             # together would else take the blocks that each of them needs to end.
             num_cached = self.kv_cache_manager.allocate_with_prefix(request, num_reserved)
             if num_cached is None:
                 break
             self._room.pop()
+            num_draft_for -= not is_passed_on
             request.num_computed_tokens = num_cached
             if request.num_preemptions == 0:
                 request.num_cached_tokens = num_cached
@@ -419,7 +451,7 @@ class Scheduler:
                 return
             num_left = request.sampling_params.max_tokens - request.num_output_tokens
             ahead = min(num_drafts, num_left - 1)
-            if ahead > 0 and item.samples:
+            if ahead > 0 and item.samples and request.is_drafted_for:
                 start = request.num_computed_tokens + request.num_tokens_in_flight
                 manager.allocate(request, start + item.num_scheduled_tokens + ahead)
 
@@ -455,8 +487,22 @@ class Scheduler:
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
 
+    def _is_read(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> bool:
+        """Whether a drafter that must read all tokens has read all that a step computed by now.
+
+        It reads prompts at once, and outputs when it guesses: what fills up a block in between may
+        be read later, or never.
+        """
+        if not self._drafter_reads:
+            return True
+        return request.is_drafted_for and (num_tokens > 1 or scheduled.num_drafts > 0)
+
     def _take_several(
-        self, request: Request, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+        self,
+        request: Request,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        is_read: bool,
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...], RequestStatus]:
         """Add tokens up to the one that ends the output; all but the last of them are computed.
 
@@ -475,7 +521,7 @@ class Scheduler:
                 break
         num_taken = len(request.token_ids) - num_known
         request.num_computed_tokens += num_taken - 1
-        self.kv_cache_manager.cache_blocks(request)
+        self.kv_cache_manager.cache_blocks(request, is_read=is_read)
         self.kv_cache_manager.free_slid_out(request)
         return token_ids[:num_taken], logprobs[:num_taken], status
 

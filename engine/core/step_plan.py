@@ -32,6 +32,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         token_ids: all known ones, where more of them are looked at than those that are computed;
             what is computed from then on belongs behind them.
+        is_drafted_for: whether who guesses reads it.
     """
 
     row: int
@@ -41,6 +42,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
     token_ids: list[int]
+    is_drafted_for: bool = True
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
@@ -171,4 +173,5 @@ def _new_row(request: Request) -> NewRow:
         request.num_prompt_tokens,
         request.stop_token_ids,
         request.token_ids.copy() if looks_back else [],
+        request.is_drafted_for,
     )

@@ -8,12 +8,13 @@ know: requests' tokens, who guesses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+YES: Callable[[], bool] = lambda: True  # noqa: E731
 _ENOUGH = 5  # samples; of fewer the least counts: a size that is new is prepared for, once
 TRIED = 3  # samples of a size, before which it counts as not known
 # Steps in which a size must have been measured for others to be held against it: where they seem
@@ -48,10 +49,13 @@ class StepCosts:
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step that only decoded took so long."""
         size = _size_class(num_tokens)
-        samples = self._samples.setdefault(size, deque(maxlen=_SAMPLES))
+        if size not in self._samples:
+            self._samples[size] = deque(maxlen=_SAMPLES)
+            self._noted_at[size] = deque(maxlen=TRIED)
+        samples = self._samples[size]
         samples.append(seconds)
         self._num_noted += 1
-        self._noted_at.setdefault(size, deque(maxlen=TRIED)).append(self._num_noted)
+        self._noted_at[size].append(self._num_noted)
         if self._num_noted % 64 == 0:
             self._forget()
         if size in self._typical and len(samples) != TRIED:
@@ -258,13 +262,22 @@ class Trials:
         self._wait = TRY_AFTER
         self._owed = 0.0  # steps to wait for what the latest trial took
 
-    def is_due(self) -> bool:
-        """Whether a step in which guesses do not pay is to guess all the same; ask once a step."""
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a trial waits for somebody to guess for."""
+        return self._num_silent > max(self._wait, self._owed)
+
+    def is_due(self, can_guess: Callable[[], bool] = YES) -> bool:
+        """Whether a step in which guesses do not pay is to guess all the same; ask once a step.
+
+        Args:
+            can_guess: tells whether anybody that runs can be guessed for.
+        """
         if self._num_left:
             self._num_left -= 1
             return True
         self._num_silent += 1
-        if self._num_silent <= max(self._wait, self._owed):
+        if not self.is_overdue or not can_guess():
             return False
         self._num_silent, self._num_left, self._owed = 0, TRIED - 1, 0.0
         self._wait = min(2 * self._wait, TRY_AT_LEAST)

@@ -6,7 +6,7 @@ known when they would pay again. Refuses to know: who schedules drafts, who comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,9 +16,12 @@ from baton.checkpoint.model_folder import config_digest, find_model_folder, weig
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
+from engine.core.scheduler import ALL
 from engine.speculation import PROPOSERS
 from engine.speculation.base import Proposer
 from engine.speculation.draft_lengths import (
+    TRIED,
+    YES,
     Acceptance,
     Choice,
     DraftingCosts,
@@ -29,6 +32,9 @@ from engine.speculation.draft_lengths import (
 )
 
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32  # steps of as many requests
+_NONE_FOR_LONG = 64  # steps, in which no guesses paid: they will not pay for who begins now
+_LOOK_RARELY = 4  # times as rarely, then, is it looked what steps take, and what pays
+_ONE_MORE_AFTER = 128  # steps with fewer guesses than could be: is it one more that pays by now?
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # requests that may have ended without a word before anybody looks
 
@@ -45,6 +51,7 @@ class Speculation:
         vocab_size: of the model.
         adaptive: keep back drafts that do not pay.
         in_steps: whoever computes a step guesses what comes behind it, which takes time, too.
+        drafter_reads: see `EngineConfig.drafter_reads`.
     """
 
     def __init__(
@@ -55,10 +62,15 @@ class Speculation:
         *,
         adaptive: bool = False,
         in_steps: bool = False,
+        drafter_reads: bool = False,
     ) -> None:
         self._proposer = proposer
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
         self._adaptive, self._in_steps = adaptive, in_steps
+        self._drafter_reads = drafter_reads
+        self._num_steps_of_none = 0  # since guesses paid
+        self._num_steps_of_some = 0  # that were fewer than could be
+        self._tries_one_more = False
         self._trials = Trials()
         self._to_guess = (0, 0, 0)  # by whoever computes; for how many requests, and steps
         self._known: dict[str, Request] = {}  # those that the proposer may keep something of
@@ -71,13 +83,14 @@ class Speculation:
         self._gain = 1.0  # of the latest step's choice
         self._num_rows = 0  # requests that go on behind the step before
 
-    def num_to_guess(self, num_rows: int) -> int:
+    def num_to_guess(self, num_rows: int, can_guess: Callable[[], bool] = YES) -> int:
         """How many drafts whoever computes the next step is to guess behind what it samples.
 
         Where none pay, some are guessed now and then all the same: what they are worth may change.
 
         Args:
             num_rows: requests that it may compute.
+            can_guess: tells whether any that runs is read.
         """
         if not self._in_steps or not self._adaptive:
             return self._num_drafts if self._in_steps else 0
@@ -91,12 +104,42 @@ class Speculation:
                 self._acceptance_of_all.rate(),
             )
             num_steps = _CHOICE_LASTS if best else _CHOICE_OF_NONE_LASTS
+            if self._none_for_long and not best:
+                num_steps *= _LOOK_RARELY
         self._to_guess = best, num_rows, num_steps - 1
+        self._num_steps_of_none = 0 if best else self._num_steps_of_none + 1
+        self._tries_one_more = False
         if best:
             self._trials.note_paid()
-        elif self._trials.is_due():
+            return best + self._one_more(best)
+        if self._trials.is_due(can_guess):
             return self._num_drafts
         return best
+
+    def _one_more(self, best: int) -> bool:
+        """Whether to compute one guess more than seems to pay: what that takes was found in a
+        moment that may have been slow.
+        """
+        if best == self._num_drafts or self._num_steps_of_some == _ONE_MORE_AFTER + TRIED:
+            self._num_steps_of_some = 0
+            return False
+        self._num_steps_of_some += 1
+        self._tries_one_more = self._num_steps_of_some > _ONE_MORE_AFTER
+        return self._tries_one_more
+
+    @property
+    def _none_for_long(self) -> bool:
+        return self._num_steps_of_none > _NONE_FOR_LONG
+
+    def num_to_read(self) -> int:
+        """Of how many requests that begin now a drafter reads what it must to guess for them.
+
+        All but where no guesses have paid for long: then of one, when it is time for a trial. Who
+        is not read when it begins is not guessed for as long as it runs.
+        """
+        if not self._drafter_reads or not self._none_for_long:
+            return ALL
+        return int(self._trials.is_overdue)
 
     def after_step(
         self,
@@ -138,10 +181,14 @@ class Speculation:
         Args:
             drafting_s: of these, in which it guessed what comes behind it.
         """
-        if self._num_rows and all(_only_decodes(item) for item in scheduled.scheduled):
-            self._costs.note(scheduled.num_scheduled_tokens, seconds - drafting_s)
+        is_rare = self._none_for_long and not scheduled.num_drafts
+        if is_rare and self._num_steps_of_none % _LOOK_RARELY:
+            return
+        num_tokens, items = scheduled.num_scheduled_tokens, scheduled.scheduled
+        if self._num_rows and (num_tokens == len(items) or all(map(_only_decodes, items))):
+            self._costs.note(num_tokens, seconds - drafting_s)
             if scheduled.num_drafts:
-                num_rows = len(scheduled.scheduled)
+                num_rows = sum(item.request.is_drafted_for for item in items)
                 self._drafting_costs.note(num_rows, scheduled.num_drafts, drafting_s)
                 if not self._to_guess[0]:
                     self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
@@ -176,7 +223,7 @@ class Speculation:
     def _what_pays(
         self, drafts: dict[str, tuple[int, ...]], num_rows: int
     ) -> dict[str, tuple[int, ...]]:
-        if not self._adaptive or not drafts:
+        if not self._adaptive or not drafts or self._tries_one_more:
             return drafts
         if not self._costs.is_fresh(num_rows, self._gain):
             return {}  # what does a step without them take?
@@ -257,4 +304,5 @@ def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | Non
         vocab_size,
         adaptive=config.adaptive_speculation,
         in_steps=config.num_lookahead_drafts > 0,
+        drafter_reads=config.drafter_reads,
     )

@@ -23,7 +23,7 @@ from engine.sampling.sampling_input import (
     parameters_row,
 )
 from engine.worker.block_table import BlockTable
-from engine.worker.drafting.drafting_step import DraftingStep
+from engine.worker.drafting.drafting_step import FOR_NOBODY, DraftingStep
 from engine.worker.graph_inputs import GraphInputs, StagedStep
 
 Ints = npt.NDArray[np.int64]
@@ -266,6 +266,7 @@ class InputBatch:
         self._random_words = WordTable(max_num_requests)
         self._rows: dict[int, NewRow] = {}
         self._request_ids = [""] * max_num_requests  # by row
+        self._undrafted: frozenset[int] = frozenset()  # rows that nobody is to guess for
         # All known tokens of rows that look back at them, by row.
         self._known: dict[int, list[int]] = {}
 
@@ -289,6 +290,9 @@ class InputBatch:
 
     def drafting_step(self, plan: StepPlan) -> DraftingStep:
         """Copy what a plan, which was just filled in, says to whoever guesses behind it."""
+        undrafted = self._undrafted
+        if undrafted and not plan.new_rows and undrafted.issuperset(plan.shares[::SHARE]):
+            return FOR_NOBODY
         columns = [tuple(plan.shares[first::SHARE]) for first in range(SHARE)]
         rows, starts, num_tokens, num_known = columns
         request_ids = tuple([self._request_ids[row] for row in rows])
@@ -311,6 +315,7 @@ class InputBatch:
                 parameters=self._parameters[:0],
                 block_tables=(),
                 num_held=(),
+                undrafted=undrafted,
                 is_silent=True,
             )
         num_held = tuple(map(self._block_tables[0].num_held, rows))
@@ -328,6 +333,7 @@ class InputBatch:
             parameters=self._parameters.take(rows),
             block_tables=tuple(table.copy_rows(rows, width) for table in self._block_tables),
             num_held=num_held,
+            undrafted=undrafted,
         )
 
     def _sampling_input(self, columns: _Columns) -> SamplingInput:
@@ -519,6 +525,8 @@ class InputBatch:
         """Begin a row."""
         row = new.row
         self._rows[row], self._request_ids[row] = new, new.request_id
+        if (row in self._undrafted) is new.is_drafted_for:
+            self._undrafted ^= {row}
         self._known.pop(row, None)
         if new.token_ids:
             self._known[row] = new.token_ids.copy()

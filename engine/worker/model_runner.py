@@ -280,8 +280,9 @@ class ModelRunner:
         if self._drafting is None:
             return launched
         step, layers = self._drafting_steps.popleft(), hooks.after_layer
-        if step.is_silent and launched.ended_at is not None and launched.token_ids is None:
-            # Nothing is guessed, and all is known: a step that takes no longer for it.
+        is_known = launched.ended_at is not None and launched.token_ids is None
+        if not step.rows or (step.is_silent and is_known):
+            # Nothing is guessed, and all that matters is known: it takes no longer for it.
             self._drafting.after_step(step, hidden, launched.output.sampled_token_ids, layers)
             return launched
         output = launched.wait()

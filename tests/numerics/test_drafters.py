@@ -267,7 +267,7 @@ def guesses_of(
 
     engine._speculation.after_step = note  # type: ignore[union-attr, method-assign]
     engine._speculation.num_to_guess = (  # type: ignore[union-attr, method-assign]
-        lambda num_rows: 0 if engine.num_steps % (pause + 1) else NUM_DRAFTS
+        lambda num_rows, can_guess: 0 if engine.num_steps % (pause + 1) else NUM_DRAFTS
     )
     llm.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
     return found
@@ -317,6 +317,43 @@ def test_guesses_are_those_of_plain_torch(
             num_alike += tuple(guess(text, len(drafts))) == drafts
     # Two logits that nearly tie may change places.
     assert num_alike >= 0.95 * len(found), (num_alike, len(found))
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "mtp"])
+def test_what_nobody_guessed_for_is_read_before_it_is_guessed_by(kind: str, folder: Path) -> None:
+    """Its blocks are cached, and hold nothing of a drafter's."""
+    drafter = drafter_folder(kind, folder)
+    llm = LLM(
+        str(folder),
+        num_threads=1,
+        block_size=4,
+        num_blocks=160,
+        speculative_method=kind,
+        speculative_model=str(drafter),
+        num_speculative_tokens=NUM_DRAFTS,
+        adaptive_speculation=False,
+    )
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(3, 96, (30,), generator=generator).tolist() for _ in range(3)]
+    speculation: Any = llm.engine._speculation
+    speculation.num_to_read = lambda: 0
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    outputs = [list(output.token_ids) for output in llm.generate(prompts, params)]
+    assert llm.metrics().draft_steps_total == 0
+    texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    cached = llm.generate(texts, params)
+    assert llm.metrics().cached_prompt_tokens_total == 3 * 40, "without guesses all is found"
+    speculation.num_to_read = lambda: 3
+    found = guesses_of(llm, texts, 24, 0)
+    assert llm.metrics().cached_prompt_tokens_total == 3 * 40, "nothing that was not read"
+    guess = BY_HAND[kind](Teacher(folder), drafter)
+    with torch.no_grad():
+        num_alike = sum(tuple(guess(text, len(drafts))) == drafts for text, drafts in found)
+    assert len(found) > 20
+    assert num_alike >= 0.95 * len(found), (num_alike, len(found))
+    again = llm.generate(texts, params)
+    assert llm.metrics().cached_prompt_tokens_total == 6 * 40, "read by now"
+    assert [one.token_ids for one in again] == [one.token_ids for one in cached]
 
 
 def test_as_many_are_guessed_as_there_are_heads(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from baton.api.errors import PoisonRequestError
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.core.metrics import EngineMetrics
+from engine.core.scheduler import ALL
 from engine.speculation import PROPOSERS
+from engine.speculation.speculation import Speculation
 from kvconnector.peer_process import PeerProcess
 from tests.fakes import drafters
 from tests.fakes.handoff_cluster import BLOCK_SIZE
@@ -49,6 +51,17 @@ def options_of(method: str, num_drafts: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone() -> Alone:
     return Alone(SMALL)
+
+
+@pytest.fixture(autouse=True)
+def some_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some requests are not read by who guesses, as where no guesses pay."""
+    draw, num_to_read = random.Random(9), Speculation.num_to_read
+
+    def some(speculation: Speculation) -> int:
+        return draw.choice([0, 1, ALL]) if speculation._drafter_reads else num_to_read(speculation)
+
+    monkeypatch.setattr(Speculation, "num_to_read", some)
 
 
 @pytest.mark.parametrize(("method", "num_drafts"), CASES)

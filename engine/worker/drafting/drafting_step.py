@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from engine.sampling.sampling_input import PARAMETERS
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -29,6 +31,7 @@ class DraftingStep:
         parameters: `[num_requests]` of `PARAMETERS`.
         block_tables: of each KV cache group, `[num_requests, max_blocks]`.
         num_held: `[num_requests]`, tokens that the blocks have room for.
+        undrafted: rows that are not read, as nobody is to guess for them.
         is_silent: every request computes its last known token alone, and nobody is to guess behind
             it. What only guessing needs (parameters, block tables, room) is left out then.
     """
@@ -45,4 +48,13 @@ class DraftingStep:
     parameters: npt.NDArray[np.void]
     block_tables: tuple[npt.NDArray[np.int32], ...]
     num_held: tuple[int, ...]
+    undrafted: frozenset[int] = frozenset()
     is_silent: bool = False
+
+
+# A step of rows that nobody is to guess for.
+FOR_NOBODY = DraftingStep(
+    num_drafts=0, new_rows=frozenset(), request_ids=(), rows=(), starts=(), num_tokens=(),
+    num_known=(), token_ids=(), behind=(), parameters=np.zeros(0, PARAMETERS), block_tables=(),
+    num_held=(), is_silent=True,
+)  # fmt: skip

@@ -95,7 +95,9 @@ class LayersDrafting:
         if self._read_states is not None:
             states = self._read_states()
         drafts: Drafts = {}
-        if step.is_silent:
+        if not step.rows:
+            pass
+        elif step.is_silent:
             self._unseen.append((step, states, sampled))
         else:
             while self._unseen:
@@ -121,7 +123,7 @@ class LayersDrafting:
         offset, wanted = 0, []
         for index, row_number in enumerate(step.rows):
             start, num_tokens = step.starts[index], step.num_tokens[index]
-            if row_number in gone:
+            if row_number in gone or row_number in step.undrafted:
                 offset += num_tokens
                 continue
             row = self._rows.get(row_number)

@@ -8,6 +8,7 @@ import pytest
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.request import Request
+from engine.core.scheduler import ALL
 from engine.speculation.draft_lengths import (
     TRIAL_SHARE,
     TRIED,
@@ -19,6 +20,7 @@ from engine.speculation.draft_lengths import (
     choose_lengths,
     choose_num_drafts,
 )
+from engine.speculation.in_steps import InStepsProposer
 from engine.speculation.speculation import Speculation
 from tests.fakes.engine_parts import make_request
 from tests.unit.engine.test_speculation import NotingProposer, by_id, output
@@ -108,6 +110,14 @@ def test_guesses_that_do_not_pay_are_tried_ever_more_rarely() -> None:
     assert [trials.is_due() for _ in range(TRY_AFTER + 1)].index(True) == TRY_AFTER
 
 
+def test_a_trial_waits_for_somebody_to_guess_for() -> None:
+    trials = Trials()
+    assert not any(trials.is_due(lambda: False) for _ in range(2 * TRY_AFTER))
+    assert trials.is_overdue
+    assert [trials.is_due() for _ in range(TRIED + 1)] == [True] * TRIED + [False]
+    assert not trials.is_overdue
+
+
 def test_a_trial_that_takes_long_is_not_made_again_soon() -> None:
     trials = Trials()
     while not trials.is_due():
@@ -195,6 +205,41 @@ def play(speculation: Speculation, request: Request, sampled: int, seconds: floa
     speculation.note_step(scheduled, seconds)
     drafts = speculation.after_step(StepResult((output(request, sampled),)), by_id(request))
     return len(drafts.get(request.request_id, ()))
+
+
+def test_who_begins_is_read_unless_no_guesses_have_paid_for_long() -> None:
+    speculation = Speculation(
+        InStepsProposer(EngineConfig()), 3, 10, adaptive=True, in_steps=True, drafter_reads=True
+    )
+    speculation._drafting_costs.note(1, 3, 0.1)
+    assert speculation.num_to_guess(1) == 3
+    speculation._costs = STEEP
+    for _ in range(8):
+        speculation._drafting_costs.note(32, 3, 90.0)
+    read = []
+    for _ in range(TRY_AFTER + 1):
+        assert speculation.num_to_guess(32, lambda: False) == 0
+        read.append(speculation.num_to_read())
+    num_all = read.count(ALL)
+    assert 32 < num_all < 128
+    assert read == [ALL] * num_all + [0] * (TRY_AFTER - num_all) + [1], "one for a trial"
+    assert speculation.num_to_guess(32) == 3
+    assert speculation.num_to_read() == 0
+    speculation._costs, speculation._drafting_costs = FLAT, DraftingCosts()
+    speculation.num_to_guess(1)
+    assert speculation.num_to_read() == ALL
+
+
+def test_now_and_then_one_guess_more_is_computed_than_seems_to_pay() -> None:
+    speculation = Speculation(InStepsProposer(EngineConfig()), 5, 10, adaptive=True, in_steps=True)
+    speculation._costs = costs_of({1: 1.0, 4: 1.0, 5: 9.0})  # a slow moment
+    for _ in range(8):
+        speculation._drafting_costs.note(1, 5, 0.1)
+    assert [speculation.num_to_guess(1) for _ in range(140)].count(4) == TRIED
+    for _ in range(5):
+        speculation._costs.note(5, 1.0)
+        speculation._costs.note(6, 1.0)
+    assert [speculation.num_to_guess(1) for _ in range(140)][8:] == [5] * 132
 
 
 def test_drafts_that_are_not_computed_are_looked_at_and_come_back_when_they_are_right() -> None:
