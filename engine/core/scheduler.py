@@ -283,8 +283,7 @@ class Scheduler:
             request.num_computed_tokens = end = start + num_tokens
             request.num_forwards += 1
             if num_tokens > 1 or end % block_size == 0:  # a block may be full
-                is_read = self._is_read(request, num_tokens, scheduled)
-                manager.cache_blocks(request, is_read=is_read)
+                manager.cache_blocks(request, is_read=self._is_read(request, num_tokens, scheduled))
             if start < request.num_prompt_tokens:
                 self._note_prompt_computed(request, start, num_tokens)
             if slides and not request.siblings:  # they may need what this one does not
@@ -298,8 +297,7 @@ class Scheduler:
             own = logprobs.get(request_id, ()) if logprobs else ()
             if drafts:
                 num_right = len(sampled) - 1
-                is_read = self._is_read(request, num_tokens, scheduled)
-                sampled, own, status = self._take_several(request, sampled, own, is_read)
+                sampled, own, status = self._take_several(request, sampled, own, scheduled)
                 if not sampled:
                     continue
                 num_more += len(sampled) - 1
@@ -502,7 +500,7 @@ class Scheduler:
         request: Request,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
-        is_read: bool,
+        scheduled: SchedulerOutput,
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...], RequestStatus]:
         """Add tokens up to the one that ends the output; all but the last of them are computed.
 
@@ -521,6 +519,7 @@ class Scheduler:
                 break
         num_taken = len(request.token_ids) - num_known
         request.num_computed_tokens += num_taken - 1
+        is_read = self._is_read(request, 1, scheduled)
         self.kv_cache_manager.cache_blocks(request, is_read=is_read)
         self.kv_cache_manager.free_slid_out(request)
         return token_ids[:num_taken], logprobs[:num_taken], status
