@@ -156,6 +156,10 @@ class RanksScratch:
         return self._own.memory
 
     @property
+    def is_on_device(self) -> bool:
+        return self._own.is_on_device
+
+    @property
     def digest(self) -> bytes:
         return self._own.digest
 
