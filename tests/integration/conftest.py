@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from sim_node.node import Simulation
+from tests.fakes.dead_engines import let_die
 from tests.fakes.tool_model import link_model_with_tools
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -29,6 +31,18 @@ def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def what_is_killed_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated nodes are processes to those who kill them: what they held is gone with them."""
+    end = Simulation.end
+
+    def end_for_good(self: Simulation) -> None:
+        let_die(self.engine)
+        end(self)
+
+    monkeypatch.setattr(Simulation, "end", end_for_good)
 
 
 @pytest.fixture(scope="module")

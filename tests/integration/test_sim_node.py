@@ -24,10 +24,8 @@ from baton.api.errors import BatonError, NodeUnavailableError
 from baton.checkpoint.model_folder import read_limits
 from sim_node.cluster import SimCluster
 from sim_node.faults import FaultSpec
-from sim_node.node import Simulation
 from sim_node.options import SimOptions
 from sim_node.sim_model import output_tokens
-from tests.fakes.dead_engines import let_die
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
 pytestmark = pytest.mark.large
@@ -50,18 +48,6 @@ def start(*arguments: str) -> subprocess.Popen[bytes]:
 def end(process: subprocess.Popen[bytes]) -> int:
     process.send_signal(signal.SIGTERM)
     return process.wait(timeout=20)
-
-
-@pytest.fixture(autouse=True)
-def what_is_killed_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a process that is gone."""
-    end = Simulation.end
-
-    def end_for_good(self: Simulation) -> None:
-        let_die(self.engine)
-        end(self)
-
-    monkeypatch.setattr(Simulation, "end", end_for_good)
 
 
 @pytest.fixture
