@@ -290,10 +290,8 @@ class Simulation:
         """Tokens of earlier attempts must be those that this prompt has: else a retry lost some."""
         if not command.output_token_ids:
             return ""
-        key, vocab_size = (
-            prompt_key(command.prompt_token_ids),
-            self._executor.model_config.vocab_size,
-        )
+        key = prompt_key(command.prompt_token_ids)
+        vocab_size = self._executor.model_config.vocab_size
         for index, token_id in enumerate(command.output_token_ids):
             if token_id != token_at(key, index, vocab_size):
                 return f"output_token_ids: token {index} is not of this prompt, got {token_id}"
