@@ -36,7 +36,7 @@ SHAPE = {
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "head_dim": 64,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 20480,
     "tie_word_embeddings": False,
 }
 TRUE_SHAPE = {
@@ -51,8 +51,9 @@ TRUE_SHAPE = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
 }
-PREFILL = ("prefill 512", "prefill 2048")
-DECODE = ("decode 1", "decode 8", "decode 32")
+PREFILL = ("prefill 512", "prefill 2048", "prefill 8192")
+DECODE = ("decode 1", "decode 8", "decode 32", "decode 64")
+CASES = PREFILL + DECODE
 SMALLER = ("baton int8", "baton int4")  # weights of ours, on the same float32 checkpoint
 # Peer: its requirements. torch and transformers are taken from this environment.
 PEERS = {
@@ -163,17 +164,17 @@ def python_of(peer: str) -> Path:
             timeout=INSTALL_LIMIT_S,
             stdout=sys.stderr,
         )
-        if peer != "vllm":  # a torchvision that was made for another torch breaks transformers
-            remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"]
-            subprocess.run(remove, check=True, stdout=sys.stderr)
+        # One that was made for another torch breaks transformers, and no text needs it.
+        remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"]
+        subprocess.run(remove, check=True, stdout=sys.stderr)
         ready.touch()
     return python
 
 
 def run(
     subject: str, python: Path, folder: Path, arguments: argparse.Namespace
-) -> dict[str, float]:
-    """One round of one engine; raises SubprocessError or ValueError."""
+) -> dict[str, float | str]:
+    """One round of one engine: rates, or why a case fails; raises SubprocessError or ValueError."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
     if subject.split()[0] not in PEERS:
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
@@ -186,15 +187,16 @@ def run(
         "--repetitions": arguments.repetitions,
     }
     words = [str(word) for pair in options.items() for word in pair]
+    # -P: what lies beside the script would shadow packages of theirs ("kernels").
     done = subprocess.run(
-        [str(python), str(script), *words, "--cases", *PREFILL, *DECODE],
+        [str(python), "-P", str(script), *words, "--cases", *arguments.cases.split(",")],
         check=True,
         capture_output=True,
         text=True,
         timeout=RUN_LIMIT_S,
         env=environment,
     )
-    results: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    results: dict[str, float | str] = json.loads(done.stdout.strip().splitlines()[-1])
     return results
 
 
@@ -215,6 +217,9 @@ def measure(
                 missing[subject] = f"does not run: {text.strip().splitlines()[-1][:200]}"
                 continue
             for case, rate in found.items():
+                if isinstance(rate, str):
+                    missing[f"{subject}, {case}"] = rate
+                    continue
                 best[subject][case] = round(max(rate, best[subject].get(case, 0.0)), 1)
             print(subject, best[subject], file=sys.stderr)
     return {subject: cases for subject, cases in best.items() if cases}, missing
@@ -230,21 +235,25 @@ def compare(
         for name, rates in best.items()
         if not name.startswith("baton") and (not theirs or name.partition(" ")[2] in theirs)
     ]
-    return {case: round(own[case] / max(p[case] for p in peers), 3) for case in own if peers}
+    found = {}
+    for case, rate in own.items():
+        if others := [rates[case] for rates in peers if case in rates]:
+            found[case] = round(rate / max(others), 3)
+    return found
 
 
 def report(
     console: Console, work: Work, best: dict[str, dict[str, float]], missing: dict[str, str]
 ) -> dict[str, dict[str, float]]:
     """Print the tables; returns our rates over the best peer's, by what is compared."""
-    table = Table("engine", *PREFILL, *DECODE, title="tokens per second")
+    table = Table("engine", *CASES, title="tokens per second")
     for subject, cases in best.items():
-        table.add_row(subject, *(str(cases.get(case, "-")) for case in PREFILL + DECODE))
+        table.add_row(subject, *(str(cases.get(case, "-")) for case in CASES))
     console.print(table)
     found = {name: compare(best, *pair) for name, pair in work.pairs.items()}
-    table = Table("baton / best peer", *PREFILL, *DECODE)
+    table = Table("baton / best peer", *CASES)
     for name, ratios in found.items():
-        table.add_row(name, *(str(ratios.get(case, "-")) for case in PREFILL + DECODE))
+        table.add_row(name, *(str(ratios.get(case, "-")) for case in CASES))
     console.print(table)
     for subject, reason in missing.items():
         console.print(f"{subject}: {reason}")
@@ -268,6 +277,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine")
     parser.add_argument("--repetitions", type=int, default=2, help="of each case in a process")
     parser.add_argument("--tokens", type=int, default=48, help="decode steps per case")
+    parser.add_argument("--cases", default=",".join(CASES), help="what is timed")
+    parser.add_argument("--only", default="", help="of all subjects these alone, with commas")
     arguments = parser.parse_args()
     environment = record_environment()
     work = WORKS[arguments.shape]
@@ -281,6 +292,8 @@ def main() -> None:
             pythons |= dict.fromkeys(work.with_peers.get(peer, ()), Path(sys.executable))
         except (subprocess.SubprocessError, OSError, KeyError) as error:
             not_installed[peer] = f"cannot be installed: {error}"
+    if arguments.only:
+        pythons = {subject: pythons[subject] for subject in arguments.only.split(",")}
     best, missing = measure(pythons, folder, arguments)
     found = report(Console(highlight=False, width=120), work, best, not_installed | missing)
     ratios_of_smaller = {
