@@ -100,7 +100,7 @@ int baton_attention(const attention_call *c) {
                 else baton_attend_prompt(c, p, tiles, NULL);
             } else {
                 float *partial = p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c);
-                if (group < PACKED_GROUP) baton_attend_decode(c, p, partial);
+                if (group < PACKED_GROUP && !in_tiles(c)) baton_attend_decode(c, p, partial);
                 else if (!tiles) failed = 1;
                 else if (shared) baton_attend_shared(c, p, tiles, partial);
                 else baton_attend_prompt(c, p, tiles, partial);

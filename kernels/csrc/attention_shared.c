@@ -298,7 +298,7 @@ INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, 
 
 static void span_in_tiles(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
     int64_t first = p->end - p->num_tokens;
-    tiles_begin();
+    tiles_begin(ROW_BYTES);
     for (int64_t tile = begin / SHARED_TILE * SHARED_TILE; tile < end; tile += SHARED_TILE) {
         int64_t skip = max64(0, begin - tile), num = min64(SHARED_TILE, end - tile);
         find_rows(c, p, tile, s);
@@ -452,8 +452,8 @@ void baton_attend_shared(const attention_call *c, const piece *p, float *scratch
     shared s;
     place(c, (char *)scratch, &s);
     s.count = p->num_tokens * s.group;
-    int in_tiles = is_shared_in_tiles(c);
-    if (in_tiles) order_queries(c, p, &s);
+    int tiled = is_shared_in_tiles(c);
+    if (tiled) order_queries(c, p, &s);
     else read_queries(c, p, &s);
     int64_t size = s.count * s.stride, num_spans = ceil_div(p->end, SHARED_SPAN) - p->begin / SHARED_SPAN;
     if (num_spans > 1) memset(s.joined, 0, size * sizeof(float));
@@ -462,7 +462,7 @@ void baton_attend_shared(const attention_call *c, const piece *p, float *scratch
         int64_t begin = max64(p->begin, span * SHARED_SPAN), end = min64(p->end, (span + 1) * SHARED_SPAN);
         memset(s.sums, 0, size * sizeof(float));
         for (int64_t r = 0; r < s.count; r++) s.states[r] = EMPTY_STATE;
-        if (in_tiles) span_in_tiles(c, p, &s, begin, end);
+        if (tiled) span_in_tiles(c, p, &s, begin, end);
         else span_in_lanes(c, p, &s, begin, end);
         for (int64_t r = 0; num_spans > 1 && r < s.count; r++)
             baton_join(s.joined_states + r, s.joined + r * s.stride, s.states[r], s.sums + r * s.stride,

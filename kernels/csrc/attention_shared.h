@@ -20,7 +20,7 @@ INLINE int64_t group_of(const attention_call *c) { return c->num_heads / c->num_
 
 /* bfloat16 by matrices. */
 INLINE int is_shared_in_tiles(const attention_call *c) {
-    return HAS_TILES && group_of(c) >= SHARED_GROUP && c->type == BFLOAT16 && baton_has_tiles();
+    return in_tiles(c) && group_of(c) >= SHARED_GROUP;
 }
 
 /* float32, lanes along head_dim. */
