@@ -17,7 +17,7 @@
 #endif
 
 /* Rows from which matrices are filled well enough. */
-#define TILED_FROM 6
+#define TILED_FROM 16
 /* Groups whose sums are kept at a time: 16 KiB of L1, beside 4 to 8 of weights. */
 #define TILED_GROUPS 4
 
@@ -42,8 +42,8 @@ INLINE void unpack_codes(int type, int32_t offset, const uint8_t *w, int64_t num
 }
 
 /* A group's sums of `matrices` x 16 rows: [row][PANEL]. */
-INLINE void multiply_group(int matrices, int is_signed, const uint8_t *w, const char *x, int64_t x_pitch,
-                           int32_t *sums) {
+INLINE void multiply_group(int matrices, int is_signed, const uint8_t *w, const char *x, int32_t *sums) {
+    const int64_t x_pitch = numbers_bytes(8);
     int32_t *others = sums + TILE_ROWS * PANEL;
     _tile_zero(0);
     _tile_zero(1);
@@ -79,15 +79,15 @@ INLINE void multiply_group(int matrices, int is_signed, const uint8_t *w, const 
 
 /* A row's tile += its sums of all groups, as what they stand for; see add_group. Fetches what the row
  * TILED_ROWS further down begins with: it comes next. */
-INLINE void add_groups(int groups, int has_scales, int has_minima, const code_slice *c, int64_t pitch,
-                       const char *x, const int32_t *sums, float *tile) {
+INLINE void add_groups(int groups, int has_scales, int has_minima, const code_slice *c, code_rows x,
+                       const int32_t *sums, float *tile) {
     const float *scales = c->scales, *minima = c->minima;
     vec low = load(FLOAT32, tile, 0), high = load(FLOAT32, tile, LANES);
-    for (int64_t i = 0; i < c->num_blocks; i++, x += c->x_step) {
-        const block_header *header = (const void *)x;
+    for (int64_t i = 0; i < c->num_blocks; i++) {
+        const block_header *header = (const void *)((const char *)x.headers + i * c->x_step);
         vec scale = splat(header->scale);
-        __builtin_prefetch(x + TILED_ROWS * pitch, 0, 3);
-        __builtin_prefetch(x + TILED_ROWS * pitch + 64, 0, 3);
+        __builtin_prefetch(x.numbers + i * c->x_step + TILED_ROWS * numbers_bytes(8), 0, 3);
+        __builtin_prefetch(header + TILED_ROWS, 0, 3);
 #pragma GCC unroll 4
         for (int g = 0; g < groups; g++, sums += TILED_ROWS * PANEL) {
             vec_i32 parts[2];
@@ -113,38 +113,37 @@ INLINE void add_groups(int groups, int has_scales, int has_minima, const code_sl
 }
 
 /* The rows' tiles += their sums. */
-INLINE void add_rows(int groups, int64_t rows, int64_t pitch, const code_slice *c, const char *x,
-                     const int32_t *sums, float *tile) {
-    for (int64_t r = 0; r < rows; r++, x += pitch, sums += PANEL, tile += PANEL) {
+INLINE void add_rows(int groups, int64_t rows, const code_slice *c, code_rows x, const int32_t *sums,
+                     float *tile) {
+    for (int64_t r = 0; r < rows; r++, x.headers++, x.numbers += numbers_bytes(8), sums += PANEL, tile += PANEL) {
         if (c->minima)
-            add_groups(groups, 1, 1, c, pitch, x, sums, tile);
+            add_groups(groups, 1, 1, c, x, sums, tile);
         else if (c->scales)
-            add_groups(groups, 1, 0, c, pitch, x, sums, tile);
+            add_groups(groups, 1, 0, c, x, sums, tile);
         else
-            add_groups(groups, 0, 0, c, pitch, x, sums, tile);
+            add_groups(groups, 0, 0, c, x, sums, tile);
     }
 }
 
 /* x: the rows' first blocks; w: as unpack_codes leaves them; TILED_GROUPS groups at the most. */
-INLINE void tiled_codes(int matrices, int64_t rows, int bits, const uint8_t *w, const char *x, code_slice c,
+INLINE void tiled_codes(int matrices, int64_t rows, const uint8_t *w, code_rows x, code_slice c,
                         float *tile) {
     int32_t sums[TILED_GROUPS * TILED_ROWS * PANEL] __attribute__((aligned(64)));
-    const int64_t pitch = block_bytes(bits);
     int32_t *to = sums;
     for (int64_t i = 0; i < c.num_blocks; i++)
         for (int64_t g = 0; g < BLOCK; g += c.groups.size, to += TILED_ROWS * PANEL, w += c.groups.size * PANEL) {
-            const char *numbers = x + i * c.x_step + sizeof(block_header) + g;
+            const char *numbers = x.numbers + i * c.x_step + g;
             if (c.groups.offset)
-                multiply_group(matrices, 1, w, numbers, pitch, to);
+                multiply_group(matrices, 1, w, numbers, to);
             else
-                multiply_group(matrices, 0, w, numbers, pitch, to);
+                multiply_group(matrices, 0, w, numbers, to);
         }
     if (c.groups.size == BLOCK)
-        add_rows(1, rows, pitch, &c, x, sums, tile);
+        add_rows(1, rows, &c, x, sums, tile);
     else if (c.groups.size == BLOCK / 2)
-        add_rows(2, rows, pitch, &c, x, sums, tile);
+        add_rows(2, rows, &c, x, sums, tile);
     else
-        add_rows(4, rows, pitch, &c, x, sums, tile);
+        add_rows(4, rows, &c, x, sums, tile);
 }
 
 #endif

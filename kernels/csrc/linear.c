@@ -97,12 +97,12 @@ INLINE code_groups groups_of(const linear_call *c) {
 INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t count, int64_t begin,
                        int64_t end, char *to) {
     int bits = bits_of(c->w_type);
-    int64_t x_step = room_for(c, count) * block_bytes(bits);
+    int64_t room = room_for(c, count), x_step = room * block_bytes(bits);
     code_groups groups = groups_of(c);
     for (int64_t k = 0; k < c->depth; k += BLOCK, to += x_step)
         for (int64_t r = begin; r < end; r++)
             round_block(bits, type, at(type, c->x, (chunk + r) * c->x_stride + k),
-                        min64(BLOCK, c->depth - k), groups, to + r * block_bytes(bits));
+                        min64(BLOCK, c->depth - k), groups, rows_from(bits, to, room, r));
 }
 
 /* Rows [begin, end) of a chunk of x into [step][row of the chunk][HALVES]. */
@@ -309,7 +309,7 @@ INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_bl
     int64_t origin = block_start(b, begin), padded = filled_depth(c), full = padded / BLOCK;
     int64_t step_bytes = PANEL * 4, bytes = BLOCK * PANEL * bits / 8, all = ceil_div(padded, BLOCK);
     int64_t most = b.size ? TILED_GROUPS * groups_of(c).size / BLOCK : SLICE_BLOCKS;
-    int64_t x_step = room_for(c, b.count) * block_bytes(bits);
+    int64_t room = room_for(c, b.count), x_step = room * block_bytes(bits);
     const uint8_t *w = (const uint8_t *)c->w + panel * padded * PANEL * bits / 8;
     memset(tiles, 0, (block_start(b, end) - origin) * PANEL * sizeof(float));
     if (full < all) {
@@ -331,14 +331,14 @@ INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_bl
 #endif
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
-            const char *x = packed + s * x_step + start * block_bytes(bits);
+            code_rows x = rows_from(bits, packed + s * x_step, room, start);
             float *tile = tiles + (start - origin) * PANEL;
 #if TILES_OF_CODES
             if (b.size) {
                 if (rows > TILE_ROWS)
-                    tiled_codes(2, rows, bits, numbers, x, slice, tile);
+                    tiled_codes(2, rows, numbers, x, slice, tile);
                 else
-                    tiled_codes(1, rows, bits, numbers, x, slice, tile);
+                    tiled_codes(1, rows, numbers, x, slice, tile);
                 continue;
             }
 #endif
