@@ -77,73 +77,86 @@ INLINE void multiply_group(int matrices, int is_signed, const uint8_t *w, const 
     }
 }
 
-/* A row's tile += its sums of all groups, as what they stand for; see add_group. Fetches what the row
- * TILED_ROWS further down begins with: it comes next. */
-INLINE void add_groups(int groups, int has_scales, int has_minima, const code_slice *c, code_rows x,
-                       const int32_t *sums, float *tile) {
-    const float *scales = c->scales, *minima = c->minima;
-    vec low = load(FLOAT32, tile, 0), high = load(FLOAT32, tile, LANES);
-    for (int64_t i = 0; i < c->num_blocks; i++) {
-        const block_header *header = (const void *)((const char *)x.headers + i * c->x_step);
-        vec scale = splat(header->scale);
-        __builtin_prefetch(x.numbers + i * c->x_step + TILED_ROWS * numbers_bytes(8), 0, 3);
-        __builtin_prefetch(header + TILED_ROWS, 0, 3);
+/* The rows' tiles += their sums of `blocks` x `groups` groups (constants), as what they stand for; see
+ * add_group. Fetches numbers of the rows TILED_ROWS further down, which come next. */
+INLINE void add_groups(int blocks, int groups, int has_scales, int has_minima, int64_t rows, int64_t x_step,
+                       const float *scales, const float *minima, code_rows x, const int32_t *sums, float *tile) {
+    for (int64_t r = 0; r < rows; r++, sums += PANEL, tile += PANEL) {
+        vec low = load(FLOAT32, tile, 0), high = load(FLOAT32, tile, LANES);
 #pragma GCC unroll 4
-        for (int g = 0; g < groups; g++, sums += TILED_ROWS * PANEL) {
+        for (int n = 0; n < blocks * groups; n++) {
+            const block_header *header = (const void *)((const char *)(x.headers + r) + n / groups * x_step);
             vec_i32 parts[2];
-            memcpy(parts, sums, sizeof parts);
-            vec first = to_float(parts[0]), second = to_float(parts[1]);
+            memcpy(parts, sums + n * TILED_ROWS * PANEL, sizeof parts);
+            vec first = to_float(parts[0]), second = to_float(parts[1]), scale = splat(header->scale);
+            if (n % groups == 0)
+                __builtin_prefetch(x.numbers + n / groups * x_step + (r + TILED_ROWS) * numbers_bytes(8), 0, 3);
             if (has_scales) {
-                first *= load(FLOAT32, scales, 0), second *= load(FLOAT32, scales, LANES);
-                scales += PANEL;
+                first *= load(FLOAT32, scales, n * PANEL);
+                second *= load(FLOAT32, scales, n * PANEL + LANES);
             }
             if (has_minima) {
                 float inputs;
-                memcpy(&inputs, &header->groups[g], 4);
-                first = multiply_add(splat(inputs), load(FLOAT32, minima, 0), first);
-                second = multiply_add(splat(inputs), load(FLOAT32, minima, LANES), second);
-                minima += PANEL;
+                memcpy(&inputs, &header->groups[n % groups], 4);
+                first = multiply_add(splat(inputs), load(FLOAT32, minima, n * PANEL), first);
+                second = multiply_add(splat(inputs), load(FLOAT32, minima, n * PANEL + LANES), second);
             }
             low = multiply_add(first, scale, low);
             high = multiply_add(second, scale, high);
         }
+        store(tile, low);
+        store(tile + LANES, high);
     }
-    store(tile, low);
-    store(tile + LANES, high);
 }
 
-/* The rows' tiles += their sums. */
-INLINE void add_rows(int groups, int64_t rows, const code_slice *c, code_rows x, const int32_t *sums,
-                     float *tile) {
-    for (int64_t r = 0; r < rows; r++, x.headers++, x.numbers += numbers_bytes(8), sums += PANEL, tile += PANEL) {
-        if (c->minima)
-            add_groups(groups, 1, 1, c, x, sums, tile);
-        else if (c->scales)
-            add_groups(groups, 1, 0, c, x, sums, tile);
-        else
-            add_groups(groups, 0, 0, c, x, sums, tile);
+INLINE void add_blocks(int blocks, int groups, const code_slice *c, int64_t first, int64_t rows, code_rows x,
+                       const int32_t *sums, float *tile) {
+    const float *scales = c->scales ? c->scales + first * groups * PANEL : NULL;
+    const float *minima = c->minima ? c->minima + first * groups * PANEL : NULL;
+    x.numbers += first * c->x_step;
+    x.headers = (const void *)((const char *)x.headers + first * c->x_step);
+    sums += first * groups * TILED_ROWS * PANEL;
+    if (minima)
+        add_groups(blocks, groups, 1, 1, rows, c->x_step, scales, minima, x, sums, tile);
+    else if (scales)
+        add_groups(blocks, groups, 1, 0, rows, c->x_step, scales, minima, x, sums, tile);
+    else
+        add_groups(blocks, groups, 0, 0, rows, c->x_step, scales, minima, x, sums, tile);
+}
+
+/* All blocks at once where there are as many as can be, else one by one: the same sums. */
+INLINE void add_sums(int groups, const code_slice *c, int64_t rows, code_rows x, const int32_t *sums, float *tile) {
+    if (c->num_blocks == TILED_GROUPS / groups) {
+        add_blocks(TILED_GROUPS / groups, groups, c, 0, rows, x, sums, tile);
+        return;
     }
+    for (int64_t i = 0; i < c->num_blocks; i++) add_blocks(1, groups, c, i, rows, x, sums, tile);
 }
 
 /* x: the rows' first blocks; w: as unpack_codes leaves them; TILED_GROUPS groups at the most. */
-INLINE void tiled_codes(int matrices, int64_t rows, const uint8_t *w, code_rows x, code_slice c,
-                        float *tile) {
+static __attribute__((noinline)) void tiled_codes(int64_t rows, const uint8_t *w, code_rows x, code_slice c,
+                                                  float *tile) {
     int32_t sums[TILED_GROUPS * TILED_ROWS * PANEL] __attribute__((aligned(64)));
     int32_t *to = sums;
+    int two = rows > TILE_ROWS;
     for (int64_t i = 0; i < c.num_blocks; i++)
         for (int64_t g = 0; g < BLOCK; g += c.groups.size, to += TILED_ROWS * PANEL, w += c.groups.size * PANEL) {
             const char *numbers = x.numbers + i * c.x_step + g;
-            if (c.groups.offset)
-                multiply_group(matrices, 1, w, numbers, to);
+            if (c.groups.offset && two)
+                multiply_group(2, 1, w, numbers, to);
+            else if (c.groups.offset)
+                multiply_group(1, 1, w, numbers, to);
+            else if (two)
+                multiply_group(2, 0, w, numbers, to);
             else
-                multiply_group(matrices, 0, w, numbers, to);
+                multiply_group(1, 0, w, numbers, to);
         }
     if (c.groups.size == BLOCK)
-        add_rows(1, rows, &c, x, sums, tile);
+        add_sums(1, &c, rows, x, sums, tile);
     else if (c.groups.size == BLOCK / 2)
-        add_rows(2, rows, &c, x, sums, tile);
+        add_sums(2, &c, rows, x, sums, tile);
     else
-        add_rows(4, rows, &c, x, sums, tile);
+        add_sums(4, &c, rows, x, sums, tile);
 }
 
 #endif

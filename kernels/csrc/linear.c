@@ -335,10 +335,7 @@ INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_bl
             float *tile = tiles + (start - origin) * PANEL;
 #if TILES_OF_CODES
             if (b.size) {
-                if (rows > TILE_ROWS)
-                    tiled_codes(2, rows, numbers, x, slice, tile);
-                else
-                    tiled_codes(1, rows, numbers, x, slice, tile);
+                tiled_codes(rows, numbers, x, slice, tile);
                 continue;
             }
 #endif
