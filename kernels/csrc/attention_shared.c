@@ -61,23 +61,38 @@ int64_t shared_scratch_bytes(const attention_call *c) {
     return (int64_t)place(c, NULL, &s);
 }
 
-/* Where the keys and values of the tile lie, and keys of the one behind it. Those before the piece
- * and behind it are never looked at: its first and last stand for them. */
-static void find_rows(const attention_call *c, const piece *p, int64_t tile, shared *s) {
-    int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
-    for (int64_t i = 0; i < 2 * TILE; i++) {
-        int64_t position = max64(p->begin, min64(tile + i, p->end - 1));
-        int follows = i > 0 && position % c->block_size && tile + i > p->begin && tile + i < p->end;
-        s->keys[i] = follows ? at(c->cache_type, s->keys[i - 1], c->token_stride)
-                     : i > 0 && tile + i >= p->end ? s->keys[i - 1]
-                                                   : cache_row(c, p, position, 0);
-        if (i < TILE) s->value_rows[i] = (const char *)s->keys[i] + kv_bytes;
+/* Where the keys [from, to) of the tile lie. Those before the piece and behind it are never looked at:
+ * its first and last stand for them. */
+static void find_keys(const attention_call *c, const piece *p, int64_t tile, int64_t from, int64_t to, shared *s) {
+    int64_t begin = max64(from, min64(to, p->begin - tile)), end = max64(begin, min64(to, p->end - tile));
+    for (int64_t i = begin, stop; i < end; i = stop) {
+        const char *key = cache_row(c, p, tile + i, 0);
+        stop = min64(end, i + c->block_size - (tile + i) % c->block_size);
+        for (int64_t n = i; n < stop; n++) s->keys[n] = at(c->cache_type, key, (n - i) * c->token_stride);
     }
-    int is_first = tile <= p->begin;
+    if (from < begin) {
+        const void *first = cache_row(c, p, p->begin, 0);
+        for (int64_t i = from; i < begin; i++) s->keys[i] = first;
+    }
+    if (end < to) {
+        const void *last = cache_row(c, p, p->end - 1, 0);
+        for (int64_t i = end; i < to; i++) s->keys[i] = last;
+    }
+}
+
+/* Where the keys and values of the tile lie, and keys of the one behind it. */
+static void find_rows(const attention_call *c, const piece *p, int64_t tile, int is_first, shared *s) {
+    int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
+    if (is_first) find_keys(c, p, tile, 0, TILE, s);
+    else memcpy(s->keys, s->keys + TILE, TILE * sizeof(void *));
+    find_keys(c, p, tile, TILE, 2 * TILE, s);
+    for (int64_t i = 0; i < TILE; i++) s->value_rows[i] = (const char *)s->keys[i] + kv_bytes;
     memcpy(s->fetched, s->keys, sizeof s->keys);
-    for (int64_t i = TILE; kv_bytes && i < 2 * TILE; i++)
-        s->fetched[i] = (const char *)s->keys[i] + kv_bytes;
-    s->next = p->num_tokens > 1 ? 2 * TILE : kv_bytes ? max64(0, p->begin - tile) : is_first ? p->begin - tile + AHEAD : s->next - TILE;
+    for (int64_t i = TILE; kv_bytes && i < 2 * TILE; i++) s->fetched[i] = (const char *)s->keys[i] + kv_bytes;
+    int64_t begin = max64(0, p->begin - tile);
+    if (p->num_tokens > 1) s->next = 2 * TILE; /* nothing is fetched */
+    else if (kv_bytes) s->next = begin;
+    else s->next = is_first ? begin + AHEAD : s->next - TILE;
 }
 
 /* Keys that are to be fetched, line after line, as the CPU's own prefetcher wants them. */
@@ -307,7 +322,7 @@ static void span_in_tiles(const attention_call *c, const piece *p, shared *s, in
     tiles_begin(ROW_BYTES);
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
-        find_rows(c, p, tile, s);
+        find_rows(c, p, tile, tile <= begin, s);
         pair_values(c, s, skip, num);
         for (int64_t start = 0; start < s->count; start += BLOCK) {
             int64_t rows = min64(BLOCK, s->count - start), seen = seen_keys(s, first, start + rows, tile, num);
@@ -415,7 +430,7 @@ static void span_in_lanes(const attention_call *c, const piece *p, shared *s, in
     int64_t first = p->end - p->num_tokens, num_blocks = ceil_div(s->count, MAX_ROWS);
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
-        find_rows(c, p, tile, s);
+        find_rows(c, p, tile, tile <= begin, s);
         for (int64_t b = 0; b < num_blocks; b++) {
             int64_t start = s->count * b / num_blocks, rows = s->count * (b + 1) / num_blocks - start;
             int64_t seen = seen_keys(s, first, start + rows, tile, num);
