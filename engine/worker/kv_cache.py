@@ -357,7 +357,7 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
         return torch.zeros(shape, dtype=spec.tensor_dtype, device=device)
     num_bytes = num_blocks * spec.block_bytes
     try:
-        memory = mmap.mmap(-1, num_bytes)
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"kv_cache_bytes: {num_bytes} bytes cannot be had: {error}") from error
     with contextlib.suppress(AttributeError, OSError):  # a kernel without them

@@ -29,7 +29,7 @@ INLINE int64_t first_key(const attention_call *c, int64_t position) {
 
 /* All pieces of a step; the number of them is returned, and they are written unless NULL. */
 static int64_t make_pieces(const attention_call *c, piece *pieces) {
-    int64_t n = 0, partials = 0, block = tokens_per_piece(c), span = span_of(c);
+    int64_t n = 0, partials = 0, block = tokens_per_piece(c), span = SPAN;
     for (int64_t r = 0; r < c->num_requests; r++) {
         int64_t row = c->query_start_loc[r], count = c->query_start_loc[r + 1] - row;
         int64_t length = c->seq_lens[r];
@@ -87,10 +87,11 @@ int baton_attention(const attention_call *c) {
         baton_scratch(SCRATCH_PARTIALS, (num_partials + 1) * group * partial_size(c) * sizeof(float));
     if (!partials) return 1;
     int team = work * c->head_dim * group < SERIAL_WORK ? 1 : c->num_threads, failed = 0;
-    int shared = is_shared(c);
+    int shared = is_shared(c), decodes = decodes_shared(c);
+    int64_t scratch = max64(shared || decodes ? shared_scratch_bytes(c) : 0, prompt_scratch_bytes(c));
 #pragma omp parallel num_threads(team) if (team > 1)
     {
-        float *tiles = baton_scratch(SCRATCH_TILES, shared ? shared_scratch_bytes(c) : prompt_scratch_bytes(c));
+        float *tiles = baton_scratch(SCRATCH_TILES, scratch);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_pieces; i++) {
             const piece *p = pieces + i;
@@ -100,9 +101,9 @@ int baton_attention(const attention_call *c) {
                 else baton_attend_prompt(c, p, tiles, NULL);
             } else {
                 float *partial = p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c);
-                if (group < PACKED_GROUP) baton_attend_decode(c, p, partial);
+                if (group < PACKED_GROUP && !decodes) baton_attend_decode(c, p, partial);
                 else if (!tiles) failed = 1;
-                else if (shared) baton_attend_shared(c, p, tiles, partial);
+                else if (decodes) baton_attend_shared(c, p, tiles, partial);
                 else baton_attend_prompt(c, p, tiles, partial);
             }
         }

@@ -8,9 +8,8 @@
  *   SPAN    starts anew; spans are joined one after another, by one function
  * A row's keys before its window and after itself weigh 0, and adding 0 changes no bit.
  * Pairs: where a CPU multiplies bfloat16 as it is (see halves.h), queries, keys, values and weights,
- * rounded, are multiplied so; by decodes and prompts alike. By matrices (AMX) where many heads share a
- * key, also by both alike; where few do, never by them. The former have steps and spans of their own,
- * see attention_shared.h.
+ * rounded, are multiplied so; by decodes and prompts alike. Where it has matrices (AMX), by them, also
+ * by both alike. Many heads that share a key have tiles and spans of their own, see attention_shared.h.
  *
  * Refuses to know: how a piece is computed.
  */
@@ -52,6 +51,11 @@ INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t po
     return at(c->cache_type, c->kv_cache,
               block * c->block_stride + is_value * c->kv_stride + p->kv_head * c->head_stride +
                   position % c->block_size * c->token_stride);
+}
+
+/* Whether queries and keys, weights and values are multiplied by matrices. */
+INLINE int in_tiles(const attention_call *c) {
+    return HAS_TILES && c->type == BFLOAT16 && baton_has_tiles();
 }
 
 /* Rows of a cache as bfloat16 with zeros up to `room` numbers; in `copy` unless they lie so. */

@@ -11,19 +11,36 @@ typedef struct {
     float *keys;   /* per panel of TILE: [head_dim][PANEL] */
     float *values; /* per panel of padded values: [TILE][PANEL] */
     float *scores; /* of one block of rows: [row][X_STRIDE], in place weights */
-    float *sums;   /* of this span; per block of rows: [padded / PANEL][row][PANEL] */
+    float *sums;   /* of this span; per block of rows: [padded / PANEL][row of its room][PANEL] */
     float *joined; /* of all spans before it, where there are any; likewise */
     softmax_state *states, *joined_states; /* [num_rows] */
     /* In pairs, query and keys are [step of HALVES][row][HALVES], and per panel of TILE [pair of
      * elements][PANEL][2]; values are [pair of keys][PANEL][2] per panel; and there are */
-    char *weights; /* of one block of rows: [step of HALVES keys][MAX_ROWS][HALVES] */
+    char *weights; /* of one block of rows: [step of HALVES keys][MOST_ROWS][HALVES] */
 } tiles;
+
+#define MOST_ROWS TILED_ROWS /* of a block; by pairs and in float MAX_ROWS */
+
+/* Rows whose scores are kept at a time, and as many as their sums have memory for. */
+typedef struct {
+    int64_t start, rows, room;
+} row_block;
+
+INLINE int64_t num_blocks(const attention_call *c, int64_t count) {
+    return ceil_div(count, in_tiles(c) ? TILED_ROWS : MAX_ROWS);
+}
+/* Matrices are whole, whatever the rows; others are of nearly equal size. */
+INLINE row_block block_of(const attention_call *c, int64_t count, int64_t i) {
+    if (in_tiles(c)) return (row_block){i * TILED_ROWS, min64(TILED_ROWS, count - i * TILED_ROWS), TILED_ROWS};
+    int64_t start = count * i / num_blocks(c, count), rows = count * (i + 1) / num_blocks(c, count) - start;
+    return (row_block){start, rows, rows};
+}
 
 /* Of a value, filled up to whole panels. */
 INLINE int64_t padded_dim(const attention_call *c) { return ceil_div(c->value_dim, PANEL) * PANEL; }
 INLINE int64_t num_slices(const attention_call *c) { return ceil_div(c->head_dim, MAX_DEPTH); }
 INLINE int64_t max_rows(const attention_call *c) {
-    return max64(PROMPT_ROWS, c->num_heads / c->num_kv_heads);
+    return ceil_div(max64(PROMPT_ROWS, c->num_heads / c->num_kv_heads), TILED_ROWS) * TILED_ROWS;
 }
 
 INLINE int64_t key_steps(const attention_call *c) { return ceil_div(c->head_dim, HALVES); }
@@ -37,10 +54,10 @@ static float *place(const attention_call *c, float *at, tiles *t) {
     t->joined = at, at += rows * padded;
     t->keys = at, at += TILE * dim;
     t->values = at, at += TILE * padded;
-    t->scores = at, at += MAX_ROWS * X_STRIDE;
+    t->scores = at, at += MOST_ROWS * X_STRIDE;
     t->states = (softmax_state *)at, at += 2 * rows;
     t->joined_states = (softmax_state *)at, at += 2 * rows;
-    t->weights = (char *)at, at += TILE / HALVES * MAX_ROWS * ROW_BYTES / 4;
+    t->weights = (char *)at, at += TILE / HALVES * MOST_ROWS * ROW_BYTES / 4;
     return at;
 }
 
@@ -123,40 +140,71 @@ INLINE void pair_tile(int type, const attention_call *c, const piece *p, const t
     }
 }
 
+/* tile [rows of a block, PANEL] (+)= x @ w, by matrices or by pairs. */
+INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *x, int64_t x_step,
+                           int64_t num_steps, float *tile, int64_t stride, int accumulate) {
+    fetch nothing = {(const char *)w, 0};
+#if HAS_TILES
+    if (tiled) {
+        if (rows > TILE_ROWS)
+            tiles_product(2, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, nothing);
+        else
+            tiles_product(1, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, nothing);
+        return;
+    }
+#endif
+    pairs_product(rows, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, nothing);
+}
+
 /* As attend_block. */
-static void attend_pairs(const attention_call *c, const piece *p, const tiles *t, int64_t start,
-                         int64_t rows, int64_t tile, int64_t skip, int64_t num) {
+INLINE void attend_pairs(int tiled, const attention_call *c, const piece *p, const tiles *t, row_block b,
+                         int64_t tile, int64_t skip, int64_t num) {
     int64_t group = c->num_heads / c->num_kv_heads, padded = padded_dim(c), steps = key_steps(c);
     int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
-    float factors[MAX_ROWS];
-    fetch nothing = {(const char *)t->keys, 0};
-    num = min64(num, first + (start + rows - 1) / group + 1 - tile); /* what any row may see */
+    float factors[MOST_ROWS];
+    num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* what any row may see */
     if (num <= skip) return;
     int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES;
     for (int64_t q = begin; q < num; q += PANEL)
-        pairs_product(rows, (const char *)(t->keys + q * steps * HALVES / 2),
-                      (const char *)t->query + start * ROW_BYTES, query_step(c), steps,
-                      t->scores + q, X_STRIDE, 0, nothing);
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t position = first + (start + r) / group, low = skip;
+        multiply_block(tiled, b.rows, t->keys + q * steps * HALVES / 2,
+                       (const char *)t->query + b.start * ROW_BYTES, query_step(c), steps, t->scores + q,
+                       X_STRIDE, 0);
+    for (int64_t r = 0; r < b.rows; r++) {
+        int64_t position = first + (b.start + r) / group, low = skip;
         float *scores = t->scores + r * X_STRIDE;
         if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
         factors[r] = baton_weigh(c->scale, c->soft_cap, scores, low, position + 1 - tile, num,
-                                 t->states + start + r);
+                                 t->states + b.start + r);
         for (int64_t i = ceil_div(num, LANES) * LANES; i < end; i += LANES) store(scores + i, (vec){0});
         for (int64_t i = begin; i < end; i += LANES)
-            store_as(BFLOAT16, t->weights + (i / HALVES * MAX_ROWS + r) * ROW_BYTES, i % HALVES,
+            store_as(BFLOAT16, t->weights + (i / HALVES * MOST_ROWS + r) * ROW_BYTES, i % HALVES,
                      load(FLOAT32, scores, i));
     }
     for (int64_t j = 0; j < padded; j += PANEL) {
-        float *sums = t->sums + start * padded + j * rows;
-        for (int64_t r = 0; r < rows; r++)
+        float *sums = t->sums + b.start * padded + j * b.room;
+        for (int64_t r = 0; r < b.rows; r++)
             if (factors[r] != 1)
                 for (int64_t i = 0; i < PANEL; i++) sums[r * PANEL + i] *= factors[r];
-        pairs_product(rows, (const char *)(t->values + (j * TILE + begin * PANEL) / 2),
-                      t->weights + begin / HALVES * MAX_ROWS * ROW_BYTES, MAX_ROWS * ROW_BYTES,
-                      (end - begin) / HALVES, sums, PANEL, 1, nothing);
+        multiply_block(tiled, b.rows, t->values + (j * TILE + begin * PANEL) / 2,
+                       t->weights + begin / HALVES * MOST_ROWS * ROW_BYTES, MOST_ROWS * ROW_BYTES,
+                       (end - begin) / HALVES, sums, PANEL, 1);
     }
+}
+
+/* All rows over the keys [skip, num) of the tile that begins at `tile`. */
+static void attend_tile(const attention_call *c, const piece *p, const tiles *t, int64_t count,
+                        int64_t tile, int64_t skip, int64_t num) {
+#if HAS_TILES
+    if (in_tiles(c)) {
+        tiles_begin(ROW_BYTES);
+        for (int64_t b = 0; b < num_blocks(c, count); b++)
+            attend_pairs(1, c, p, t, block_of(c, count, b), tile, skip, num);
+        tiles_end();
+        return;
+    }
+#endif
+    for (int64_t b = 0; b < num_blocks(c, count); b++)
+        attend_pairs(0, c, p, t, block_of(c, count, b), tile, skip, num);
 }
 
 /* Queries as attend_pairs wants them. */
@@ -175,81 +223,74 @@ INLINE void order_queries(const attention_call *c, const piece *p, const tiles *
 #endif
 
 /* One block of rows over the keys [skip, num) of the tile that begins at `tile`. */
-static void attend_block(const attention_call *c, const piece *p, const tiles *t, int64_t start,
-                         int64_t rows, int64_t tile, int64_t skip, int64_t num) {
+static void attend_block(const attention_call *c, const piece *p, const tiles *t, row_block b,
+                         int64_t tile, int64_t skip, int64_t num) {
     int64_t group = c->num_heads / c->num_kv_heads, dim = c->head_dim, padded = padded_dim(c);
     int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
     float factors[MAX_ROWS];
     fetch nothing = {(const char *)t->keys, 0};
-    num = min64(num, first + (start + rows - 1) / group + 1 - tile); /* what any row may see */
+    num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* what any row may see */
     if (num <= skip) return;
     for (int64_t q = skip / PANEL * PANEL; q < num; q += PANEL)
         for (int64_t s = 0; s < num_slices(c); s++) {
             int64_t k = s * MAX_DEPTH;
-            micro(rows, FLOAT32, t->keys + q * dim + k * PANEL,
-                  t->query + (s * max_rows(c) + start) * X_STRIDE, min64(MAX_DEPTH, dim - k),
+            micro(b.rows, FLOAT32, t->keys + q * dim + k * PANEL,
+                  t->query + (s * max_rows(c) + b.start) * X_STRIDE, min64(MAX_DEPTH, dim - k),
                   t->scores + q, X_STRIDE, s > 0, nothing);
         }
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t position = first + (start + r) / group, low = skip;
+    for (int64_t r = 0; r < b.rows; r++) {
+        int64_t position = first + (b.start + r) / group, low = skip;
         if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
         factors[r] = baton_weigh(1, c->soft_cap, t->scores + r * X_STRIDE, low, position + 1 - tile,
-                                 num, t->states + start + r);
+                                 num, t->states + b.start + r);
     }
     for (int64_t j = 0; j < padded; j += PANEL) {
-        float *sums = t->sums + start * padded + j * rows;
-        for (int64_t r = 0; r < rows; r++)
+        float *sums = t->sums + b.start * padded + j * b.room;
+        for (int64_t r = 0; r < b.rows; r++)
             if (factors[r] != 1)
                 for (int64_t i = 0; i < PANEL; i++) sums[r * PANEL + i] *= factors[r];
-        micro(rows, FLOAT32, t->values + j * TILE + skip * PANEL, t->scores + skip, num - skip, sums,
+        micro(b.rows, FLOAT32, t->values + j * TILE + skip * PANEL, t->scores + skip, num - skip, sums,
               PANEL, 1, nothing);
     }
 }
 
-/* Where row r of a block that begins at row `start` has its sums: in padded / PANEL panels, from
- * each to the next as many floats as PANEL times the block's rows. */
-INLINE int64_t sums_of(int64_t padded, int64_t start, int64_t r) {
-    return start * padded + r * PANEL;
-}
+/* Where row r of a block has its sums: in padded / PANEL panels, from each to the next as many floats
+ * as PANEL times the block's room. */
+INLINE int64_t sums_of(int64_t padded, row_block b, int64_t r) { return b.start * padded + r * PANEL; }
 
 /* All rows over one span, whose end is `end`. */
 INLINE void attend_span(int type, int cache_type, const attention_call *c, const piece *p, const tiles *t,
                         int64_t count, int64_t begin, int64_t end) {
-    int64_t padded = padded_dim(c), num_blocks = ceil_div(count, MAX_ROWS);
-    memset(t->sums, 0, count * padded * sizeof(float));
+    row_block last = block_of(c, count, num_blocks(c, count) - 1);
+    memset(t->sums, 0, (last.start + last.room) * padded_dim(c) * sizeof(float));
     for (int64_t r = 0; r < count; r++) t->states[r] = EMPTY_STATE;
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
 #if DOTS_HALVES
         if (type == BFLOAT16) {
             pair_tile(cache_type, c, p, t, tile, skip, num);
-            for (int64_t b = 0; b < num_blocks; b++) {
-                int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
-                attend_pairs(c, p, t, start, rows, tile, skip, num);
-            }
+            attend_tile(c, p, t, count, tile, skip, num);
             continue;
         }
 #endif
         pack_tile(cache_type, c, p, t, tile, skip, num);
-        for (int64_t b = 0; b < num_blocks; b++) {
-            int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
-            attend_block(c, p, t, start, rows, tile, skip, num);
-        }
+        for (int64_t b = 0; b < num_blocks(c, count); b++)
+            attend_block(c, p, t, block_of(c, count, b), tile, skip, num);
     }
 }
 
 /* The span that was attended to joins those before it. */
 static void join_span(const attention_call *c, const tiles *t, int64_t count) {
-    int64_t padded = padded_dim(c), num_blocks = ceil_div(count, MAX_ROWS);
-    for (int64_t b = 0; b < num_blocks; b++) {
-        int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
-        for (int64_t r = 0; r < rows; r++) {
-            softmax_state joined = t->joined_states[start + r];
+    int64_t padded = padded_dim(c);
+    for (int64_t i = 0; i < num_blocks(c, count); i++) {
+        row_block b = block_of(c, count, i);
+        for (int64_t r = 0; r < b.rows; r++) {
+            softmax_state joined = t->joined_states[b.start + r];
             for (int64_t half = 0; half < PANEL; half += LANES) {
-                int64_t at = sums_of(padded, start, r) + half;
-                t->joined_states[start + r] = joined;
-                baton_join(t->joined_states + start + r, t->joined + at, t->states[start + r],
-                           t->sums + at, padded / PANEL, rows * PANEL);
+                int64_t at = sums_of(padded, b, r) + half;
+                t->joined_states[b.start + r] = joined;
+                baton_join(t->joined_states + b.start + r, t->joined + at, t->states[b.start + r],
+                           t->sums + at, padded / PANEL, b.room * PANEL);
             }
         }
     }
@@ -257,16 +298,16 @@ static void join_span(const attention_call *c, const tiles *t, int64_t count) {
 
 /* What a span of a decode gave, per head, as decodes leave it. */
 static void leave_partial(const attention_call *c, const tiles *t, int64_t count, float *partial) {
-    int64_t padded = padded_dim(c), num_blocks = ceil_div(count, MAX_ROWS);
-    for (int64_t b = 0; b < num_blocks; b++) {
-        int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
-        for (int64_t r = 0; r < rows; r++) {
-            const float *from = t->sums + sums_of(padded, start, r);
-            float *to = partial + (start + r) * partial_size(c);
-            to[0] = t->states[start + r].top;
-            to[1] = t->states[start + r].total;
+    int64_t padded = padded_dim(c);
+    for (int64_t i = 0; i < num_blocks(c, count); i++) {
+        row_block b = block_of(c, count, i);
+        for (int64_t r = 0; r < b.rows; r++) {
+            const float *from = t->sums + sums_of(padded, b, r);
+            float *to = partial + (b.start + r) * partial_size(c);
+            to[0] = t->states[b.start + r].top;
+            to[1] = t->states[b.start + r].total;
             for (int64_t j = 0; j < padded_sum(c); j += LANES)
-                store(to + 2 + j, load(FLOAT32, from, j / PANEL * PANEL * rows + j % PANEL));
+                store(to + 2 + j, load(FLOAT32, from, j / PANEL * PANEL * b.room + j % PANEL));
         }
     }
 }
@@ -276,7 +317,7 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
     tiles t;
     place(c, scratch, &t);
     int64_t group = c->num_heads / c->num_kv_heads, dim = c->head_dim, padded = padded_dim(c);
-    int64_t count = p->num_tokens * group, num_blocks = ceil_div(count, MAX_ROWS);
+    int64_t count = p->num_tokens * group;
     float row[max64(dim, padded)];
 #if DOTS_HALVES
     if (type == BFLOAT16) order_queries(c, p, &t, count);
@@ -289,7 +330,8 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
                 row[j] * (float)c->scale;
     }
     int64_t num_spans = ceil_div(p->end, SPAN) - p->begin / SPAN;
-    memset(t.joined, 0, num_spans > 1 ? count * padded * sizeof(float) : 0);
+    row_block last = block_of(c, count, num_blocks(c, count) - 1);
+    memset(t.joined, 0, num_spans > 1 ? (last.start + last.room) * padded * sizeof(float) : 0);
     for (int64_t r = 0; r < count; r++) t.joined_states[r] = EMPTY_STATE;
     for (int64_t s = p->begin / SPAN; s * SPAN < p->end; s++) {
         attend_span(type, cache_type, c, p, &t, count, max64(p->begin, s * SPAN),
@@ -302,14 +344,14 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
     }
     const float *sums = num_spans > 1 ? t.joined : t.sums;
     const softmax_state *states = num_spans > 1 ? t.joined_states : t.states;
-    for (int64_t b = 0; b < num_blocks; b++) {
-        int64_t start = count * b / num_blocks, rows = count * (b + 1) / num_blocks - start;
-        for (int64_t r = 0; r < rows; r++) {
-            const float *from = sums + sums_of(padded, start, r);
-            int64_t token = p->row + (start + r) / group, head = p->kv_head * group + (start + r) % group;
-            float divisor = baton_divisor(states[start + r], c->sinks, head);
+    for (int64_t i = 0; i < num_blocks(c, count); i++) {
+        row_block b = block_of(c, count, i);
+        for (int64_t r = 0; r < b.rows; r++) {
+            const float *from = sums + sums_of(padded, b, r);
+            int64_t token = p->row + (b.start + r) / group, head = p->kv_head * group + (b.start + r) % group;
+            float divisor = baton_divisor(states[b.start + r], c->sinks, head);
             for (int64_t j = 0; j < c->value_dim; j++)
-                row[j] = from[j / PANEL * PANEL * rows + j % PANEL] / divisor;
+                row[j] = from[j / PANEL * PANEL * b.room + j % PANEL] / divisor;
             int64_t to = (token * c->num_heads + head) * c->value_dim;
             write_row(type, row, (char *)c->out + to * size_of(type), c->value_dim);
         }

@@ -9,7 +9,7 @@
 #include "attention_shared.h"
 
 #define BLOCK (2 * TILE_ROWS) /* rows whose scores and weights are kept at a time */
-#define SCORE_STRIDE (SHARED_TILE + LANES)
+#define SCORE_STRIDE (TILE + LANES)
 #define MATRIX_BYTES 1024
 #define VALUE_BYTES (MATRIX_BYTES + 64) /* from matrix to matrix of values: not the size of a page's part */
 #define PRODUCTS 4 /* matrices of sums at a time: the next product of one waits for its last */
@@ -30,8 +30,9 @@ typedef struct {
     char *weights;  /* of a block in tiles: [row / 16][step of HALVES keys][16 rows][HALVES] */
     char *values;   /* in tiles: [step of HALVES keys][column / 16][pair][16 columns][2] */
     char *copies;   /* of keys that matrices cannot be loaded from: PRODUCTS of [16][room] */
-    const void *keys[2 * SHARED_TILE], *value_rows[SHARED_TILE]; /* of this tile; keys of the next one, too */
-    int64_t next; /* of keys: what a decode fetches next */
+    const void *keys[2 * TILE], *value_rows[TILE]; /* of this tile; keys of the next one, too */
+    const void *fetched[2 * TILE]; /* by a decode: keys, or those of this tile and values of the next */
+    int64_t next;                  /* of these */
 } shared;
 
 INLINE int64_t rows_of(const attention_call *c) {
@@ -47,8 +48,8 @@ static float *place(const attention_call *c, char *at, shared *s) {
     s->sums = (float *)at, at += rows * s->stride * sizeof(float);
     s->joined = (float *)at, at += rows * s->stride * sizeof(float);
     s->scores = (float *)at, at += BLOCK * SCORE_STRIDE * sizeof(float);
-    s->values = at, at += SHARED_TILE / HALVES * (columns / LANES) * VALUE_BYTES;
-    s->weights = at, at += BLOCK * SHARED_TILE * 2;
+    s->values = at, at += TILE / HALVES * (columns / LANES) * VALUE_BYTES;
+    s->weights = at, at += BLOCK * TILE * 2;
     s->copies = at, at += PRODUCTS * TILE_ROWS * s->room * 2;
     s->states = (softmax_state *)at, at += rows * sizeof(softmax_state);
     s->joined_states = (softmax_state *)at, at += rows * sizeof(softmax_state);
@@ -60,20 +61,38 @@ int64_t shared_scratch_bytes(const attention_call *c) {
     return (int64_t)place(c, NULL, &s);
 }
 
-/* Where the keys and values of the tile lie, and keys of the one behind it. Those before the piece
- * and behind it are never looked at: its first and last stand for them. */
-static void find_rows(const attention_call *c, const piece *p, int64_t tile, shared *s) {
-    int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
-    for (int64_t i = 0; i < 2 * SHARED_TILE; i++) {
-        int64_t position = max64(p->begin, min64(tile + i, p->end - 1));
-        int follows = i > 0 && position % c->block_size && tile + i > p->begin && tile + i < p->end;
-        s->keys[i] = follows ? at(c->cache_type, s->keys[i - 1], c->token_stride)
-                     : i > 0 && tile + i >= p->end ? s->keys[i - 1]
-                                                   : cache_row(c, p, position, 0);
-        if (i < SHARED_TILE) s->value_rows[i] = (const char *)s->keys[i] + kv_bytes;
+/* Where the keys [from, to) of the tile lie. Those before the piece and behind it are never looked at:
+ * its first and last stand for them. */
+static void find_keys(const attention_call *c, const piece *p, int64_t tile, int64_t from, int64_t to, shared *s) {
+    int64_t begin = max64(from, min64(to, p->begin - tile)), end = max64(begin, min64(to, p->end - tile));
+    for (int64_t i = begin, stop; i < end; i = stop) {
+        const char *key = cache_row(c, p, tile + i, 0);
+        stop = min64(end, i + c->block_size - (tile + i) % c->block_size);
+        for (int64_t n = i; n < stop; n++) s->keys[n] = at(c->cache_type, key, (n - i) * c->token_stride);
     }
-    int is_first = tile <= p->begin;
-    s->next = p->num_tokens > 1 ? 2 * SHARED_TILE : is_first ? p->begin - tile + AHEAD : s->next - SHARED_TILE;
+    if (from < begin) {
+        const void *first = cache_row(c, p, p->begin, 0);
+        for (int64_t i = from; i < begin; i++) s->keys[i] = first;
+    }
+    if (end < to) {
+        const void *last = cache_row(c, p, p->end - 1, 0);
+        for (int64_t i = end; i < to; i++) s->keys[i] = last;
+    }
+}
+
+/* Where the keys and values of the tile lie, and keys of the one behind it. */
+static void find_rows(const attention_call *c, const piece *p, int64_t tile, int is_first, shared *s) {
+    int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
+    if (is_first) find_keys(c, p, tile, 0, TILE, s);
+    else memcpy(s->keys, s->keys + TILE, TILE * sizeof(void *));
+    find_keys(c, p, tile, TILE, 2 * TILE, s);
+    for (int64_t i = 0; i < TILE; i++) s->value_rows[i] = (const char *)s->keys[i] + kv_bytes;
+    memcpy(s->fetched, s->keys, sizeof s->keys);
+    for (int64_t i = TILE; kv_bytes && i < 2 * TILE; i++) s->fetched[i] = (const char *)s->keys[i] + kv_bytes;
+    int64_t begin = max64(0, p->begin - tile);
+    if (p->num_tokens > 1) s->next = 2 * TILE; /* nothing is fetched */
+    else if (kv_bytes) s->next = begin;
+    else s->next = is_first ? begin + AHEAD : s->next - TILE;
 }
 
 /* Keys that are to be fetched, line after line, as the CPU's own prefetcher wants them. */
@@ -86,8 +105,8 @@ typedef struct {
 /* The next `num` keys; none of them if not all are left, or if `wanted` is not set. */
 INLINE stream fetch_keys(const attention_call *c, shared *s, int wanted, int64_t num) {
     int64_t bytes = c->head_dim * size_of(c->cache_type);
-    if (!wanted || s->next + num > 2 * SHARED_TILE) return (stream){0};
-    const void *const *key = s->keys + s->next;
+    if (!wanted || s->next + num > 2 * TILE) return (stream){0};
+    const void *const *key = s->fetched + s->next;
     s->next += num;
     return (stream){*key, (const char *)*key + bytes, key, key + num - 1, bytes};
 }
@@ -172,7 +191,9 @@ INLINE void score_matrices(int matrices, int blocks, const attention_call *c, co
     int64_t pitch, size = TILE_ROWS * s->room * 2;
     for (int m = 0; m < matrices; m++)
         keys[m] = key_matrix(c, p, s, tile, i + m * TILE_ROWS, s->copies + m * size, &pitch);
-    stream fetch = fetch_keys(c, s, fetches, matrices * FETCHED);
+    /* Values that are no part of keys are read besides. */
+    const int64_t fetched = matrices * FETCHED * (c->kv_stride ? 2 : 1);
+    stream fetch = fetch_keys(c, s, fetches, fetched);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -196,7 +217,7 @@ INLINE void score_matrices(int matrices, int blocks, const attention_call *c, co
             _tile_loadd(5, keys[3] + key, pitch);
             _tile_dpbf16ps(3, 5, 6);
         }
-        for (int n = 0; n < matrices * FETCHED; n++) fetch_line(&fetch);
+        for (int64_t n = 0; n < fetched; n++) fetch_line(&fetch);
     }
     _tile_stored(0, products[0], 64);
     _tile_stored(1, products[1], 64);
@@ -254,7 +275,7 @@ INLINE void add_matrices(int blocks, int panels, const shared *s, int64_t begin,
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (blocks > 1) {
-            _tile_loadd(5, weights + TILE_ROWS * SHARED_TILE * 2 + step * MATRIX_BYTES, ROW_BYTES);
+            _tile_loadd(5, weights + TILE_ROWS * TILE * 2 + step * MATRIX_BYTES, ROW_BYTES);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         } else if (panels > 1) {
@@ -283,7 +304,7 @@ INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, 
     weigh_rows(c, p, s, c->scale, start, rows, tile, skip, num);
     for (int64_t r = 0; r < rows; r++) {
         float *scores = s->scores + r * SCORE_STRIDE;
-        char *to = s->weights + r / TILE_ROWS * TILE_ROWS * SHARED_TILE * 2 + r % TILE_ROWS * ROW_BYTES;
+        char *to = s->weights + r / TILE_ROWS * TILE_ROWS * TILE * 2 + r % TILE_ROWS * ROW_BYTES;
         for (int64_t i = ceil_div(num, LANES) * LANES; i < end; i += LANES) store(scores + i, (vec){0});
         for (int64_t i = begin; i < end; i += LANES)
             store_as(BFLOAT16, to + i / HALVES * MATRIX_BYTES, i % HALVES, load(FLOAT32, scores, i));
@@ -298,10 +319,10 @@ INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, 
 
 static void span_in_tiles(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
     int64_t first = p->end - p->num_tokens;
-    tiles_begin();
-    for (int64_t tile = begin / SHARED_TILE * SHARED_TILE; tile < end; tile += SHARED_TILE) {
-        int64_t skip = max64(0, begin - tile), num = min64(SHARED_TILE, end - tile);
-        find_rows(c, p, tile, s);
+    tiles_begin(ROW_BYTES);
+    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+        int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
+        find_rows(c, p, tile, tile <= begin, s);
         pair_values(c, s, skip, num);
         for (int64_t start = 0; start < s->count; start += BLOCK) {
             int64_t rows = min64(BLOCK, s->count - start), seen = seen_keys(s, first, start + rows, tile, num);
@@ -407,9 +428,9 @@ static void add_values(const attention_call *c, int64_t rows, shared *s, int is_
 
 static void span_in_lanes(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
     int64_t first = p->end - p->num_tokens, num_blocks = ceil_div(s->count, MAX_ROWS);
-    for (int64_t tile = begin / SHARED_TILE * SHARED_TILE; tile < end; tile += SHARED_TILE) {
-        int64_t skip = max64(0, begin - tile), num = min64(SHARED_TILE, end - tile);
-        find_rows(c, p, tile, s);
+    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+        int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
+        find_rows(c, p, tile, tile <= begin, s);
         for (int64_t b = 0; b < num_blocks; b++) {
             int64_t start = s->count * b / num_blocks, rows = s->count * (b + 1) / num_blocks - start;
             int64_t seen = seen_keys(s, first, start + rows, tile, num);
@@ -452,17 +473,17 @@ void baton_attend_shared(const attention_call *c, const piece *p, float *scratch
     shared s;
     place(c, (char *)scratch, &s);
     s.count = p->num_tokens * s.group;
-    int in_tiles = is_shared_in_tiles(c);
-    if (in_tiles) order_queries(c, p, &s);
+    int tiled = in_tiles(c);
+    if (tiled) order_queries(c, p, &s);
     else read_queries(c, p, &s);
-    int64_t size = s.count * s.stride, num_spans = ceil_div(p->end, SHARED_SPAN) - p->begin / SHARED_SPAN;
+    int64_t size = s.count * s.stride, num_spans = ceil_div(p->end, SPAN) - p->begin / SPAN;
     if (num_spans > 1) memset(s.joined, 0, size * sizeof(float));
     for (int64_t r = 0; r < s.count; r++) s.joined_states[r] = EMPTY_STATE;
-    for (int64_t span = p->begin / SHARED_SPAN; span * SHARED_SPAN < p->end; span++) {
-        int64_t begin = max64(p->begin, span * SHARED_SPAN), end = min64(p->end, (span + 1) * SHARED_SPAN);
+    for (int64_t span = p->begin / SPAN; span * SPAN < p->end; span++) {
+        int64_t begin = max64(p->begin, span * SPAN), end = min64(p->end, (span + 1) * SPAN);
         memset(s.sums, 0, size * sizeof(float));
         for (int64_t r = 0; r < s.count; r++) s.states[r] = EMPTY_STATE;
-        if (in_tiles) span_in_tiles(c, p, &s, begin, end);
+        if (tiled) span_in_tiles(c, p, &s, begin, end);
         else span_in_lanes(c, p, &s, begin, end);
         for (int64_t r = 0; num_spans > 1 && r < s.count; r++)
             baton_join(s.joined_states + r, s.joined + r * s.stride, s.states[r], s.sums + r * s.stride,

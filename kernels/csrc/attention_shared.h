@@ -11,16 +11,13 @@
 #include "attention.h"
 
 #define SHARED_GROUP 8 /* heads that share a key, from which packing it costs more than reading it */
-/* As TILE and SPAN: keys whose scores are kept at a time, and that one thread takes of a decode. */
-#define SHARED_TILE 256
-#define SHARED_SPAN 512
 #define WIDE_HEAD 256  /* numbers of a key, from which adding up a vector's lanes costs little */
 
 INLINE int64_t group_of(const attention_call *c) { return c->num_heads / c->num_kv_heads; }
 
 /* bfloat16 by matrices. */
 INLINE int is_shared_in_tiles(const attention_call *c) {
-    return HAS_TILES && group_of(c) >= SHARED_GROUP && c->type == BFLOAT16 && baton_has_tiles();
+    return in_tiles(c) && group_of(c) >= SHARED_GROUP;
 }
 
 /* float32, lanes along head_dim. */
@@ -31,7 +28,8 @@ INLINE int is_shared_in_lanes(const attention_call *c) {
 
 INLINE int is_shared(const attention_call *c) { return is_shared_in_tiles(c) || is_shared_in_lanes(c); }
 
-INLINE int64_t span_of(const attention_call *c) { return is_shared(c) ? SHARED_SPAN : SPAN; }
+/* Decodes by matrices read keys where they lie, however few heads share them. */
+INLINE int decodes_shared(const attention_call *c) { return in_tiles(c) || is_shared_in_lanes(c); }
 
 int64_t shared_scratch_bytes(const attention_call *c);
 /* As baton_attend_prompt, of such a call. */

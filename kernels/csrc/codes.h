@@ -12,8 +12,6 @@
 #ifndef BATON_CODES_H
 #define BATON_CODES_H
 
-#include <stddef.h>
-
 #include "micro.h"
 #if defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
@@ -49,18 +47,32 @@
 typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 
-/* A block of a row of x, as `round_block` leaves it: a header, then BLOCK numbers. */
+/* Beside a block of a row of x. In memory the numbers of all rows come first, then their headers: so
+ * numbers begin where a line of the cache may. */
 typedef struct {
     float scale;
     /* Of the numbers that meet one group of weights: their sum, a float, where groups have minima,
      * else what a sum of products with codes begins with, which takes the codes' offset away. */
     int32_t groups[BLOCK / SUMMED];
-    int32_t unused[3]; /* the numbers begin where a vector of 32 bytes may */
+    int32_t unused[3];
 } block_header;
 
 /* 8 bits each, or 16 where pairs are multiplied. */
 INLINE int64_t number_size(int bits) { return ADDS_FOUR || bits == 4 ? 1 : 2; }
-INLINE int64_t block_bytes(int bits) { return sizeof(block_header) + BLOCK * number_size(bits); }
+INLINE int64_t numbers_bytes(int bits) { return BLOCK * number_size(bits); }
+INLINE int64_t block_bytes(int bits) { return numbers_bytes(bits) + sizeof(block_header); }
+
+/* Blocks of some rows, the first of each. */
+typedef struct {
+    const char *numbers;
+    const block_header *headers;
+} code_rows;
+
+/* Of the rows from `row` on, of so many that `blocks` has room for. */
+INLINE code_rows rows_from(int bits, const char *blocks, int64_t room, int64_t row) {
+    const char *headers = blocks + room * numbers_bytes(bits);
+    return (code_rows){blocks + row * numbers_bytes(bits), (const block_header *)headers + row};
+}
 
 /* What a row of x must know of the weights: inputs of a group, of SUMMED, SPAN or BLOCK at the most,
  * and what has to be taken off their codes; 0 where groups have minima. */
@@ -71,10 +83,10 @@ typedef struct {
 
 /* Pairs of 16 bits take a code's neighbour but one: even and odd bytes come apart most easily. */
 INLINE void round_block(int bits, int type, const void *from, int64_t size, code_groups groups,
-                        char *to) {
+                        code_rows to) {
     float values[BLOCK] __attribute__((aligned(64))) = {0};
     int32_t numbers[BLOCK] __attribute__((aligned(64)));
-    block_header *header = (void *)to;
+    block_header *header = (block_header *)to.headers;
     vec largest = {0}, lost = {0};
     read_row(type, from, values, size);
     for (int64_t i = 0; i < BLOCK; i += LANES) {
@@ -98,10 +110,10 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, code
         memcpy(&header->groups[g / groups.size], groups.offset ? (void *)&start : (void *)&as_float, 4);
     }
     if (number_size(bits) == 1) {
-        int8_t *x = (int8_t *)(header + 1);
+        int8_t *x = (int8_t *)to.numbers;
         for (int i = 0; i < BLOCK; i++) x[i] = (int8_t)numbers[i];
     } else {
-        int16_t *x = (int16_t *)(header + 1);
+        int16_t *x = (int16_t *)to.numbers;
         for (int i = 0; i < BLOCK; i += 4) {
             x[i] = (int16_t)numbers[i], x[i + 1] = (int16_t)numbers[i + 2];
             x[i + 2] = (int16_t)numbers[i + 1], x[i + 3] = (int16_t)numbers[i + 3];
@@ -184,7 +196,7 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
         if (f.step > 64) __builtin_prefetch(f.from + s * f.step + 64, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            const char *numbers = x + r * block_bytes(bits) + s * (32 / bits);
+            const char *numbers = x + r * numbers_bytes(bits) + s * (32 / bits);
             if (bits == 8) {
                 sum[r][0] = dot4(sum[r][0], first, numbers);
                 sum[r][1] = dot4(sum[r][1], second, numbers);
@@ -233,7 +245,7 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
             pairs even1 = (pairs)second & 255, odd1 = (pairs)second >> 8;
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
-                const char *numbers = x + r * block_bytes(8) + s * 8;
+                const char *numbers = x + r * numbers_bytes(8) + s * 8;
                 vec_i32 even = spread(numbers), odd = spread(numbers + 4);
                 sum[r][0] += madd_pairs(even0, even);
                 sum[r][1] += madd_pairs(even1, even);
@@ -245,7 +257,7 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
             codes low1 = number_of(type, low_half(second)), high1 = number_of(type, high_half(second));
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
-                const char *numbers = x + r * block_bytes(4) + s * 8;
+                const char *numbers = x + r * numbers_bytes(4) + s * 8;
                 vec_i32 low = spread(numbers), high = spread(numbers + 4);
                 small[r][0] += madd_bytes(low0, low);
                 small[r][1] += madd_bytes(low1, low);
@@ -278,17 +290,13 @@ typedef struct {
 } code_slice;
 
 /* The numbers that a group begins with in each row. */
-INLINE void start_sums(int rows, int bits, const char *starts, vec_i32 sum[][2]) {
+INLINE void start_sums(int rows, const block_header *headers, int64_t group, vec_i32 sum[][2]) {
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-        int32_t start;
-        memcpy(&start, starts + r * block_bytes(bits), 4);
-        sum[r][0] = sum[r][1] = start - (vec_i32){0};
-    }
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = headers[r].groups[group] - (vec_i32){0};
 }
 
 /* tile += the rows' sums of a group, as what they stand for. */
-INLINE void add_group(int rows, int bits, const char *x, const char *sums, const float *scales,
+INLINE void add_group(int rows, const block_header *headers, int64_t group, const float *scales,
                       const float *minima, vec_i32 sum[][2], float *tile) {
     vec scale0 = splat(1), scale1 = splat(1);
     if (scales) scale0 = load(FLOAT32, scales, 0), scale1 = load(FLOAT32, scales, LANES);
@@ -296,35 +304,34 @@ INLINE void add_group(int rows, int bits, const char *x, const char *sums, const
     if (minima) minimum0 = load(FLOAT32, minima, 0), minimum1 = load(FLOAT32, minima, LANES);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        const block_header *header = (const void *)(x + r * block_bytes(bits));
         vec first = to_float(sum[r][0]) * scale0, second = to_float(sum[r][1]) * scale1;
         if (minima) {
             float inputs;
-            memcpy(&inputs, sums + r * block_bytes(bits), 4);
+            memcpy(&inputs, &headers[r].groups[group], 4);
             first = multiply_add(splat(inputs), minimum0, first);
             second = multiply_add(splat(inputs), minimum1, second);
         }
-        vec scale = splat(header->scale);
+        vec scale = splat(headers[r].scale);
         vec low = load(FLOAT32, tile, r * PANEL), high = load(FLOAT32, tile, r * PANEL + LANES);
         store(tile + r * PANEL, multiply_add(first, scale, low));
         store(tile + r * PANEL + LANES, multiply_add(second, scale, high));
     }
 }
 
-/* x: the rows' first blocks, one after the other; w: the codes. */
-INLINE void codes_rows(int rows, int type, const uint8_t *w, const char *x, code_slice c,
+/* x: the rows' first blocks; w: the codes. */
+INLINE void codes_rows(int rows, int type, const uint8_t *w, code_rows x, code_slice c,
                        float *tile, fetch f) {
     const int bits = bits_of(type);
     const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */
     const int64_t span = min64(span_of(type), c.groups.size), steps = span / step_codes;
     const float *scales = c.scales, *minima = c.minima;
-    for (int64_t i = 0; i < c.num_blocks; i++, x += c.x_step) {
-        const char *numbers = x + sizeof(block_header);
-        const char *starts = x + offsetof(block_header, groups);
-        for (int64_t g = 0; g < BLOCK; g += c.groups.size, starts += 4) {
+    for (int64_t i = 0; i < c.num_blocks; i++) {
+        const char *numbers = x.numbers + i * c.x_step;
+        const block_header *headers = (const void *)((const char *)x.headers + i * c.x_step);
+        for (int64_t g = 0; g * c.groups.size < BLOCK; g++) {
             vec_i32 sum[CODE_ROWS][2];
             if (c.groups.offset)
-                start_sums(rows, bits, starts, sum);
+                start_sums(rows, headers, g, sum);
             else
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec_i32){0};
@@ -334,9 +341,9 @@ INLINE void codes_rows(int rows, int type, const uint8_t *w, const char *x, code
                 numbers += span * number_size(bits);
             }
             if (c.groups.offset)
-                add_group(rows, bits, x, starts, scales, NULL, sum, tile);
+                add_group(rows, headers, g, scales, NULL, sum, tile);
             else
-                add_group(rows, bits, x, starts, scales, minima, sum, tile);
+                add_group(rows, headers, g, scales, minima, sum, tile);
             if (scales) scales += PANEL;
             if (minima) minima += PANEL;
         }
@@ -348,7 +355,7 @@ INLINE void codes_rows(int rows, int type, const uint8_t *w, const char *x, code
         if (n <= CODE_ROWS) codes_rows(n, type, w, x, c, tile, f); \
         break;
 
-INLINE void micro_codes(int rows, int type, const uint8_t *w, const char *x, code_slice c,
+INLINE void micro_codes(int rows, int type, const uint8_t *w, code_rows x, code_slice c,
                         float *tile, fetch f) {
     switch (rows) {
         CODES_CASE(1)

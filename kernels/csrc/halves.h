@@ -41,27 +41,32 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-/* All eight registers: 16 rows of 64 bytes. Rows that a matrix lacks are computed in vain. */
-INLINE void tiles_begin(void) {
-    static const tile_config config = {
+/* Registers 0 to 3 are sums, 4 and 5 first factors with so many bytes a row, 64 at the most, 6 and 7
+ * second factors: 16 rows of 64 bytes but for this. Rows that a matrix lacks are computed in vain. */
+INLINE void tiles_begin(int64_t bytes) {
+    uint16_t size = (uint16_t)bytes;
+    uint8_t rows = (uint8_t)(bytes / 4);
+    tile_config config = {
         .palette = 1,
-        .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
-        .rows = {16, 16, 16, 16, 16, 16, 16, 16},
+        .row_bytes = {64, 64, 64, 64, size, size, 64, 64},
+        .rows = {16, 16, 16, 16, 16, 16, rows, rows},
     };
     _tile_loadconfig(&config);
 }
 INLINE void tiles_end(void) { _tile_release(); }
 
-/* x: the rows' part of a step, step_bytes from the next; tile: TILED_ROWS rows of memory. */
+/* x: the rows' part of a step, x_step bytes from the next; tile: from row to row `stride` floats, as
+ * many rows as the matrices have. */
 INLINE void tiles_product(int matrices, const char *w, const char *x, int64_t x_step,
-                          int64_t num_steps, float *tile, int accumulate, fetch f) {
-    const int64_t pitch = PANEL * 4;
+                          int64_t num_steps, float *tile, int64_t stride, int accumulate, fetch f) {
+    const int64_t pitch = stride * sizeof(float);
+    float *second = tile + TILE_ROWS * stride;
     if (accumulate) {
         _tile_loadd(0, tile, pitch);
         _tile_loadd(1, tile + LANES, pitch);
         if (matrices > 1) {
-            _tile_loadd(2, tile + TILE_ROWS * PANEL, pitch);
-            _tile_loadd(3, tile + TILE_ROWS * PANEL + LANES, pitch);
+            _tile_loadd(2, second, pitch);
+            _tile_loadd(3, second + LANES, pitch);
         }
     } else {
         _tile_zero(0);
@@ -89,8 +94,8 @@ INLINE void tiles_product(int matrices, const char *w, const char *x, int64_t x_
     _tile_stored(0, tile, pitch);
     _tile_stored(1, tile + LANES, pitch);
     if (matrices > 1) {
-        _tile_stored(2, tile + TILE_ROWS * PANEL, pitch);
-        _tile_stored(3, tile + TILE_ROWS * PANEL + LANES, pitch);
+        _tile_stored(2, second, pitch);
+        _tile_stored(3, second + LANES, pitch);
     }
 }
 

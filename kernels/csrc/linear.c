@@ -7,8 +7,7 @@
  */
 #include "linear.h"
 
-#include "codes.h"
-#include "halves.h"
+#include "code_tiles.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
 #define MAX_CHUNK (30 * MAX_ROWS) /* rows of x that are packed at a time: all of them stay in L2 */
@@ -28,7 +27,10 @@ INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type 
 INLINE int in_halves(const linear_call *c) {
     return DOTS_HALVES && c->x_type == BFLOAT16 && c->w_type == BFLOAT16;
 }
-INLINE int in_tiles(const linear_call *c) { return HAS_TILES && in_halves(c) && baton_has_tiles(); }
+INLINE int in_tiles(const linear_call *c) {
+    if (is_codes(c->w_type)) return TILES_OF_CODES && c->num_rows >= TILED_FROM && baton_has_tiles();
+    return HAS_TILES && in_halves(c) && baton_has_tiles();
+}
 
 /* Rows are cut into blocks, none larger than a micro kernel takes: of nearly equal size, or of
  * `size`, where fewer rows cost as much. */
@@ -95,12 +97,12 @@ INLINE code_groups groups_of(const linear_call *c) {
 INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t count, int64_t begin,
                        int64_t end, char *to) {
     int bits = bits_of(c->w_type);
-    int64_t x_step = room_for(c, count) * block_bytes(bits);
+    int64_t room = room_for(c, count), x_step = room * block_bytes(bits);
     code_groups groups = groups_of(c);
     for (int64_t k = 0; k < c->depth; k += BLOCK, to += x_step)
         for (int64_t r = begin; r < end; r++)
             round_block(bits, type, at(type, c->x, (chunk + r) * c->x_stride + k),
-                        min64(BLOCK, c->depth - k), groups, to + r * block_bytes(bits));
+                        min64(BLOCK, c->depth - k), groups, rows_from(bits, to, room, r));
 }
 
 /* Rows [begin, end) of a chunk of x into [step][row of the chunk][HALVES]. */
@@ -217,9 +219,9 @@ INLINE void multiply_halves(const linear_call *c, int64_t panel, const void *the
 #if HAS_TILES
             if (b.size) {
                 if (rows > TILE_ROWS)
-                    tiles_product(2, here, x, x_step, count, tile, s > 0, f);
+                    tiles_product(2, here, x, x_step, count, tile, PANEL, s > 0, f);
                 else
-                    tiles_product(1, here, x, x_step, count, tile, s > 0, f);
+                    tiles_product(1, here, x, x_step, count, tile, PANEL, s > 0, f);
                 continue;
             }
 #endif
@@ -301,9 +303,13 @@ INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_bl
     float scales[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
     float minima[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
     uint8_t last_block[BLOCK * PANEL] __attribute__((aligned(64)));
+#if TILES_OF_CODES
+    uint8_t numbers[TILED_GROUPS * BLOCK * PANEL] __attribute__((aligned(64)));
+#endif
     int64_t origin = block_start(b, begin), padded = filled_depth(c), full = padded / BLOCK;
     int64_t step_bytes = PANEL * 4, bytes = BLOCK * PANEL * bits / 8, all = ceil_div(padded, BLOCK);
-    int64_t x_step = room_for(c, b.count) * block_bytes(bits);
+    int64_t most = b.size ? TILED_GROUPS * groups_of(c).size / BLOCK : SLICE_BLOCKS;
+    int64_t room = room_for(c, b.count), x_step = room * block_bytes(bits);
     const uint8_t *w = (const uint8_t *)c->w + panel * padded * PANEL * bits / 8;
     memset(tiles, 0, (block_start(b, end) - origin) * PANEL * sizeof(float));
     if (full < all) {
@@ -312,7 +318,7 @@ INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_bl
     }
     for (int64_t s = 0, count; s < all; s += count) {
         int is_last = s == full;
-        count = is_last ? 1 : min64(SLICE_BLOCKS, full - s);
+        count = is_last ? 1 : min64(most, full - s);
         const uint8_t *here = is_last ? last_block : w + s * bytes;
         code_slice slice = slice_of(c, panel, s, count, x_step, scales, minima);
         /* Alone, a slice is its own stream; else the next one comes while this one is used. */
@@ -320,12 +326,22 @@ INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_bl
         int64_t num_fetches = count * bytes / step_bytes;
         if (end - begin > 1) f.step = ceil_div(step_bytes, end - begin);
         if (is_last) f.step = 0;
+#if TILES_OF_CODES
+        if (b.size) unpack_codes(type, slice.groups.offset, here, count * BLOCK, f.from, numbers);
+#endif
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
+            code_rows x = rows_from(bits, packed + s * x_step, room, start);
+            float *tile = tiles + (start - origin) * PANEL;
+#if TILES_OF_CODES
+            if (b.size) {
+                tiled_codes(rows, numbers, x, slice, tile);
+                continue;
+            }
+#endif
             if (end - begin > 1)
                 f.from = (const char *)here + count * bytes + (i - begin) * num_fetches * f.step;
-            micro_codes(rows, type, here, packed + s * x_step + start * block_bytes(bits), slice,
-                        tiles + (start - origin) * PANEL, f);
+            micro_codes(rows, type, here, x, slice, tile, f);
         }
     }
 }
@@ -387,12 +403,7 @@ INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chun
 static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row_blocks b,
                          int64_t begin, int64_t end, const void *packed) {
 #if HAS_TILES
-    if (b.size) {
-        tiles_begin();
-        panel_of(c, BFLOAT16, panel, chunk, b, begin, end, packed);
-        tiles_end();
-        return;
-    }
+    if (b.size) tiles_begin(is_codes(c->w_type) ? groups_of(c).size : ROW_BYTES);
 #endif
     if (c->w_type == FLOAT32)
         panel_of(c, FLOAT32, panel, chunk, b, begin, end, packed);
@@ -408,6 +419,9 @@ static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row
         panel_of(c, CODES_E2M1, panel, chunk, b, begin, end, packed);
     else
         panel_of(c, INT8, panel, chunk, b, begin, end, packed);
+#if HAS_TILES
+    if (b.size) tiles_end();
+#endif
 }
 
 /* A thread's share of one chunk: panels, or parts of panels where these are too few. */

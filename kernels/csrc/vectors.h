@@ -331,11 +331,42 @@ INLINE void read_row(int type, const void *from, float *to, int64_t size) {
     }
 }
 
+INLINE float round_to(int type, float x) {
+    return type == BFLOAT16  ? from_bf16(to_bf16(x))
+           : type == FLOAT16 ? from_fp16(to_fp16(x))
+                             : x;
+}
+
+/* x where `mask` is set, else 0. */
+INLINE vec keep(vec_i32 mask, vec x) { return (vec)(mask & (vec_i32)x); }
+INLINE vec choose(vec_i32 mask, vec x, vec other) {
+    return (vec)((mask & (vec_i32)x) | (~mask & (vec_i32)other));
+}
+
+/* As to_bf16 rounds, with zeros in the lower half of each lane. */
+INLINE vec_u32 rounded_bits(vec x) {
+    vec_u32 bits = (vec_u32)x;
+    bits += 0x7fff + ((bits >> 16) & 1);
+#if defined(__AVX512F__)
+    __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    bits = (vec_u32)_mm512_mask_mov_epi32((__m512i)bits, nan, _mm512_set1_epi32(0x7fc00000));
+#else
+    vec_u32 nan = (vec_u32)(x != x);
+    bits = (bits & ~nan) | (nan & 0x7fc00000u);
+#endif
+    return bits & 0xffff0000u;
+}
+
+INLINE void store_rounded(uint16_t *p, vec x) {
+    *(vec_u16_any *)p = __builtin_convertvector(rounded_bits(x) >> 16, vec_u16_any);
+}
+
 INLINE void write_row(int type, const float *from, void *to, int64_t size) {
     if (type == BFLOAT16) {
         uint16_t *p = to;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) p[i] = to_bf16(from[i]);
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES) store_rounded(p + i, load(FLOAT32, from, i));
+        for (; i < size; i++) p[i] = to_bf16(from[i]);
     } else if (type == FLOAT16) {
         uint16_t *p = to;
 #pragma omp simd
@@ -349,25 +380,10 @@ INLINE void write_row(int type, const float *from, void *to, int64_t size) {
     }
 }
 
-INLINE float round_to(int type, float x) {
-    return type == BFLOAT16  ? from_bf16(to_bf16(x))
-           : type == FLOAT16 ? from_fp16(to_fp16(x))
-                             : x;
-}
-
-/* x where `mask` is set, else 0. */
-INLINE vec keep(vec_i32 mask, vec x) { return (vec)(mask & (vec_i32)x); }
-INLINE vec choose(vec_i32 mask, vec x, vec other) {
-    return (vec)((mask & (vec_i32)x) | (~mask & (vec_i32)other));
-}
-
 /* To a row of `type`, rounded as to_bf16 and to_fp16 do. */
 INLINE void store_as(int type, void *p, int64_t index, vec x) {
     if (type == BFLOAT16) {
-        vec_u32 bits = (vec_u32)x, nan = (vec_u32)(x != x);
-        bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        bits = (bits & ~nan) | (nan & 0x7fc0);
-        *(vec_u16_any *)((uint16_t *)p + index) = __builtin_convertvector(bits, vec_u16_any);
+        store_rounded((uint16_t *)p + index, x);
     } else if (type == FLOAT16) {
         float row[LANES];
         store(row, x);
@@ -379,11 +395,7 @@ INLINE void store_as(int type, void *p, int64_t index, vec x) {
 
 INLINE vec round_all(int type, vec x) {
     if (type == FLOAT32) return x;
-    if (type == BFLOAT16) {
-        vec_u32 bits = (vec_u32)x, nan = (vec_u32)(x != x);
-        bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-        return (vec)((bits & ~nan) | (nan & 0x7fc00000u));
-    }
+    if (type == BFLOAT16) return (vec)rounded_bits(x);
     uint16_t rounded[LANES];
     store_as(type, rounded, 0, x);
     return load(type, rounded, 0);
