@@ -132,6 +132,11 @@ class Attempt:
         )
 
     @property
+    def nodes(self) -> list[Node]:
+        """That it is on: one or two."""
+        return [node for node in (self.prefill, self.decode) if node is not None]
+
+    @property
     def num_tokens(self) -> int:
         """That it added to the output."""
         return len(self._buffer.token_ids) - self.start_index
@@ -203,9 +208,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
-        for node in (self.prefill, self.decode):
-            if node is None:
-                continue
+        for node in self.nodes:
             node.close_leg(self.epoch)
             # What ended on the decode node ended on both; else either may still be at work.
             if self._finished_on is not NodeRole.DECODE:
