@@ -347,7 +347,7 @@ class Engine:
         if self._speculation is not None:
             guessed = output.draft_token_ids
             drafts = self._speculation.after_step(result, self.requests, guessed)
-            self._scheduler.keep_drafts(result.outputs, drafts)
+            self._scheduler.drafts.keep(result.outputs, drafts)
         return result
 
     @property

@@ -126,9 +126,7 @@ class Drafts:
         request.num_accepted_drafts += num_accepted
         self._counters.note_drafts(num_drafts, num_accepted)
 
-    def keep(
-        self, outputs: Sequence[RequestOutput], drafts: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def keep(self, outputs: Sequence[RequestOutput], drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Keep what may come behind the new tokens of the step that was updated last, for the
         next one to compute; what came behind earlier ones is out of date.
         """

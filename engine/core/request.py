@@ -201,14 +201,22 @@ class Request:
         siblings, self.siblings = self.siblings, []
         return [sibling for sibling in siblings if not sibling.status.is_finished]
 
-    def status_after(self, token_id: int) -> RequestStatus:
-        """What ``token_id``, its last one and known to its grammar already, makes of it."""
-        if token_id in self.stop_token_ids:
-            return RequestStatus.FINISHED_STOPPED
-        if self.grammar is not None and self.grammar.is_terminated:
-            return RequestStatus.FINISHED_STOPPED
-        if len(self.token_ids) >= self.max_num_tokens:
-            return RequestStatus.FINISHED_LENGTH
+    def append(self, token_ids: Sequence[int]) -> RequestStatus | None:
+        """Add what was sampled, up to the token that ends the output; return what that makes of it.
+
+        None, with nothing added, when its grammar refuses one of them.
+        """
+        known, grammar = self.token_ids, self.grammar
+        num_known = len(known)
+        for token_id in token_ids:
+            if grammar is not None and not grammar.accept(token_id):
+                del known[num_known:]
+                return None
+            known.append(token_id)
+            if token_id in self.stop_token_ids or (grammar is not None and grammar.is_terminated):
+                return RequestStatus.FINISHED_STOPPED
+            if len(known) >= self.max_num_tokens:
+                return RequestStatus.FINISHED_LENGTH
         return self.status
 
     @property
