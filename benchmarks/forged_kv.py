@@ -416,8 +416,8 @@ class Scene:
             self.attacks["late"] += 1
 
     def _write_to_quarantine(self) -> None:
-        for reservation in list(self.d.reservations._quarantine.values()):
-            for block_id in reservation.block_ids[:2]:
+        for held in list(self.d.reservations.quarantine._held.values()):
+            for block_id in held.block_ids[:2]:
                 self.attacker.write(block_id, (0, self._num_layers))
                 self.attacks["write after a cancel"] += 1
 

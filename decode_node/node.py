@@ -137,7 +137,7 @@ class DecodeNode:
             num_waiting_for_remote_kvs=num_parked,
             num_running=num_running,
             num_free_blocks=self.engine.num_free_blocks,
-            num_quarantined_blocks=self.reservations.num_quarantined_blocks,
+            num_quarantined_blocks=self.reservations.quarantine.num_blocks,
             num_transfers=self.reservations.num_transfers,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
@@ -257,7 +257,7 @@ class DecodeNode:
             for lost in self.reservations.end_all_of(event.engine_id):
                 self._fail(lost, "UNAVAILABLE", "its prefill node cannot be reached")
         elif event.kind is TransferEventKind.PEER_DRAINED:
-            self.reservations.end_drained(event.engine_id)
+            self.reservations.quarantine.end_drained(event.engine_id)
         else:
             reservation = self.reservations.settle(event)
             if reservation is None or reservation.state is not ReservationState.QUARANTINED:
