@@ -95,8 +95,9 @@ BESIDE = (
     ),
     Chapter(
         "When it is not the plainest case",
-        "Where a request costs least, who waits, and which peers are well.",
-        ("Cost", "WaitingRoom", "Peers"),
+        "Where a request costs least, who waits, what is guessed, which peers are well, and what "
+        "follows when something fails.",
+        ("Cost", "WaitingRoom", "Drafts", "Peers", "Recovery:router", "Quarantine:decode_node"),
     ),
 )  # fmt: skip
 

@@ -15,9 +15,9 @@ from baton.link.words import RequestError
 from router.calls.call import Call
 from router.calls.open_call import OpenCall
 from router.calls.placing import Placer
+from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
+from router.calls.recovery.suspects import Suspects
 from router.calls.request_log import Following, RequestLog
-from router.calls.retry_budget import RetryBudget, RetryOptions
-from router.calls.suspects import Suspects
 from router.calls.wake_ups import WakeUps
 from router.fleet.call_errors import error_of
 from router.fleet.node_pool import NodePool

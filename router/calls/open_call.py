@@ -1,6 +1,6 @@
 """OpenCall: a call, its attempts one after the other, and the one stream that they make.
 
-Refuses to know: what follows from an attempt that failed (`router/calls/recovery.py`).
+Refuses to know: what follows from an attempt that failed (`router/calls/recovery/`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from router.calls.attempt import Attempt
 from router.calls.call import Call
 from router.calls.output_buffer import OutputBuffer
 from router.calls.placing import Placer
-from router.calls.recovery import Recovery
+from router.calls.recovery.recovery import Recovery
+from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
+from router.calls.recovery.suspects import Suspects
 from router.calls.request_log import Following
-from router.calls.retry_budget import RetryBudget, RetryOptions
-from router.calls.suspects import Suspects
 from router.calls.wake_ups import WakeUps
 from router.fleet.call_errors import error_of
 from router.fleet.node import LegDelta

@@ -16,7 +16,7 @@ from baton.link.words import NodeRole, PrefillCommand
 from baton.telemetry.trace_context import TraceContext
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
-from router.calls.retry_budget import RetryBudget, RetryOptions
+from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.policies.cost import Cost
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import HandNode, make_pool, make_registration

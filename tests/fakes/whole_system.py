@@ -29,7 +29,7 @@ from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
-from router.calls.retry_budget import RetryBudget, RetryOptions
+from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.calls.wake_ups import WakeUps
 from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prefix_index import PrefixIndex

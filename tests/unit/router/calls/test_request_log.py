@@ -11,8 +11,8 @@ from baton.api.outputs import FinishReason
 from baton.link.words import CancelCommand, DecodeCommand
 from router.api.admin.request_stats import Percentiles, window_stats
 from router.calls.call import Call
+from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.request_log import MAX_CODE_CHARS, MAX_ERROR_CHARS, RequestLog
-from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import failure, token, token_1
 from tests.fakes.router_scene import PARAMS, Scene, asynchronous
 

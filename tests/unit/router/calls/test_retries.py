@@ -18,7 +18,7 @@ from baton.api.errors import (
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
-from router.calls.retry_budget import RetryBudget, RetryOptions
+from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from tests.fakes.nodes import HandNode, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 

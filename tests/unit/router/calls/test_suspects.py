@@ -15,8 +15,8 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import DecodeCommand, NodeRole, PrefillCommand
 from router.calls.dispatcher import Dispatcher
-from router.calls.retry_budget import RetryOptions
-from router.calls.suspects import MAX_HISTORIES, MAX_QUARANTINED, Suspects
+from router.calls.recovery.retry_budget import RetryOptions
+from router.calls.recovery.suspects import MAX_HISTORIES, MAX_QUARANTINED, Suspects
 from router.fleet.lost_nodes import LostNodes
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import HandNode, join_pair, make_pool, token

@@ -14,10 +14,10 @@ from baton.api.errors import NodeUnavailableError
 from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestError
 from router.calls.attempt import Attempt
 from router.calls.call import Call
-from router.calls.pair_choice import PairChoice
-from router.calls.retry_budget import CallRetries, RetryBudget, RetryOptions
-from router.calls.suspects import WINDOW_S, Suspects
-from router.calls.suspicion import Suspicion, had_begun
+from router.calls.recovery.pair_choice import PairChoice
+from router.calls.recovery.retry_budget import CallRetries, RetryBudget, RetryOptions
+from router.calls.recovery.suspects import WINDOW_S, Suspects
+from router.calls.recovery.suspicion import Suspicion, had_begun
 from router.fleet.call_errors import error_of
 from router.fleet.fleet import Fleet
 from router.fleet.node import LegDelta
