@@ -252,18 +252,18 @@ class Scene:
             self.reports.append(event)
         elif isinstance(event, tuple):
             for delta in event:
-                request = self.open.get(delta.output.request_id)
+                request = self.open.get(delta.request_id)
                 if request is None:
                     continue
                 if delta.error is not None:
-                    self._end(delta.output.request_id, "failed")
+                    self._end(delta.request_id, "failed")
                     continue
-                for offset, token_id in enumerate(delta.output.token_ids):
-                    request.tokens[delta.output.output_index + offset] = token_id
+                for offset, token_id in enumerate(delta.token_ids):
+                    request.tokens[delta.output_index + offset] = token_id
                 if len(request.tokens) == OUTPUT_TOKENS:
                     tokens = [request.tokens[i] for i in range(OUTPUT_TOKENS)]
                     is_right = tokens == self.expected[request.prompt]
-                    self._end(delta.output.request_id, "right" if is_right else "wrong")
+                    self._end(delta.request_id, "right" if is_right else "wrong")
 
     def _place(self, number: int) -> None:
         prompt = number % NUM_PROMPTS

@@ -186,13 +186,12 @@ def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
     """What `wire.split_step` makes of what simulated nodes say, in less time."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
-        output = delta.output
-        if delta.prefill or delta.decode or delta.error or output.finish_reason:
+        if delta.prefill or delta.decode or delta.error or delta.finish_reason:
             others.append(delta)
         else:
             epochs.append(delta.epoch)
-            output_indexes.append(output.output_index)
-            token_ids.append(output.token_ids[0])
+            output_indexes.append(delta.output_index)
+            token_ids.append(delta.token_ids[0])
     return StepDeltas(epochs, output_indexes, token_ids, tuple(others))
 
 

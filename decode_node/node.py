@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from baton.api.errors import InvalidRequestError, TransferError
 from baton.api.outputs import DecodeReceipt
 from baton.api.prompt import check_prompt, check_sampling_params
@@ -211,6 +213,7 @@ class DecodeNode:
             max_model_len=engine.max_model_len,
             output_token_ids=command.output_token_ids,
             extra_keys=extra_keys_of(command.cache_salt),
+            epoch=command.epoch,
         )
         take = self.reservations.park
         if not command.prefill_engine_id or self._is_short(request):
@@ -277,7 +280,6 @@ class DecodeNode:
             if not job.steps_until_first:
                 job.first_step_s = now - job.reservation.committed_at
                 job.steps_until_first = self.engine.num_steps - job.reservation.committed_at_step
-            receipt = None
             if output.finish_reason is not None:
                 receipt = _receipt(job, self.engine.why_drafts(job.request))
                 self._drop_job(output.request_id, receipt=receipt)
@@ -287,7 +289,8 @@ class DecodeNode:
                     job.request.num_output_tokens,
                     extra=ids_of(job.command),
                 )
-            self._deltas.append(RequestDelta(output, job.command.epoch, decode=receipt))
+                output = msgspec.structs.replace(output, decode=receipt)
+            self._deltas.append(output)
 
     def _end_failed(self) -> None:
         """Refuse requests whose grammars turned out to be wrong."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.api.outputs import RequestOutput
+from baton.api.outputs import RequestDelta
 from baton.kv_manifest import KVOrder
 from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import AbortAll, RequestView
@@ -181,7 +181,7 @@ class PushTracker:
                 self._add_tail(handoff, tail)
         return None if tail is None else tail.after_layer
 
-    def after_step(self, scheduled: SchedulerOutput, outputs: Mapping[str, RequestOutput]) -> None:
+    def after_step(self, scheduled: SchedulerOutput, outputs: Mapping[str, RequestDelta]) -> None:
         """Push the blocks that became full; with token 1, the rest.
 
         Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from baton.api.outputs import RequestOutput
+from baton.api.outputs import RequestDelta
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
@@ -126,7 +126,7 @@ class Drafts:
         request.num_accepted_drafts += num_accepted
         self._counters.note_drafts(num_drafts, num_accepted)
 
-    def keep(self, outputs: Sequence[RequestOutput], drafts: Mapping[str, tuple[int, ...]]) -> None:
+    def keep(self, outputs: Sequence[RequestDelta], drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Keep what may come behind the new tokens of the step that was updated last, for the
         next one to compute; what came behind earlier ones is out of date.
         """

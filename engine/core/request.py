@@ -63,6 +63,7 @@ class Request:
         changes_logits: whether the choice of a token depends on more than the model's logits.
         grammar: what its output must look like, and how far it has come.
         extra_keys: what the KV depends on besides the tokens.
+        epoch: which of a router's attempts it is; its output says so.
         rank: who goes first, and who is preempted last: the smaller one. The scheduler's.
         num_cached_tokens: found in the prefix cache when it was admitted or granted.
         num_cached_blocks: leading blocks whose content has a name in the prefix cache.
@@ -94,6 +95,7 @@ class Request:
     changes_logits: bool = False
     grammar: GrammarState | None = None
     extra_keys: tuple[bytes, ...] = ()
+    epoch: int = 0
     rank: int = 0
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
@@ -128,6 +130,7 @@ class Request:
         max_tokens: int | None = None,
         output_token_ids: Sequence[int] = (),
         extra_keys: tuple[bytes, ...] = (),
+        epoch: int = 0,
         grammar: GrammarState | None = None,
     ) -> Request:
         """Make a request from what a user gave.
@@ -158,6 +161,7 @@ class Request:
             changes_logits=sampling_params.changes_logits,
             grammar=grammar,
             extra_keys=extra_keys,
+            epoch=epoch,
         )
 
     @property

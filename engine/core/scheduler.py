@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 from baton.api.errors import InvalidRequestError
-from baton.api.outputs import RequestOutput
+from baton.api.outputs import RequestDelta
 from engine.core.drafts import Drafts
 from engine.core.grammar import GrammarState, allowed_bits
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
@@ -263,7 +263,7 @@ class Scheduler:
 
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
         """Write the oldest step's result into its requests and end those that are done."""
-        outputs, finished, num_more = list[RequestOutput](), list[Request](), 0
+        outputs, finished, num_more = list[RequestDelta](), list[Request](), 0
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
         chunks, manager = output.prompt_logprobs, self.kv_cache_manager
         slides, block_size = manager.slides, manager.block_size
@@ -313,7 +313,8 @@ class Scheduler:
                 self._finish(request, status)
                 finished.append(request)
             reason = status.finish_reason
-            outputs.append(RequestOutput(request_id, index, sampled, reason, own, of_prompt))
+            epoch = request.epoch
+            outputs.append(RequestDelta(request_id, index, sampled, reason, own, of_prompt, epoch))
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]
         self.counters.output_tokens += len(outputs) + num_more

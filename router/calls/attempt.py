@@ -6,13 +6,12 @@ import dataclasses
 
 import msgspec
 
-from baton.api.outputs import PrefillReceipt, RequestOutput
+from baton.api.outputs import PrefillReceipt, RequestDelta
 from baton.link.words import (
     CancelCommand,
     DecodeCommand,
     NodeRole,
     PrefillCommand,
-    RequestDelta,
     RequestError,
 )
 from baton.telemetry.trace_context import TraceContext
@@ -146,8 +145,8 @@ class Attempt:
         if self.decoded and role is NodeRole.DECODE and self._order.push_next(output_index):
             self._buffer.add_token(token_id)
             return
-        output = RequestOutput(self._request_id, output_index, (token_id,))
-        self.take(LegDelta(role, RequestDelta(output, self.epoch)))
+        delta = RequestDelta(self._request_id, output_index, (token_id,), epoch=self.epoch)
+        self.take(LegDelta(role, delta))
 
     def take(self, item: LegDelta) -> None:
         """Any delta of either leg; forwards what is next in order."""
@@ -190,7 +189,7 @@ class Attempt:
             self._note_forwarded_of_two(self.prefill, item)
         self.began = True
         self.decoded |= item.role is NodeRole.DECODE
-        if item.delta.output.finish_reason is not None:
+        if item.delta.finish_reason is not None:
             self._finished_on = item.role
 
     def _note_forwarded_of_two(self, prefill: Node, item: LegDelta) -> None:
