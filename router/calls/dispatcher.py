@@ -63,10 +63,10 @@ class RunningCalls:
         found = [
             call
             for call in self._calls.values()
-            if call.request_id == request_id and tenant in (None, call.principal.tenant)
+            if call.request_id == request_id and tenant in (None, call.terms.principal.tenant)
         ]
         if len(found) > 1:
-            names = ", ".join(sorted(call.principal.tenant for call in found))
+            names = ", ".join(sorted(call.terms.principal.tenant for call in found))
             raise InvalidRequestError(
                 "tenant", f"must be said: {names} have a request {request_id!r} open"
             )
@@ -152,8 +152,8 @@ class Dispatcher:
             num_prompt_tokens=len(call.prompt_token_ids),
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
-            priority=call.priority,
-            principal=call.principal,
+            priority=call.terms.priority,
+            principal=call.terms.principal,
             find_cached_tokens=lambda: self._num_cached(call),
         ) as ticket:
             left_s = call.timeout_s - ticket.waited_s

@@ -80,7 +80,7 @@ class OpenCall:
             self._recovery.note_progress(attempt)
             if output is not None:
                 if output.output_index == 0:
-                    self._ttft_s = time.perf_counter() - self._call.received_at
+                    self._ttft_s = time.perf_counter() - self._call.terms.received_at
                 if output.finish_reason is not None:
                     yield msgspec.structs.replace(output, receipt=self.receipt())
                     return
@@ -103,7 +103,7 @@ class OpenCall:
             num_prompt_tokens=len(self._call.prompt_token_ids),
             num_output_tokens=len(self._output_token_ids),
             ttft_s=self._ttft_s,
-            total_s=time.perf_counter() - self._call.received_at,
+            total_s=time.perf_counter() - self._call.terms.received_at,
             prefill_node=attempt.prefill.name if attempt and attempt.prefill else "",
             decode_node=(
                 attempt.decode.name if attempt and attempt.decode and attempt.decoded else ""

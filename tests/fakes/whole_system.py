@@ -27,7 +27,7 @@ from kvconnector.ends import Receiver
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.calls.wake_ups import WakeUps
@@ -221,7 +221,7 @@ class System:
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling_params=params,
-            received_at=time.perf_counter(),
+            terms=Terms(received_at=time.perf_counter()),
             timeout_s=timeout_s,
             cache_salt=cache_salt,
         )
