@@ -465,7 +465,8 @@ class Scene:
             "requests_with_wrong_tokens": self.ended["with a wrong token"],
             "refused_messages": dict(refused),
             "blocks_found_wrong": self.receiver.metrics().wrong_blocks,
-            "blocks_not_free_at_the_end": self.d.engine.num_blocks - self.d.engine.num_free_blocks,
+            "blocks_not_free_at_the_end": self.d.engine.num_blocks
+            - self.d.engine.block_pool.num_free,
             "orphans_or_overdrawn": len(ledger.orphans) + len(ledger.overdrawn),
             "io_threads_that_died": len(self.deaths),
         }

@@ -138,7 +138,7 @@ class DecodeNode:
             num_waiting=len(statuses) - num_parked - num_running,
             num_waiting_for_remote_kvs=num_parked,
             num_running=num_running,
-            num_free_blocks=self.engine.num_free_blocks,
+            num_free_blocks=self.engine.block_pool.num_free,
             num_quarantined_blocks=self.reservations.quarantine.num_blocks,
             num_transfers=self.reservations.num_transfers,
             num_uncomputed_tokens=sum(

@@ -93,7 +93,7 @@ class Quarantine:
         Args:
             parked_at: when the request came.
         """
-        self._engine.hold(block_ids)
+        self._engine.block_pool.hold(block_ids)
         self._held[key] = _Held(engine_id, block_ids, parked_at, self._clock())
 
     def free(self, key: Key, engine_id: str) -> None:
@@ -101,7 +101,7 @@ class Quarantine:
         held = self._held.get(key)
         if held is not None and held.engine_id == engine_id:
             del self._held[key]
-            self._engine.release(reversed(held.block_ids))
+            self._engine.block_pool.release(reversed(held.block_ids))
 
     def tick(self) -> None:
         """Have dead peers drained, forget who is quiet, ask the others again; now and then."""

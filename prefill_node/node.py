@@ -134,7 +134,7 @@ class PrefillNode:
         return NodeBeat(
             num_waiting=len(requests) - num_running,
             num_running=num_running,
-            num_free_blocks=self.engine.num_free_blocks,
+            num_free_blocks=self.engine.block_pool.num_free,
             num_quarantined_blocks=self.push_tracker.num_draining_blocks,
             num_transfers=self.push_tracker.num_transfers,
             num_uncomputed_tokens=sum(

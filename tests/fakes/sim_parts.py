@@ -166,4 +166,4 @@ class SimPair:
     def check_nothing_is_held(self) -> None:
         for node in self.nodes.values():
             node.engine.check()
-            assert node.engine.num_free_blocks == node.engine.num_blocks
+            assert node.engine.block_pool.num_free == node.engine.num_blocks

@@ -122,7 +122,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     replayed = llm.generate(prompts, params)
     assert [c.token_ids for c in replayed] == [c.token_ids for c in eager]
     assert [c.finish_reason for c in replayed] == [c.finish_reason for c in eager]
-    assert llm.engine.num_free_blocks == SMALL["num_blocks"]
+    assert llm.engine.block_pool.num_free == SMALL["num_blocks"]
     if num_drafts:
         assert 0 < executor.num_accepted < executor.num_computed
         assert num_drafted
