@@ -12,7 +12,7 @@ from baton.api.outputs import RequestDelta
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
-from engine.core.request import Request
+from engine.core.request import Request, RequestStatus
 
 
 class Drafts:
@@ -110,21 +110,31 @@ class Drafts:
             return True
         return request.is_drafted_for and (num_tokens > 1 or scheduled.num_drafts > 0)
 
-    def accept(self, item: ScheduledRequest, num_sampled: int, scheduled: SchedulerOutput) -> None:
-        """Count the drafts that are what was sampled in their place: their KV is there.
+    def take(
+        self, item: ScheduledRequest, token_ids: tuple[int, ...], scheduled: SchedulerOutput
+    ) -> tuple[RequestStatus | None, int]:
+        """Add what was sampled at drafts, up to the token that ends the output; count the drafts
+        that are what was sampled in their place: their KV is there.
 
-        Args:
-            num_sampled: tokens, of which the request has taken those up to the one that ends it.
+        Returns how the output ends, if it does (see `Request.append`), and how many were added.
         """
-        request, num_drafts = item.request, len(item.draft_token_ids)
-        num_taken = request.num_tokens - request.num_computed_tokens
+        request, num_known, ended = item.request, item.request.num_tokens, None
+        for token_id in token_ids:
+            ended = request.append(token_id)
+            if ended is not None:
+                break
+        if ended is RequestStatus.FINISHED_ABORTED:
+            del request.token_ids[num_known:]
+            return ended, 0
+        num_taken = request.num_tokens - num_known
         request.num_computed_tokens += num_taken - 1
         self._manager.cache_blocks(request, is_read=self.is_read(request, 1, scheduled))
         self._manager.free_slid_out(request)
-        num_accepted = min(num_sampled - 1, num_taken)
+        num_drafts, num_accepted = len(item.draft_token_ids), min(len(token_ids) - 1, num_taken)
         request.num_drafts += num_drafts
         request.num_accepted_drafts += num_accepted
         self._counters.note_drafts(num_drafts, num_accepted)
+        return ended, num_taken
 
     def keep(self, outputs: Sequence[RequestDelta], drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Keep what may come behind the new tokens of the step that was updated last, for the

@@ -205,23 +205,20 @@ class Request:
         siblings, self.siblings = self.siblings, []
         return [sibling for sibling in siblings if not sibling.status.is_finished]
 
-    def append(self, token_ids: Sequence[int]) -> RequestStatus | None:
-        """Add what was sampled, up to the token that ends the output; return what that makes of it.
+    def append(self, token_id: int) -> RequestStatus | None:
+        """Add what was sampled; return how the output ends with it, if it does.
 
-        None, with nothing added, when its grammar refuses one of them.
+        It ends as ABORTED, without the token, where its grammar refuses that.
         """
-        known, grammar = self.token_ids, self.grammar
-        num_known = len(known)
-        for token_id in token_ids:
-            if grammar is not None and not grammar.accept(token_id):
-                del known[num_known:]
-                return None
-            known.append(token_id)
-            if token_id in self.stop_token_ids or (grammar is not None and grammar.is_terminated):
-                return RequestStatus.FINISHED_STOPPED
-            if len(known) >= self.max_num_tokens:
-                return RequestStatus.FINISHED_LENGTH
-        return self.status
+        grammar = self.grammar
+        if grammar is not None and not grammar.accept(token_id):
+            return RequestStatus.FINISHED_ABORTED
+        self.token_ids.append(token_id)
+        if token_id in self.stop_token_ids or (grammar is not None and grammar.is_terminated):
+            return RequestStatus.FINISHED_STOPPED
+        if len(self.token_ids) >= self.max_num_tokens:
+            return RequestStatus.FINISHED_LENGTH
+        return None
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -299,20 +299,22 @@ class Scheduler:
             index = len(request.token_ids) - request.num_prompt_tokens
             of_prompt = () if index else request.take_prompt_logprobs()
             own = logprobs.get(request_id, ()) if logprobs else ()
-            status = request.append(sampled)
-            if status is None:
-                assert request.grammar is not None  # it takes none of them
-                self._fail(request, request.grammar.problem)
-                continue
             if drafts:
-                self.drafts.accept(item, len(sampled), scheduled)
-                num_taken = len(request.token_ids) - request.num_prompt_tokens - index
-                num_more += num_taken - 1
+                ended, num_taken = self.drafts.take(item, sampled, scheduled)
+                num_more += max(num_taken - 1, 0)
                 sampled, own = sampled[:num_taken], own[:num_taken]
-            if status.is_finished:
-                self._finish(request, status)
+            else:
+                (token_id,) = sampled
+                ended = request.append(token_id)
+            reason = None
+            if ended is not None:
+                reason = ended.finish_reason
+                if ended is RequestStatus.FINISHED_ABORTED:
+                    assert request.grammar is not None
+                    self._fail(request, request.grammar.problem)
+                    continue
+                self._finish(request, ended)
                 finished.append(request)
-            reason = status.finish_reason
             epoch = request.epoch
             outputs.append(RequestDelta(request_id, index, sampled, reason, own, of_prompt, epoch))
         if finished:
