@@ -17,8 +17,6 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError, TransferError
 from baton.api.outputs import DecodeReceipt
-from baton.api.prompt import check_prompt, check_sampling_params
-from baton.block_hash import extra_keys_of
 from baton.link.words import (
     AbortAll,
     CancelCommand,
@@ -46,6 +44,7 @@ from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
+from node_runtime.new_request import new_request
 from node_runtime.request_view import ids_of, view_request
 
 logger = logging.getLogger(__name__)
@@ -192,29 +191,11 @@ class DecodeNode:
             self._end(command.request_id)
         engine = self.engine
         try:
-            check_prompt(
-                [*command.prompt_token_ids, *command.output_token_ids],
-                vocab_size=engine.model_config.vocab_size,
-                max_model_len=engine.max_model_len,
-            )
-            check_sampling_params(
-                command.sampling_params, vocab_size=engine.model_config.vocab_size
-            )
+            request = new_request(engine, command)
         except InvalidRequestError as error:
             self._refuse(command, str(error))
             self._tell_trace(command, DecodeMoments(parked_at=received_at), str(error))
             return
-        request = Request.create(
-            command.request_id,
-            command.prompt_token_ids,
-            command.sampling_params,
-            seed=command.sampling_params.seed or 0,
-            eos_token_ids=engine.eos_token_ids,
-            max_model_len=engine.max_model_len,
-            output_token_ids=command.output_token_ids,
-            extra_keys=extra_keys_of(command.cache_salt),
-            epoch=command.epoch,
-        )
         take = self.reservations.park
         if not command.prefill_engine_id or self._is_short(request):
             engine.add(request)

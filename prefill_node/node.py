@@ -17,8 +17,6 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError, TransferError
 from baton.api.outputs import FinishReason, PrefillReceipt, RequestDelta
-from baton.api.prompt import check_prompt, check_sampling_params
-from baton.block_hash import extra_keys_of
 from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import (
     AbortAll,
@@ -43,6 +41,7 @@ from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
+from node_runtime.new_request import new_request
 from node_runtime.request_view import ids_of, view_request
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
@@ -191,29 +190,10 @@ class PrefillNode:
         engine = self.engine
         self._traces.begin(command, received_at)
         try:
-            check_prompt(
-                [*command.prompt_token_ids, *command.output_token_ids],
-                vocab_size=engine.model_config.vocab_size,
-                max_model_len=engine.max_model_len,
-            )
-            check_sampling_params(
-                command.sampling_params, vocab_size=engine.model_config.vocab_size
-            )
+            request = new_request(engine, command, max_tokens=1)
         except InvalidRequestError as error:
             self._fail(command.request_id, command.epoch, "INVALID_ARGUMENT", str(error))
             return
-        request = Request.create(
-            command.request_id,
-            command.prompt_token_ids,
-            command.sampling_params,
-            seed=command.sampling_params.seed or 0,
-            eos_token_ids=engine.eos_token_ids,
-            max_model_len=engine.max_model_len,
-            max_tokens=1,
-            output_token_ids=command.output_token_ids,
-            extra_keys=extra_keys_of(command.cache_salt),
-            epoch=command.epoch,
-        )
         self._jobs[command.request_id] = _Job(command, request, received_at)
         engine.add(request)
         logger.debug(

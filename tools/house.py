@@ -59,7 +59,7 @@ DAY = (
         "On the two nodes",
         "A loop each: what comes in, one step of the engine, what goes out. The prefill node knows "
         "which blocks may travel, the decode node whom it has promised some.",
-        ("PrefillNode", "PushTracker", "DecodeNode", "Reservations"),
+        ("PrefillNode", "PushTracker", "DecodeNode", "Reservations", "new_request"),
     ),
     Chapter(
         "Between them",
