@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import BatonError, OverloadedError
 from baton.api.sampling_params import SamplingParams
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.calls.wake_ups import WakeUps
 from router.fleet.node_pool import NodePool
@@ -100,9 +100,8 @@ class Load:
             request_id=f"r{next(self._numbers)}",
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1),
-            received_at=0.0,
+            terms=Terms(received_at=0.0, principal=who if self._scene.fair else ANYBODY),
             timeout_s=TIMEOUT_S,
-            principal=who if self._scene.fair else ANYBODY,
         )
 
     async def ask(self, tenant: str, call: Call) -> Answer:

@@ -252,18 +252,18 @@ class Scene:
             self.reports.append(event)
         elif isinstance(event, tuple):
             for delta in event:
-                request = self.open.get(delta.output.request_id)
+                request = self.open.get(delta.request_id)
                 if request is None:
                     continue
                 if delta.error is not None:
-                    self._end(delta.output.request_id, "failed")
+                    self._end(delta.request_id, "failed")
                     continue
-                for offset, token_id in enumerate(delta.output.token_ids):
-                    request.tokens[delta.output.output_index + offset] = token_id
+                for offset, token_id in enumerate(delta.token_ids):
+                    request.tokens[delta.output_index + offset] = token_id
                 if len(request.tokens) == OUTPUT_TOKENS:
                     tokens = [request.tokens[i] for i in range(OUTPUT_TOKENS)]
                     is_right = tokens == self.expected[request.prompt]
-                    self._end(delta.output.request_id, "right" if is_right else "wrong")
+                    self._end(delta.request_id, "right" if is_right else "wrong")
 
     def _place(self, number: int) -> None:
         prompt = number % NUM_PROMPTS
@@ -416,8 +416,8 @@ class Scene:
             self.attacks["late"] += 1
 
     def _write_to_quarantine(self) -> None:
-        for reservation in list(self.d.reservations._quarantine.values()):
-            for block_id in reservation.block_ids[:2]:
+        for held in list(self.d.reservations.quarantine._held.values()):
+            for block_id in held.block_ids[:2]:
                 self.attacker.write(block_id, (0, self._num_layers))
                 self.attacks["write after a cancel"] += 1
 
@@ -465,7 +465,8 @@ class Scene:
             "requests_with_wrong_tokens": self.ended["with a wrong token"],
             "refused_messages": dict(refused),
             "blocks_found_wrong": self.receiver.metrics().wrong_blocks,
-            "blocks_not_free_at_the_end": self.d.engine.num_blocks - self.d.engine.num_free_blocks,
+            "blocks_not_free_at_the_end": self.d.engine.num_blocks
+            - self.d.engine.block_pool.num_free,
             "orphans_or_overdrawn": len(ledger.orphans) + len(ledger.overdrawn),
             "io_threads_that_died": len(self.deaths),
         }

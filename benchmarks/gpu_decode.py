@@ -39,7 +39,7 @@ class ReplayTimer:
 
     def __init__(self, engine: Engine) -> None:
         self._events: list[tuple[torch.Event, torch.Event]] = []
-        graphs = worker_of(engine.executor).runner._graphs
+        graphs = worker_of(engine.executor).runner.decode_graphs.graphs
         if graphs is None:
             return
         for size, replay in graphs._replays.items():
@@ -83,7 +83,7 @@ def measure_decode(device: str, report: Report) -> bool:
             async_scheduling=True,
         )
         timer = ReplayTimer(engine)
-        sizes = worker_of(engine.executor).runner.graph_sizes
+        sizes = worker_of(engine.executor).runner.decode_graphs.sizes
         report[f"{shape}: graphs"] = len(sizes)
         right = right and (bool(sizes) or not on_gpu)
         for batch in batches:
@@ -164,7 +164,7 @@ def measure_nano(device: str, report: Report) -> bool:
         **({} if on_gpu else {"num_blocks": 64}),
     )
     report["KV blocks"] = engine.num_blocks
-    report["graphs"] = len(worker_of(engine.executor).runner.graph_sizes)
+    report["graphs"] = len(worker_of(engine.executor).runner.decode_graphs.sizes)
     report["prompt tokens"], report["output tokens"] = sum(map(len, prompts)), sum(lengths)
     _run(engine, [prompts[0]], [8])  # compiles what prompts need
     timer = ReplayTimer(engine)
@@ -175,7 +175,7 @@ def measure_nano(device: str, report: Report) -> bool:
         replays, _ = timer.take_ms()
         report["replayed steps"] = len(replays)
         report["replays, share of the time"] = sum(replays) / 1e3 / wall_s
-    return bool(worker_of(engine.executor).runner.graph_sizes) or not on_gpu
+    return bool(worker_of(engine.executor).runner.decode_graphs.sizes) or not on_gpu
 
 
 def _run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:

@@ -100,7 +100,7 @@ def check_graphs(device: str, report: Report) -> bool:
             found = [llm.generate(prompts, params) for params in _params()]
             pairs = list(zip(chain(*expected), chain(*found), strict=True))
             equal = sum(a.token_ids == b.token_ids for a, b in pairs)
-            sizes = worker_of(llm.engine.executor).runner.graph_sizes
+            sizes = worker_of(llm.engine.executor).runner.decode_graphs.sizes
             report[f"{dtype}, {name}"] = f"{equal} of {len(pairs)} equal, {len(sizes)} graphs"
             captured = bool(sizes) or not graphs or device == "cpu"
             right = right and captured and (equal == len(pairs) or dtype != "float32")

@@ -89,7 +89,7 @@ class Engines:
         from engine.core.request import Request
         from engine.engine import Engine
         from engine.executors.uniproc import worker_of
-        from engine.worker.model_runner import make_model_runner
+        from engine.worker.make_runner import make_model_runner
 
         config = EngineConfig(
             device="cpu", num_threads=1, attention_backend="triton", native_kernels=False,
@@ -104,7 +104,7 @@ class Engines:
             engine.kv_memory.spec, config, ("triton",),
             engine.max_model_len, with_graphs=True, samples_on_device=True,
         )  # fmt: skip
-        runner.capture_graphs(self._gpu.capture)
+        runner.decode_graphs.capture(self._gpu.capture)
         self._gpu.move(runner)
         params = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True)
         for index in range(batch):
@@ -176,7 +176,7 @@ class Layers:
     def __init__(self, gpu: FakeGPU, num_layers: int = SHAPE["num_layers"]) -> None:
         from baton.engine_config import EngineConfig
         from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
-        from engine.worker.model_runner import make_model_runner
+        from engine.worker.make_runner import make_model_runner
         from models.config import ModelConfig
         from models.registry import MODELS
 
@@ -242,13 +242,13 @@ class Layers:
 
     def time_replay(self) -> Figures:
         """Microseconds that a layer takes of a step with a prompt that is replayed."""
-        self.runner.capture_chunks(self._gpu.capture_pieces)
+        self.runner.chunk_graphs.capture(self._gpu.capture_pieces)
         step = self.prompt()
         prepared = self.runner.prepare(step, eager=True)
-        chunks: Any = self.runner._chunks
+        chunks: Any = self.runner.chunk_graphs.graphs
         assert chunks.takes(prepared.model)  # type: ignore[union-attr]  # eager
         found = self._time(step, [(self.runner, "launch")])
-        self.runner._chunks = None
+        self.runner.chunk_graphs.graphs = None
         return found
 
     @torch.inference_mode()
@@ -273,7 +273,7 @@ class Layers:
     def count_nodes(self) -> int:
         """Launches that a captured step consists of."""
         bodies = []
-        self.runner.capture_graphs(lambda body: bodies.append(body) or body, [8])  # type: ignore
+        self.runner.decode_graphs.capture(lambda body: bodies.append(body) or body, [8])  # type: ignore
         bodies[0]()
         with self._gpu.counting() as found:
             bodies[0]()

@@ -58,7 +58,7 @@ def load_once(weights: str) -> dict[str, float]:
     """Load in this process; the libraries are imported and built before."""
     from baton.engine_config import EngineConfig
     from baton_kernels.dispatch import native_ops
-    from engine.worker.host_memory import peak_growth
+    from engine.worker.host.host_memory import peak_growth
     from engine.worker.worker import Worker
 
     native_ops()

@@ -26,7 +26,7 @@ from baton.api.errors import BatonError, OverloadedError
 from environment import record_environment, write_results
 from resilience import NORMAL, OVERLOAD, WINDOW_S, normal_again_s
 from resilience_load import draw_case
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.calls.wake_ups import WakeUps
 from router.fleet.node_pool import NodePool
@@ -140,7 +140,7 @@ class Load:
             request_id=f"r{next(self._numbers)}",
             prompt_token_ids=case.prompt,
             sampling_params=case.params,
-            received_at=0.0,
+            terms=Terms(received_at=0.0),
             timeout_s=timeout_s,
         )
         receipt = None

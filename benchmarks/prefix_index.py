@@ -115,7 +115,7 @@ def step_overhead(repetitions: int) -> dict[str, dict[str, float]]:
     ):
         pool = BlockPool(1024)
         sent: list[KVCacheEvents] = []
-        feed = KVEventFeed(_Source(pool), sent.append)
+        feed = KVEventFeed(pool, sent.append)
         if listens:
             feed.request_snapshot()
             feed.after_step(busy=busy)
@@ -134,14 +134,6 @@ def _decode_step(pool: BlockPool, feed: KVEventFeed, numbers: Iterator[int], bus
         pool.cache(block_ids, [next(numbers).to_bytes(16, "little")], b"parent")
         pool.release(block_ids)
     feed.after_step(busy=busy)
-
-
-class _Source:
-    """The two methods of an engine that a feed needs."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.start_kv_events = pool.start_events
-        self.take_kv_events = pool.take_events
 
 
 def report(shape: dict[str, int], results: dict[str, dict[str, float]]) -> None:

@@ -23,7 +23,7 @@ from baton.api.outputs import (
     FinishReason,
     PrefillReceipt,
     PushReceipt,
-    RequestOutput,
+    RequestDelta,
 )
 from baton.checkpoint.model_identity import folder_identity
 from baton.link import wire
@@ -38,7 +38,6 @@ from baton.link.words import (
     PeerReport,
     PeerUpdate,
     PrefillCommand,
-    RequestDelta,
     RouterCommand,
     StepDeltas,
 )
@@ -114,8 +113,18 @@ class TalkingNode:
             self._said.append(PeerReport(command.engine_id, True, "none"))
         elif isinstance(command, PrefillCommand):
             finish = None if command.decode_engine_id else FinishReason.LENGTH
-            output = RequestOutput(command.request_id, 0, (next(self._token_ids),), finish)
-            self._said.append((RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT),))
+            self._said.append(
+                (
+                    RequestDelta(
+                        command.request_id,
+                        0,
+                        (next(self._token_ids),),
+                        finish,
+                        epoch=command.epoch,
+                        prefill=PREFILL_RECEIPT,
+                    ),
+                )
+            )
         elif isinstance(command, DecodeCommand):
             max_tokens = command.sampling_params.max_tokens
             self._active[command.epoch] = [command.request_id, 1, max_tokens]
@@ -127,8 +136,16 @@ class TalkingNode:
         for epoch, request in self._active.items():
             request_id, index, num_tokens = request
             if index + 1 == num_tokens:
-                output = RequestOutput(request_id, index, (5,), FinishReason.LENGTH)
-                ended.append(RequestDelta(output, epoch, decode=DECODE_RECEIPT))
+                ended.append(
+                    RequestDelta(
+                        request_id,
+                        index,
+                        (5,),
+                        FinishReason.LENGTH,
+                        epoch=epoch,
+                        decode=DECODE_RECEIPT,
+                    )
+                )
                 continue
             epochs.append(epoch)
             indexes.append(index)

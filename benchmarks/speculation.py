@@ -36,7 +36,7 @@ from examples.demo import PACKAGE, SHA256, fetch_model
 ROOT = Path(__file__).resolve().parents[1]
 CODE = (
     "baton/registry.py", "engine/core/extents.py", "engine/core/waiting_queue.py",
-    "engine/worker/cores.py", "baton/addresses.py", "engine/executors/uniproc.py",
+    "engine/worker/host/cores.py", "baton/addresses.py", "engine/executors/uniproc.py",
 )  # fmt: skip
 PROSE = ("docs/determinism.md", "docs/routing.md", "docs/security.md", "docs/chat.md")
 EDIT = "Rename the first function of this file, and give back the whole file.\n\n```python\n{}\n```"

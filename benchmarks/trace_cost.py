@@ -45,7 +45,7 @@ from baton.serving.access_log import AccessEntry
 from baton.telemetry.trace_options import TraceOptions
 from baton.telemetry.tracing import NO_TRACING, Tracing
 from environment import record_environment, write_results
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.request_log import RequestLog
 from router.request_spans import RequestSpans
 from router_cost import Site, in_turns, large_model, measure_requests, ratios, router_site
@@ -99,9 +99,8 @@ def cost_when_on_us(endpoint: str) -> float:
                 request_id=str(index),
                 prompt_token_ids=[5, 6, 7],
                 sampling_params=PARAMS,
-                received_at=time.perf_counter(),
+                terms=Terms(received_at=time.perf_counter(), trace=trace),
                 timeout_s=60,
-                trace=trace,
             )
             with log.follow(call) as following:
                 following.note_admitted()

@@ -22,7 +22,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_identity import folder_identity
 from baton.link.words import NodeBeat, NodeEvent, NodeRegistration, RequestDelta, StepDeltas
 from loadtest.load.traces import BLOCK_TOKENS, TraceRequest
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import Node
@@ -124,9 +124,8 @@ def _call(request_id: str, request: TraceRequest, texts: dict[int, bytes]) -> Ca
         request_id=request_id,
         prompt_token_ids=list(prompt[: request.input_length]),
         sampling_params=params,
-        received_at=0.0,
+        terms=Terms(received_at=0.0, session_id=str(request.session)),
         timeout_s=TIMEOUT_S,
-        session_id=str(request.session),
     )
 
 
@@ -186,13 +185,12 @@ def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
     """What `wire.split_step` makes of what simulated nodes say, in less time."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
-        output = delta.output
-        if delta.prefill or delta.decode or delta.error or output.finish_reason:
+        if delta.prefill or delta.decode or delta.error or delta.finish_reason:
             others.append(delta)
         else:
             epochs.append(delta.epoch)
-            output_indexes.append(output.output_index)
-            token_ids.append(output.token_ids[0])
+            output_indexes.append(delta.output_index)
+            token_ids.append(delta.token_ids[0])
     return StepDeltas(epochs, output_indexes, token_ids, tuple(others))
 
 

@@ -84,7 +84,7 @@ class GrantQueue:
             has_budget = self._has_budget(num_tokens)
             granted = self._engine.grant(request.request_id) if has_budget else None
             if granted is None:
-                self._refused = (key, self._engine.num_free_blocks, self._engine.num_waiting)
+                self._refused = (key, self._engine.block_pool.num_free, self._engine.num_waiting)
                 return None
             self._waiting.popleft()
             self._receiving[key] = _Transfer(num_tokens, lacking)
@@ -110,7 +110,7 @@ class GrantQueue:
         if self._refused is None:
             return False
         refused, num_free, num_waiting = self._refused
-        freed = self._engine.num_free_blocks > num_free
+        freed = self._engine.block_pool.num_free > num_free
         return refused == key and not freed and self._engine.num_waiting == num_waiting
 
     def _has_budget(self, num_tokens: int) -> bool:

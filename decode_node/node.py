@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from baton.api.errors import InvalidRequestError, TransferError
 from baton.api.outputs import DecodeReceipt
-from baton.api.prompt import check_prompt, check_sampling_params
-from baton.block_hash import extra_keys_of
 from baton.link.words import (
     AbortAll,
     CancelCommand,
@@ -44,6 +44,7 @@ from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
+from node_runtime.new_request import new_request
 from node_runtime.request_view import ids_of, view_request
 
 logger = logging.getLogger(__name__)
@@ -136,8 +137,8 @@ class DecodeNode:
             num_waiting=len(statuses) - num_parked - num_running,
             num_waiting_for_remote_kvs=num_parked,
             num_running=num_running,
-            num_free_blocks=self.engine.num_free_blocks,
-            num_quarantined_blocks=self.reservations.num_quarantined_blocks,
+            num_free_blocks=self.engine.block_pool.num_free,
+            num_quarantined_blocks=self.reservations.quarantine.num_blocks,
             num_transfers=self.reservations.num_transfers,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
@@ -190,28 +191,11 @@ class DecodeNode:
             self._end(command.request_id)
         engine = self.engine
         try:
-            check_prompt(
-                [*command.prompt_token_ids, *command.output_token_ids],
-                vocab_size=engine.model_config.vocab_size,
-                max_model_len=engine.max_model_len,
-            )
-            check_sampling_params(
-                command.sampling_params, vocab_size=engine.model_config.vocab_size
-            )
+            request = new_request(engine, command)
         except InvalidRequestError as error:
             self._refuse(command, str(error))
             self._tell_trace(command, DecodeMoments(parked_at=received_at), str(error))
             return
-        request = Request.create(
-            command.request_id,
-            command.prompt_token_ids,
-            command.sampling_params,
-            seed=command.sampling_params.seed or 0,
-            eos_token_ids=engine.eos_token_ids,
-            max_model_len=engine.max_model_len,
-            output_token_ids=command.output_token_ids,
-            extra_keys=extra_keys_of(command.cache_salt),
-        )
         take = self.reservations.park
         if not command.prefill_engine_id or self._is_short(request):
             engine.add(request)
@@ -257,7 +241,7 @@ class DecodeNode:
             for lost in self.reservations.end_all_of(event.engine_id):
                 self._fail(lost, "UNAVAILABLE", "its prefill node cannot be reached")
         elif event.kind is TransferEventKind.PEER_DRAINED:
-            self.reservations.end_drained(event.engine_id)
+            self.reservations.quarantine.end_drained(event.engine_id)
         else:
             reservation = self.reservations.settle(event)
             if reservation is None or reservation.state is not ReservationState.QUARANTINED:
@@ -277,7 +261,6 @@ class DecodeNode:
             if not job.steps_until_first:
                 job.first_step_s = now - job.reservation.committed_at
                 job.steps_until_first = self.engine.num_steps - job.reservation.committed_at_step
-            receipt = None
             if output.finish_reason is not None:
                 receipt = _receipt(job, self.engine.why_drafts(job.request))
                 self._drop_job(output.request_id, receipt=receipt)
@@ -287,7 +270,8 @@ class DecodeNode:
                     job.request.num_output_tokens,
                     extra=ids_of(job.command),
                 )
-            self._deltas.append(RequestDelta(output, job.command.epoch, decode=receipt))
+                output = msgspec.structs.replace(output, decode=receipt)
+            self._deltas.append(output)
 
     def _end_failed(self) -> None:
         """Refuse requests whose grammars turned out to be wrong."""

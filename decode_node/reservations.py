@@ -3,9 +3,8 @@
     PARKED -> GRANTED -> RECEIVING -> COMMITTED          its blocks belong to the running request
         `--------`-----------`------> QUARANTINED -> free
 
-Takes a parked Request, gives grants; takes transfer events, gives arrivals and failures. A block
-that a peer may still write has a holder here until the peer says it is quiet, or is known to be
-dead and what it had sent is taken in.
+Takes a parked Request, gives grants; takes transfer events, gives arrivals and failures. What a
+peer may write beyond its request's end is in quarantine (`decode_node/quarantine.py`).
 Knows no RPC and no tensor.
 """
 
@@ -14,16 +13,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from baton.api.outputs import PushReceipt
 from baton.telemetry.ledger import BlockHolding, BlockOwner
 from baton.telemetry.node_metrics import HandoffMetrics, TransferOutcome
-from decode_node.gone_peers import GonePeers
 from decode_node.grant_queue import GrantQueue, Key
 from decode_node.options import DecodeOptions
+from decode_node.quarantine import Quarantine
 from engine.core.request import Request
 from engine.engine import Engine
 from kvconnector.base import KVReservation, TransferEvent, TransferEventKind
@@ -35,8 +34,6 @@ logger = logging.getLogger(__name__)
 # How long a START may come before its DECODE command, and how long an ended request is remembered.
 MEMORY_S = 60.0
 MAX_EARLY_STARTS = 10_000  # of requests that no router may ever send
-# A Cancel or its Quiet may be lost, or meet a link that is down: ask again while blocks are held.
-RECANCEL_S = 1.0
 TICK_S = 0.1
 NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 
@@ -70,7 +67,6 @@ class Reservation:
     num_received_tokens: int = 0
     committed_at: float = 0.0
     committed_at_step: int = 0
-    cancelled_at: float = 0.0
     started: bool = False
     receipt: PushReceipt | None = None
 
@@ -83,6 +79,9 @@ class Reservations:
         receiver: where grants go.
         options: how much may be received at a time.
         clock: seconds that never go back.
+
+    Attributes:
+        quarantine: what peers may write beyond its request's end.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Reservations:
         self._engine = engine
         self._receiver = receiver
         self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
-        self._quarantine: dict[Key, Reservation] = {}
+        self.quarantine = Quarantine(engine, receiver, clock)
         self._grants = GrantQueue(
             engine,
             max_requests=options.max_receiving_requests,
@@ -104,8 +103,6 @@ class Reservations:
         )
         self._early_starts: dict[tuple[Key, str], float] = {}  # by engine id, too: came at
         self._ended: dict[Key, float] = {}  # tombstones
-        self._gone_peers = GonePeers(receiver)
-        self._peers: dict[str, PeerInfo] = {}
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
         self._received_bytes = 0
@@ -113,8 +110,8 @@ class Reservations:
     # ------------------------------------------------------------------ in
 
     def add_peer(self, peer: PeerInfo) -> None:
-        self._peers[peer.engine_id] = peer
-        self._gone_peers.meet(peer)
+        """A prefill node came, or came back."""
+        self.quarantine.meet(peer)
         self._receiver.connect(peer)
 
     def park(self, request: Request, epoch: int, engine_id: str, received_at: float) -> Reservation:
@@ -208,9 +205,7 @@ class Reservations:
         Its router has lost it, which does not mean that it is dead: it stays connected until it
         said that it is quiet, or is known dead.
         """
-        peer = self._peers.pop(engine_id, None)
-        if peer is not None:
-            self._gone_peers.add(peer)
+        self.quarantine.lose(engine_id)
         return self.end_all_of(engine_id)
 
     def end_all_of(self, engine_id: str) -> list[Reservation]:
@@ -221,23 +216,13 @@ class Reservations:
             self._end(key, reservation, TransferOutcome.FAILED, quiet=False)
         return lost
 
-    def end_drained(self, engine_id: str) -> None:
-        """Nothing of a dead prefill node can arrive any more: free what it held."""
-        if self._gone_peers.is_drained(engine_id):
-            for key in [k for k, r in self._quarantine.items() if r.engine_id == engine_id]:
-                self._free_quarantined(key)
-
     def tick(self) -> None:
-        """Have dead peers drained, ask others again, forget what is old; call now and then."""
+        """See to the quarantine, forget what is old; call now and then."""
         now = self._clock()
         if now < self._tick_at:
             return
         self._tick_at = now + TICK_S
-        self._gone_peers.tick({r.engine_id for r in self._quarantine.values()})
-        for key, reservation in self._quarantine.items():
-            if now - reservation.cancelled_at >= RECANCEL_S:
-                self._note_if_dead(reservation.engine_id)
-                self._cancel_remote(key, reservation)
+        self.quarantine.tick()
         oldest = now - MEMORY_S
         while self._early_starts and next(iter(self._early_starts.values())) < oldest:
             del self._early_starts[next(iter(self._early_starts))]
@@ -249,17 +234,12 @@ class Reservations:
     @property
     def has_open(self) -> bool:
         """Whether anything may arrive."""
-        return bool(self._open or self._quarantine)
+        return bool(self._open or self.quarantine)
 
     @property
     def num_transfers(self) -> int:
         """Reservations that are open, or ended while a peer may still write."""
-        return len(self._open) + len(self._quarantine)
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        """Blocks of ended requests that a peer may still write."""
-        return sum(len(r.block_ids) for r in list(self._quarantine.values()))
+        return len(self._open) + len(self.quarantine)
 
     def metrics(self) -> HandoffMetrics:
         """From any thread."""
@@ -270,24 +250,30 @@ class Reservations:
         )
         states = Counter(dict.fromkeys((state.value for state in open_states), 0))
         states.update(reservation.state.value for reservation in list(self._open.values()))
-        states[ReservationState.QUARANTINED.value] = len(self._quarantine)
+        states[ReservationState.QUARANTINED.value] = len(self.quarantine)
         return HandoffMetrics(
             open=states,
             ended=self._outcomes.copy(),
-            num_quarantined_blocks=self.num_quarantined_blocks,
+            num_quarantined_blocks=self.quarantine.num_blocks,
             received_bytes=self._received_bytes,
         )
 
     def held(self) -> list[BlockHolding]:
         """Blocks that prefill nodes may write; for the ledger."""
         now = self._clock()
-        granted = (
-            _holding(BlockOwner.GRANT, r, r.request.block_ids, now) for r in self._open.values()
-        )
-        quarantined = (
-            _holding(BlockOwner.QUARANTINE, r, r.block_ids, now) for r in self._quarantine.values()
-        )
-        return [*granted, *quarantined]
+        granted = [
+            BlockHolding(
+                owner=BlockOwner.GRANT,
+                block_ids=tuple(reservation.request.block_ids),
+                request_id=request_id,
+                epoch=epoch,
+                state=reservation.state.value,
+                peer=reservation.engine_id,
+                age_s=now - reservation.parked_at,
+            )
+            for (request_id, epoch), reservation in self._open.items()
+        ]
+        return granted + self.quarantine.ledger()
 
     # ------------------------------------------------------------------ inside
 
@@ -345,25 +331,19 @@ class Reservations:
             reservation.block_ids = self._engine.keep_received(
                 key[0], reservation.num_received_tokens
             )
-        if reservation.block_ids and not quiet:
-            self._engine.hold(reservation.block_ids)
-            self._quarantine[key] = reservation
         if reservation.started and not quiet:  # else its START finds the tombstone
-            self._cancel_remote(key, reservation)
+            engine_id, block_ids = reservation.engine_id, reservation.block_ids
+            if block_ids:
+                self.quarantine.add(key, engine_id, block_ids, reservation.parked_at)
+            self._receiver.cancel(key[0], key[1], engine_id)
         self._engine.abort(key[0])
-
-    def _cancel_remote(self, key: Key, reservation: Reservation) -> None:
-        reservation.cancelled_at = self._clock()
-        self._receiver.cancel(key[0], key[1], reservation.engine_id)
 
     def _settle_ended(self, key: Key, event: TransferEvent) -> None:
         """An event about a request that ended here, or has not come yet."""
         match event.kind:
             case TransferEventKind.COMMITTED | TransferEventKind.FAILED:
                 self._early_starts.pop((key, event.engine_id), None)
-                held = self._quarantine.get(key)
-                if held is not None and held.engine_id == event.engine_id:
-                    self._free_quarantined(key)
+                self.quarantine.free(key, event.engine_id)
             case TransferEventKind.STARTED if key in self._ended:
                 self._receiver.cancel(key[0], key[1], event.engine_id)
             case TransferEventKind.STARTED:
@@ -372,28 +352,3 @@ class Reservations:
                     del self._early_starts[next(iter(self._early_starts))]
             case _:
                 pass
-
-    def _note_if_dead(self, engine_id: str) -> None:
-        """Whoever died while this node had no router: nobody says that it is gone."""
-        peer = self._peers.get(engine_id)
-        if peer is not None and self._gone_peers.add_if_dead(peer):
-            del self._peers[engine_id]
-
-    def _free_quarantined(self, key: Key) -> None:
-        reservation = self._quarantine.pop(key, None)
-        if reservation is not None:
-            self._engine.release(reversed(reservation.block_ids))
-
-
-def _holding(
-    owner: BlockOwner, reservation: Reservation, block_ids: Iterable[int], now: float
-) -> BlockHolding:
-    return BlockHolding(
-        owner=owner,
-        block_ids=tuple(block_ids),
-        request_id=reservation.request.request_id,
-        epoch=reservation.epoch,
-        state=reservation.state.value,
-        peer=reservation.engine_id,
-        age_s=now - reservation.parked_at,
-    )

@@ -119,8 +119,8 @@ def describe(engine: Engine, error: BaseException) -> dict[str, Any]:
         "requests": [_describe_request(request) for request in requests[:MAX_REQUESTS]],
         "blocks": {
             "num_blocks": engine.num_blocks,
-            "num_free": engine.num_free_blocks,
-            "by_ref_count": _count(engine.block_ref_counts()),
+            "num_free": engine.block_pool.num_free,
+            "by_ref_count": _count(engine.block_pool.ref_counts()),
         },
         "metrics": dataclasses.asdict(engine.metrics()),
     }

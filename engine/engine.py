@@ -8,7 +8,7 @@ asynchronous     schedule N+1, launch N+1 | wait, update N | schedule N+2, launc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,7 +17,6 @@ from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, BlockHasher, cache_namespace
 from baton.engine_config import EngineConfig
 from baton.kv_manifest import KVKind
-from engine.core.block_pool import KVCacheEvent
 from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineMetrics
@@ -41,6 +40,7 @@ class Engine:
     Attributes:
         executor: computes the steps.
         kv_memory: where the KV is; see `KVMemory`.
+        block_pool: who holds which of its blocks, and what is cached there.
         dtype: of the model's weights, by name.
         max_model_len: most tokens of one request.
         eos_token_ids: what ends an output unless a request ignores it.
@@ -95,7 +95,7 @@ class Engine:
             if config.prefix_cache
             else None,
         )
-        self._block_pool = kv_cache_manager.block_pool
+        self.block_pool = kv_cache_manager.block_pool
         self._scheduler = Scheduler(
             kv_cache_manager,
             max_num_requests=config.max_num_requests,
@@ -133,10 +133,6 @@ class Engine:
     def requests(self) -> dict[str, Request]:
         """Unfinished requests by id; read only."""
         return self._scheduler.requests
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._block_pool.num_free
 
     @property
     def num_waiting(self) -> int:
@@ -242,14 +238,6 @@ class Engine:
         """End a request now; None when it is not here."""
         return self._scheduler.abort(request_id)
 
-    def hold(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference on blocks that a request holds."""
-        self._block_pool.hold(block_ids)
-
-    def release(self, block_ids: Iterable[int]) -> None:
-        """Drop references taken with `hold`."""
-        self._block_pool.release(block_ids)
-
     # ------------------------------------------------------------------ steps
 
     @property
@@ -347,7 +335,7 @@ class Engine:
         if self._speculation is not None:
             guessed = output.draft_token_ids
             drafts = self._speculation.after_step(result, self.requests, guessed)
-            self._scheduler.keep_drafts(result.outputs, drafts)
+            self._scheduler.drafts.keep(result.outputs, drafts)
         return result
 
     @property
@@ -357,7 +345,7 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """What was done and what is held; safe from any thread, though amid a step."""
-        scheduler, counters, pool = self._scheduler, self._scheduler.counters, self._block_pool
+        scheduler, counters, pool = self._scheduler, self._scheduler.counters, self.block_pool
         running, waiting = scheduler.num_running, scheduler.num_waiting
         looks_up, work = self._has_prefix_cache, self._work
         return EngineMetrics(
@@ -395,27 +383,6 @@ class Engine:
             accepted_drafts_total=sum(counters.accepted_drafts_by_place),
             accepted_drafts_by_place=tuple(counters.accepted_drafts_by_place),
         )
-
-    def block_ref_counts(self) -> dict[int, int]:
-        """Holders of each block that has any."""
-        return self._block_pool.ref_counts()
-
-    @property
-    def num_cached_prefixes(self) -> int:
-        """Different contents of blocks that the prefix cache can find."""
-        return self._block_pool.num_cached
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; requests in progress keep their blocks."""
-        self._block_pool.reset_prefix_cache()
-
-    def start_kv_events(self) -> list[BlockHash]:
-        """Record what the prefix cache stores and removes; returns what it holds now."""
-        return self._block_pool.start_events()
-
-    def take_kv_events(self) -> list[KVCacheEvent]:
-        """What it stored and removed since the last call, in order; only between steps."""
-        return self._block_pool.take_events()
 
     def close(self) -> None:
         """End whoever computes; no step is executed any more. May be called twice."""

@@ -1,6 +1,6 @@
 """KVEventFeed: what changes in an engine's prefix cache, put into messages for the routers.
 
-    take_kv_events() of many steps -> what is left of it -> KVCacheEvents with a sequence number
+    take_events() of many steps -> what is left of it -> KVCacheEvents with a sequence number
 
 Starts with the first router that asks. All routers get the same messages: a snapshot that one of
 them needs does the others no harm. Refuses to know: links, and who listens.
@@ -22,11 +22,11 @@ MAX_HASHES_PER_MESSAGE = 2**16  # 512 KiB
 
 
 class KVEventSource(Protocol):
-    """What is needed here of an engine."""
+    """What is needed here of a `BlockPool`."""
 
-    def start_kv_events(self) -> list[BlockHash]: ...
+    def start_events(self) -> list[BlockHash]: ...
 
-    def take_kv_events(self) -> list[KVCacheEvent]: ...
+    def take_events(self) -> list[KVCacheEvent]: ...
 
 
 class KVEventFeed:
@@ -64,12 +64,12 @@ class KVEventFeed:
         if self._snapshot_wanted:
             self._snapshot_wanted = False
             self._is_on = True
-            self._send(True, shorten(self._source.start_kv_events()), ())
+            self._send(True, shorten(self._source.start_events()), ())
         elif self._is_on:
             now = self._clock()
             if not busy or now >= self._flush_at:
                 self._flush_at = now + FLUSH_INTERVAL_S
-                cleared, stored, removed = _sum_up(self._source.take_kv_events())
+                cleared, stored, removed = _sum_up(self._source.take_events())
                 if cleared or stored or removed:
                     self._send(cleared, stored, removed)
 

@@ -39,9 +39,9 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
         holdings.append(dataclasses.replace(holding, block_ids=block_ids))
     return balance(
         [holding for holding in holdings if holding.block_ids],
-        engine.block_ref_counts(),
+        engine.block_pool.ref_counts(),
         num_blocks=engine.num_blocks,
-        num_free_blocks=engine.num_free_blocks,
+        num_free_blocks=engine.block_pool.num_free,
     )
 
 

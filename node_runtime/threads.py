@@ -108,7 +108,7 @@ class NodeThreads:
         self._on_close = on_close
         self._vllm_model = vllm_model
         self._hang_at, self._num_busy = hang_at, 0
-        self._kv_events = KVEventFeed(loaded.engine, emit)
+        self._kv_events = KVEventFeed(loaded.engine.block_pool, emit)
         self._calls: deque[Callable[[], None]] = deque()
         self._loop = EngineLoop(self._step, on_engine_death, name=ENGINE_THREAD)
         loaded.engine.wake_with(self._loop.wake)
@@ -138,8 +138,8 @@ class NodeThreads:
     def flush_prefix_cache(self) -> Future[int]:
         def flush() -> int:
             engine = self._loaded.engine
-            num_prefixes = engine.num_cached_prefixes
-            engine.reset_prefix_cache()
+            num_prefixes = engine.block_pool.num_cached
+            engine.block_pool.reset_prefix_cache()
             return num_prefixes
 
         return self._between_steps(flush)

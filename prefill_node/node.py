@@ -16,9 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from baton.api.errors import InvalidRequestError, TransferError
-from baton.api.outputs import FinishReason, PrefillReceipt, RequestOutput
-from baton.api.prompt import check_prompt, check_sampling_params
-from baton.block_hash import extra_keys_of
+from baton.api.outputs import FinishReason, PrefillReceipt, RequestDelta
 from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import (
     AbortAll,
@@ -28,7 +26,6 @@ from baton.link.words import (
     PeerReport,
     PeerUpdate,
     PrefillCommand,
-    RequestDelta,
     RequestError,
     RequestView,
     RouterCommand,
@@ -44,6 +41,7 @@ from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.ledger import take_ledger
+from node_runtime.new_request import new_request
 from node_runtime.request_view import ids_of, view_request
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
@@ -135,7 +133,7 @@ class PrefillNode:
         return NodeBeat(
             num_waiting=len(requests) - num_running,
             num_running=num_running,
-            num_free_blocks=self.engine.num_free_blocks,
+            num_free_blocks=self.engine.block_pool.num_free,
             num_quarantined_blocks=self.push_tracker.num_draining_blocks,
             num_transfers=self.push_tracker.num_transfers,
             num_uncomputed_tokens=sum(
@@ -192,28 +190,10 @@ class PrefillNode:
         engine = self.engine
         self._traces.begin(command, received_at)
         try:
-            check_prompt(
-                [*command.prompt_token_ids, *command.output_token_ids],
-                vocab_size=engine.model_config.vocab_size,
-                max_model_len=engine.max_model_len,
-            )
-            check_sampling_params(
-                command.sampling_params, vocab_size=engine.model_config.vocab_size
-            )
+            request = new_request(engine, command, max_tokens=1)
         except InvalidRequestError as error:
             self._fail(command.request_id, command.epoch, "INVALID_ARGUMENT", str(error))
             return
-        request = Request.create(
-            command.request_id,
-            command.prompt_token_ids,
-            command.sampling_params,
-            seed=command.sampling_params.seed or 0,
-            eos_token_ids=engine.eos_token_ids,
-            max_model_len=engine.max_model_len,
-            max_tokens=1,
-            output_token_ids=command.output_token_ids,
-            extra_keys=extra_keys_of(command.cache_salt),
-        )
         self._jobs[command.request_id] = _Job(command, request, received_at)
         engine.add(request)
         logger.debug(
@@ -244,7 +224,7 @@ class PrefillNode:
                 trace.started_at = job.started_at
                 trace.begin_chunk(self._clock())
 
-    def _answer(self, result: StepResult) -> dict[str, RequestOutput]:
+    def _answer(self, result: StepResult) -> dict[str, RequestDelta]:
         """Tell the router of each token 1; returns those that a decode node goes on from."""
         handed_over = {}
         if self._traces:
@@ -252,11 +232,7 @@ class PrefillNode:
         for output in result.outputs:
             job = self._jobs.pop(output.request_id)
             # The engine stops after one token: unless that is the end indeed, D goes on.
-            if job.command.decode_engine_id and not self._ends(job.request, output):
-                output = msgspec.structs.replace(output, finish_reason=None)
-                handed_over[output.request_id] = output
-            else:
-                self.push_tracker.drop(output.request_id, "")
+            goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             now = self._clock()
             receipt = PrefillReceipt(
                 queue_s=job.started_at - job.received_at,
@@ -265,9 +241,14 @@ class PrefillNode:
                 num_computed_tokens=job.request.num_prompt_tokens_computed,
                 num_cached_tokens=job.request.num_cached_tokens,
             )
-            self._deltas.append(RequestDelta(output, job.command.epoch, prefill=receipt))
+            reason = None if goes_on else output.finish_reason
+            delta = msgspec.structs.replace(output, finish_reason=reason, prefill=receipt)
+            self._deltas.append(delta)
             self._traces.note_computed(job.command, receipt, job.started_at, now)
-            if output.request_id not in handed_over:
+            if goes_on:
+                handed_over[output.request_id] = delta
+            else:
+                self.push_tracker.drop(output.request_id, "")
                 self._traces.end(*_key(job.command))
             logger.debug(
                 "computed its prompt in %.3g s, %d tokens of it were cached",
@@ -291,7 +272,7 @@ class PrefillNode:
                 self.push_tracker.drop(request_id, "refused")
                 self._fail(request_id, job.command.epoch, "INVALID_ARGUMENT", problem)
 
-    def _ends(self, request: Request, output: RequestOutput) -> bool:
+    def _ends(self, request: Request, output: RequestDelta) -> bool:
         """Whether this token is the last one, whoever was asked for the next."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len

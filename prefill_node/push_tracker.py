@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.api.outputs import RequestOutput
+from baton.api.outputs import RequestDelta
 from baton.kv_manifest import KVOrder
 from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import AbortAll, RequestView
@@ -168,7 +168,7 @@ class PushTracker:
             first, end = len(handoff.block_ids), len(request.block_ids)
             new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
             new_block_ids = [request.block_ids[index] for index in new_indices]
-            self._engine.hold(new_block_ids)
+            self._engine.block_pool.hold(new_block_ids)
             handoff.block_ids += new_block_ids
             handoff.held_block_ids += new_block_ids
             if is_first and self._mode is not PushMode.AFTER_PREFILL:  # its cached prefix
@@ -181,7 +181,7 @@ class PushTracker:
                 self._add_tail(handoff, tail)
         return None if tail is None else tail.after_layer
 
-    def after_step(self, scheduled: SchedulerOutput, outputs: Mapping[str, RequestOutput]) -> None:
+    def after_step(self, scheduled: SchedulerOutput, outputs: Mapping[str, RequestDelta]) -> None:
         """Push the blocks that became full; with token 1, the rest.
 
         Args:
@@ -212,7 +212,7 @@ class PushTracker:
             return
         del self._handoffs[request_id]
         if not handoff.started:
-            self._engine.release(handoff.held_block_ids)
+            self._engine.block_pool.release(handoff.held_block_ids)
             return
         self._draining[request_id, handoff.epoch] = handoff
         self._sender.abort(request_id, handoff.epoch, reason)
@@ -243,14 +243,14 @@ class PushTracker:
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
             self._ended[event.outcome] += 1
-            self._engine.release(draining.held_block_ids)
+            self._engine.block_pool.release(draining.held_block_ids)
             return False
         handoff = self._handoffs.get(event.request_id)
         if handoff is None or handoff.epoch != event.epoch:
             return False
         del self._handoffs[event.request_id]
         self._ended[event.outcome] += 1
-        self._engine.release(handoff.held_block_ids)
+        self._engine.block_pool.release(handoff.held_block_ids)
         return event.kind is TransferEventKind.FAILED
 
     def views(self) -> list[RequestView]:

@@ -40,7 +40,7 @@ from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions
 from router.api.grpc.link_service import NodeLinkService
 from router.calls.dispatcher import Dispatcher
-from router.calls.retry_budget import RetryOptions
+from router.calls.recovery.retry_budget import RetryOptions
 from router.config import RouterConfig, check_exposure, drain_delay_s, requires_client_certs
 from router.connection_budget import ConnectionBudget, share_descriptors
 from router.fleet.node_pool import NodePool

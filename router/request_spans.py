@@ -72,7 +72,7 @@ def _child_of(parent: TraceContext) -> Callable[[str, float, float], Span]:
 def _request_span(record: RequestRecord, trace: TraceContext, model: str) -> Span:
     call, receipt = record.call, record.receipt
     assert call is not None
-    assert call.trace is not None
+    assert call.terms.trace is not None
     assert record.ended_s is not None
     operation = "chat" if call.is_chat else "text_completion"
     params = call.sampling_params
@@ -106,7 +106,7 @@ def _request_span(record: RequestRecord, trace: TraceContext, model: str) -> Spa
     return Span(
         name=f"{operation} {model}",
         context=trace,
-        parent_id=call.trace.span_id,
+        parent_id=call.terms.trace.span_id,
         begin_s=0.0,
         end_s=record.ended_s,
         kind=SpanKind.SERVER,

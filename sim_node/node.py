@@ -203,7 +203,7 @@ class Simulation:
             decode = DecodeOptions(local_prefill_threshold=options.local_prefill_threshold)
             self.node = DecodeNode(self.engine, receiver, emit, decode, clock=clock.now)
             self._end = receiver
-        self._kv_events = KVEventFeed(self.engine, emit, clock=clock.now)
+        self._kv_events = KVEventFeed(self.engine.block_pool, emit, clock=clock.now)
         self._met: set[str] = set()  # peers that the node was told of
         self._step_is_due = self._is_awake = self._look_is_due = False
 

@@ -59,7 +59,7 @@ DAY = (
         "On the two nodes",
         "A loop each: what comes in, one step of the engine, what goes out. The prefill node knows "
         "which blocks may travel, the decode node whom it has promised some.",
-        ("PrefillNode", "PushTracker", "DecodeNode", "Reservations"),
+        ("PrefillNode", "PushTracker", "DecodeNode", "Reservations", "new_request"),
     ),
     Chapter(
         "Between them",
@@ -95,8 +95,9 @@ BESIDE = (
     ),
     Chapter(
         "When it is not the plainest case",
-        "Where a request costs least, who waits, and which peers are well.",
-        ("Cost", "WaitingRoom", "Peers"),
+        "Where a request costs least, who waits, what is guessed, which peers are well, and what "
+        "follows when something fails.",
+        ("Cost", "WaitingRoom", "Drafts", "Peers", "Recovery:router", "Quarantine:decode_node"),
     ),
 )  # fmt: skip
 

@@ -36,26 +36,6 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class RequestOutput(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one request.
-
-    A struct, for one is made per output token, and a frozen dataclass takes ten times as long.
-
-    Attributes:
-        output_index: position in the output of ``token_ids[0]``; makes duplicates harmless.
-        logprobs: one per token, or none when the request does not ask for them.
-        prompt_logprobs: with the first output, one per prompt token, if the request asks for them;
-            None for the first, which nothing comes before.
-    """
-
-    request_id: str
-    output_index: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReceipt:
     """What the prefill node did; durations in seconds on that node's clock."""
@@ -106,6 +86,46 @@ class DecodeReceipt:
     num_drafts: int = 0
     num_accepted_drafts: int = 0
     why_drafts: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """The reason why a request failed on a node.
+
+    Attributes:
+        code: name of a gRPC status code; or ``PREEMPTED``: a decode node was short of memory and
+            gives the request back, for another attempt behind the tokens that it has.
+    """
+
+    code: str
+    message: str
+
+
+class RequestDelta(msgspec.Struct, frozen=True, gc=False):
+    """New tokens of one request: what a step gave it, from the scheduler to the router.
+
+    A struct, for one is made per output token, and a frozen dataclass takes ten times as long.
+
+    Attributes:
+        output_index: position in the output of ``token_ids[0]``; makes duplicates harmless.
+        logprobs: one per token, or none when the request does not ask for them.
+        prompt_logprobs: with the first output, one per prompt token, if the request asks for them;
+            None for the first, which nothing comes before.
+        epoch: which of a router's attempts it is of.
+        prefill, decode: what it cost on a node, which adds that to its first token or to its last.
+        error: ends the request on this node.
+    """
+
+    request_id: str
+    output_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    epoch: int = 0
+    prefill: PrefillReceipt | None = None
+    decode: DecodeReceipt | None = None
+    error: RequestError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +210,7 @@ class RequestMetrics:
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """One streamed piece of a completion, as a client sees it; see RequestOutput.
+    """One streamed piece of a completion, as a client sees it; see RequestDelta.
 
     A struct, for one is made per piece. (`msgspec.structs` has ``replace`` and ``asdict``.)
 

@@ -241,7 +241,7 @@ class RouterLinks:
 def _by_router(deltas: Sequence[RequestDelta]) -> dict[str, list[RequestDelta]]:
     grouped: dict[str, list[RequestDelta]] = {}
     for delta in deltas:
-        _, router_id = split_request_id(delta.output.request_id)
+        _, router_id = split_request_id(delta.request_id)
         grouped.setdefault(router_id, []).append(delta)
     return grouped
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from baton.api.outputs import RequestOutput, TextDelta
+from baton.api.outputs import TextDelta
 from baton.link import wire_admin_calls
 from baton.link import words as link
 from baton.telemetry.trace_context import TraceContext, parse_traceparent
@@ -131,32 +131,29 @@ def role_to_proto(role: link.NodeRole) -> types_pb2.NodeRole:
 def _delta_to_proto(delta: link.RequestDelta) -> node_pb2.RequestDelta:
     error = delta.error
     return node_pb2.RequestDelta(
-        request_id=delta.output.request_id,
+        request_id=delta.request_id,
         epoch=delta.epoch,
-        output_index=delta.output.output_index,
-        token_ids=delta.output.token_ids,
-        finish_reason=finish_to_proto(delta.output.finish_reason),
+        output_index=delta.output_index,
+        token_ids=delta.token_ids,
+        finish_reason=finish_to_proto(delta.finish_reason),
         prefill=prefill_receipt_to_proto(delta.prefill) if delta.prefill else None,
         decode=decode_receipt_to_proto(delta.decode) if delta.decode else None,
         error=node_pb2.RequestError(code=error.code, message=error.message) if error else None,
-        logprobs=map(logprobs_to_proto, delta.output.logprobs),
-        prompt_logprobs=prompt_logprobs_to_proto(delta.output.prompt_logprobs),
+        logprobs=map(logprobs_to_proto, delta.logprobs),
+        prompt_logprobs=prompt_logprobs_to_proto(delta.prompt_logprobs),
     )
 
 
 def _delta_from_proto(message: node_pb2.RequestDelta) -> link.RequestDelta:
-    output = RequestOutput(
+    has = message.HasField
+    return link.RequestDelta(
         message.request_id,
         message.output_index,
         tuple(message.token_ids),
         finish_from_proto(message.finish_reason),
         tuple(map(logprobs_from_proto, message.logprobs)),
         prompt_logprobs_from_proto(message.prompt_logprobs),
-    )
-    has = message.HasField
-    return link.RequestDelta(
-        output,
-        message.epoch,
+        epoch=message.epoch,
         prefill=prefill_receipt_from_proto(message.prefill) if has("prefill") else None,
         decode=decode_receipt_from_proto(message.decode) if has("decode") else None,
         error=link.RequestError(message.error.code, message.error.message)
@@ -198,14 +195,13 @@ def split_step(deltas: tuple[link.RequestDelta, ...]) -> link.StepDeltas:
     """Pack plain tokens of several deltas into rows, which cost a thirtieth to read."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
-        output = delta.output
         is_plain = delta == link.RequestDelta(
-            RequestOutput(output.request_id, output.output_index, output.token_ids), delta.epoch
+            delta.request_id, delta.output_index, delta.token_ids, epoch=delta.epoch
         )
         if not is_plain:
             others.append(delta)
             continue
-        for index, token_id in enumerate(output.token_ids, output.output_index):
+        for index, token_id in enumerate(delta.token_ids, delta.output_index):
             epochs.append(delta.epoch)
             output_indexes.append(index)
             token_ids.append(token_id)

@@ -12,7 +12,8 @@ from enum import Enum
 
 import msgspec
 
-from baton.api.outputs import DecodeReceipt, PrefillReceipt, RequestOutput
+from baton.api.outputs import RequestDelta as RequestDelta
+from baton.api.outputs import RequestError as RequestError
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
@@ -83,32 +84,9 @@ class NodeRegistration:
         return self.compatibility.get(REVISION, "")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestError:
-    """The reason why a request failed on a node.
-
-    Attributes:
-        code: name of a gRPC status code; or ``PREEMPTED``: a decode node was short of memory and
-            gives the request back, for another attempt behind the tokens that it has.
-    """
-
-    code: str
-    message: str
-
-
-class RequestDelta(msgspec.Struct, frozen=True, gc=False):
-    """The result of one engine step for one request. An ``error`` ends the request on this node."""
-
-    output: RequestOutput
-    epoch: int
-    prefill: PrefillReceipt | None = None
-    decode: DecodeReceipt | None = None
-    error: RequestError | None = None
-
-
 def failed_delta(request_id: str, epoch: int, error: RequestError) -> RequestDelta:
     """Make the delta that ends a request on a node: an error, and no token."""
-    return RequestDelta(RequestOutput(request_id, 0, ()), epoch, error=error)
+    return RequestDelta(request_id, 0, (), epoch=epoch, error=error)
 
 
 class ServingState(Enum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.api.outputs import RequestOutput, TokenLogprobs
+from baton.api.outputs import RequestDelta, TokenLogprobs
 from engine.core.request import Request
 
 
@@ -101,6 +101,6 @@ class StepResult(msgspec.Struct, frozen=True):
         scheduled: what the step computed; nothing when no step ended.
     """
 
-    outputs: tuple[RequestOutput, ...] = ()
+    outputs: tuple[RequestDelta, ...] = ()
     finished: tuple[Request, ...] = ()
     scheduled: SchedulerOutput = SchedulerOutput((), 0)

@@ -63,6 +63,7 @@ class Request:
         changes_logits: whether the choice of a token depends on more than the model's logits.
         grammar: what its output must look like, and how far it has come.
         extra_keys: what the KV depends on besides the tokens.
+        epoch: which of a router's attempts it is; its output says so.
         rank: who goes first, and who is preempted last: the smaller one. The scheduler's.
         num_cached_tokens: found in the prefix cache when it was admitted or granted.
         num_cached_blocks: leading blocks whose content has a name in the prefix cache.
@@ -94,6 +95,7 @@ class Request:
     changes_logits: bool = False
     grammar: GrammarState | None = None
     extra_keys: tuple[bytes, ...] = ()
+    epoch: int = 0
     rank: int = 0
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
@@ -128,6 +130,7 @@ class Request:
         max_tokens: int | None = None,
         output_token_ids: Sequence[int] = (),
         extra_keys: tuple[bytes, ...] = (),
+        epoch: int = 0,
         grammar: GrammarState | None = None,
     ) -> Request:
         """Make a request from what a user gave.
@@ -158,6 +161,7 @@ class Request:
             changes_logits=sampling_params.changes_logits,
             grammar=grammar,
             extra_keys=extra_keys,
+            epoch=epoch,
         )
 
     @property
@@ -201,15 +205,20 @@ class Request:
         siblings, self.siblings = self.siblings, []
         return [sibling for sibling in siblings if not sibling.status.is_finished]
 
-    def status_after(self, token_id: int) -> RequestStatus:
-        """What ``token_id``, its last one and known to its grammar already, makes of it."""
-        if token_id in self.stop_token_ids:
-            return RequestStatus.FINISHED_STOPPED
-        if self.grammar is not None and self.grammar.is_terminated:
+    def append(self, token_id: int) -> RequestStatus | None:
+        """Add what was sampled; return how the output ends with it, if it does.
+
+        It ends as ABORTED, without the token, where its grammar refuses that.
+        """
+        grammar = self.grammar
+        if grammar is not None and not grammar.accept(token_id):
+            return RequestStatus.FINISHED_ABORTED
+        self.token_ids.append(token_id)
+        if token_id in self.stop_token_ids or (grammar is not None and grammar.is_terminated):
             return RequestStatus.FINISHED_STOPPED
         if len(self.token_ids) >= self.max_num_tokens:
             return RequestStatus.FINISHED_LENGTH
-        return self.status
+        return None
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -16,11 +16,12 @@ from __future__ import annotations
 import bisect
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from baton.api.errors import InvalidRequestError
-from baton.api.outputs import RequestOutput, TokenLogprobs
+from baton.api.outputs import RequestDelta
+from engine.core.drafts import Drafts
 from engine.core.grammar import GrammarState, allowed_bits
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
@@ -53,6 +54,7 @@ class Scheduler:
         failures: request ids, and what was wrong with their grammars; whoever reads them ends the
             requests that are still here, and empties it.
         handed_back: requests that were preempted and ended for it; whoever reads them empties it.
+        drafts: for steps to come.
     """
 
     def __init__(
@@ -72,7 +74,6 @@ class Scheduler:
         self.counters = EngineCounters()
         self.failures: list[tuple[str, str]] = []
         self.handed_back: list[Request] = []
-        self._drafter_reads = drafter_reads
         self._hands_back = preemption == "hand-back"
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -81,8 +82,12 @@ class Scheduler:
         self._room = WaitingRoom()
         self._planner = StepPlanner(max_num_requests, tells_behind=guesses_in_steps)
         self._running: list[Request] = []  # by rank: the last one is preempted first
-        # Of running requests, for the step behind the one that was updated last.
-        self._drafts: dict[str, tuple[int, ...]] = {}
+        self.drafts = Drafts(
+            kv_cache_manager,
+            self.counters,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            drafter_reads=drafter_reads,
+        )
         self._num_steps_in_flight = 0
 
     # ------------------------------------------------------------------ requests come
@@ -143,7 +148,7 @@ class Scheduler:
         self.kv_cache_manager.cache_blocks(request)
         self._room.queue(request)
         if drafts:
-            self._drafts[request_id] = drafts
+            self.drafts.kept[request_id] = drafts
         if request.grammar is not None and not request.grammar.accept(token_id):
             self._fail(request, request.grammar.problem)
 
@@ -226,13 +231,11 @@ class Scheduler:
         # Memory is short after a preemption: who just lost its blocks must not come straight back.
         if self.num_preemptions == num_preemptions:
             budget = self._admit_waiting(scheduled, budget, num_draft_for)
-        has_drafts = bool(self._drafts)
+        has_drafts = bool(self.drafts.kept)
         if has_drafts:
-            budget = self._add_drafts(scheduled, budget)
-        if num_drafts and not any(item.request.is_drafted_for for item in scheduled):
-            num_drafts = 0
+            budget = self.drafts.add_to(scheduled, budget)
         if num_drafts:
-            self._look_ahead(scheduled, num_drafts)
+            num_drafts = self.drafts.look_ahead(scheduled, num_drafts)
         num_tokens = self._max_num_batched_tokens - budget
         return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts, num_drafts)
 
@@ -260,7 +263,7 @@ class Scheduler:
 
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
         """Write the oldest step's result into its requests and end those that are done."""
-        outputs, finished, num_more = list[RequestOutput](), list[Request](), 0
+        outputs, finished, num_more = list[RequestDelta](), list[Request](), 0
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
         chunks, manager = output.prompt_logprobs, self.kv_cache_manager
         slides, block_size = manager.slides, manager.block_size
@@ -283,7 +286,8 @@ class Scheduler:
             request.num_computed_tokens = end = start + num_tokens
             request.num_forwards += 1
             if num_tokens > 1 or end % block_size == 0:  # a block may be full
-                manager.cache_blocks(request, is_read=self._is_read(request, num_tokens, scheduled))
+                is_read = self.drafts.is_read(request, num_tokens, scheduled)
+                manager.cache_blocks(request, is_read=is_read)
             if start < request.num_prompt_tokens:
                 self._note_prompt_computed(request, start, num_tokens)
             if slides and not request.siblings:  # they may need what this one does not
@@ -296,43 +300,29 @@ class Scheduler:
             of_prompt = () if index else request.take_prompt_logprobs()
             own = logprobs.get(request_id, ()) if logprobs else ()
             if drafts:
-                num_right = len(sampled) - 1
-                sampled, own, status = self._take_several(request, sampled, own, scheduled)
-                if not sampled:
-                    continue
-                num_more += len(sampled) - 1
-                self._note_drafts(request, len(drafts), min(num_right, len(sampled)))
+                ended, num_taken = self.drafts.take(item, sampled, scheduled)
+                num_more += max(num_taken - 1, 0)
+                sampled, own = sampled[:num_taken], own[:num_taken]
             else:
                 (token_id,) = sampled
-                if request.grammar is not None and not request.grammar.accept(token_id):
+                ended = request.append(token_id)
+            reason = None
+            if ended is not None:
+                reason = ended.finish_reason
+                if ended is RequestStatus.FINISHED_ABORTED:
+                    assert request.grammar is not None
                     self._fail(request, request.grammar.problem)
                     continue
-                request.token_ids.append(token_id)
-                status = request.status_after(token_id)
-            if status.is_finished:
-                self._finish(request, status)
+                self._finish(request, ended)
                 finished.append(request)
-            reason = status.finish_reason
-            outputs.append(RequestOutput(request_id, index, sampled, reason, own, of_prompt))
+            epoch = request.epoch
+            outputs.append(RequestDelta(request_id, index, sampled, reason, own, of_prompt, epoch))
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]
         self.counters.output_tokens += len(outputs) + num_more
-        if output.draft_token_ids or self._drafts:
-            self.keep_drafts(outputs, output.draft_token_ids)
+        if output.draft_token_ids or self.drafts.kept:
+            self.drafts.keep(outputs, output.draft_token_ids)
         return StepResult(tuple(outputs), tuple(finished), scheduled)
-
-    def keep_drafts(
-        self, outputs: Sequence[RequestOutput], drafts: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        """Keep what may come behind the new tokens of the step that was updated last, for the
-        next one to compute; what came behind earlier ones is out of date.
-        """
-        if not drafts and not self._drafts:
-            return
-        for output in outputs:
-            self._drafts.pop(output.request_id, None)
-            if output.request_id in drafts and output.finish_reason is None:
-                self._drafts[output.request_id] = drafts[output.request_id]
 
     def check(self) -> None:
         """Assert the invariants; for tests and debug runs."""
@@ -421,57 +411,6 @@ class Scheduler:
         scheduled.append(ScheduledRequest(request, num_tokens))
         return num_tokens
 
-    def _add_drafts(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Compute drafts behind what requests compute, where nobody is the worse for it.
-
-        All that can run have got what they need by now.
-        """
-        for index, item in enumerate(scheduled):
-            drafts = self._drafts.pop(item.request.request_id, ())
-            drafts = drafts[: self._num_drafts(item, drafts, budget)]
-            if drafts:
-                num_tokens = item.num_scheduled_tokens + len(drafts)
-                scheduled[index] = ScheduledRequest(item.request, num_tokens, drafts)
-                budget -= len(drafts)
-        return budget
-
-    def _look_ahead(self, scheduled: Sequence[ScheduledRequest], num_drafts: int) -> None:
-        """Give requests blocks for what is guessed behind this step's tokens, if many are free:
-
-        so many that every request of the step has one for its next token all the same. A guess
-        needs none for the last token that it may give, as nothing comes behind that.
-        """
-        manager = self.kv_cache_manager
-        spare = len(scheduled) * manager.num_groups
-        for item in scheduled:
-            request = item.request
-            if manager.block_pool.num_free <= spare + manager.num_blocks_for(num_drafts):
-                return
-            num_left = request.sampling_params.max_tokens - request.num_output_tokens
-            ahead = min(num_drafts, num_left - 1)
-            if ahead > 0 and item.samples and request.is_drafted_for:
-                start = request.num_computed_tokens + request.num_tokens_in_flight
-                manager.allocate(request, start + item.num_scheduled_tokens + ahead)
-
-    def _num_drafts(self, item: ScheduledRequest, drafts: tuple[int, ...], budget: int) -> int:
-        """How many of the drafts a request may compute; it has blocks for them then."""
-        request, num_tokens = item.request, item.num_scheduled_tokens
-        if not item.samples:
-            return 0
-        # One token more than drafts may be sampled.
-        room = min(
-            budget,
-            self._long_prefill_token_threshold - num_tokens,
-            request.max_num_tokens - request.num_tokens - 1,
-        )
-        drafts = drafts[: max(room, 0)]
-        if drafts and request.grammar is not None:
-            drafts = drafts[: request.grammar.num_possible(drafts)]
-        if not drafts:
-            return 0
-        granted = self.kv_cache_manager.allocate(request, request.num_tokens + len(drafts))
-        return 0 if granted is None else len(drafts)
-
     # ------------------------------------------------------------------ inside
 
     def _register(self, request: Request) -> None:
@@ -485,57 +424,13 @@ class Scheduler:
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
 
-    def _is_read(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> bool:
-        """Whether a drafter that must read all tokens has read all that a step computed by now.
-
-        It reads prompts at once, and outputs when it guesses: what fills up a block in between may
-        be read later, or never.
-        """
-        if not self._drafter_reads:
-            return True
-        return request.is_drafted_for and (num_tokens > 1 or scheduled.num_drafts > 0)
-
-    def _take_several(
-        self,
-        request: Request,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        scheduled: SchedulerOutput,
-    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...], RequestStatus]:
-        """Add tokens up to the one that ends the output; all but the last of them are computed.
-
-        Returns those that were added, with their logprobs, and what they make of the request: none
-        when its grammar refuses one, which ends it.
-        """
-        num_known, status = len(request.token_ids), request.status
-        for token_id in token_ids:
-            if request.grammar is not None and not request.grammar.accept(token_id):
-                del request.token_ids[num_known:]
-                self._fail(request, request.grammar.problem)
-                return (), (), request.status
-            request.token_ids.append(token_id)
-            status = request.status_after(token_id)
-            if status.is_finished:
-                break
-        num_taken = len(request.token_ids) - num_known
-        request.num_computed_tokens += num_taken - 1
-        is_read = self._is_read(request, 1, scheduled)
-        self.kv_cache_manager.cache_blocks(request, is_read=is_read)
-        self.kv_cache_manager.free_slid_out(request)
-        return token_ids[:num_taken], logprobs[:num_taken], status
-
-    def _note_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        request.num_drafts += num_drafts
-        request.num_accepted_drafts += num_accepted
-        self.counters.note_drafts(num_drafts, num_accepted)
-
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed_tokens
         if request.num_tokens_in_flight:
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
-            if request.request_id in self._drafts:  # out of date; others come with its token
+            if request.request_id in self.drafts.kept:  # out of date; others come with its token
                 return 0
         return 1 if missing == 1 else min(missing, budget, self._long_prefill_token_threshold)
 
@@ -585,7 +480,7 @@ class Scheduler:
 
     def _leave_batch(self, request: Request) -> None:
         self._planner.leave(request)
-        self._drafts.pop(request.request_id, None)
+        self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
         if not request.num_tokens_in_flight:  # else `update` does, when nothing writes there

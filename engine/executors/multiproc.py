@@ -25,7 +25,7 @@ from engine.executors.base import PendingStep
 from engine.executors.rank_process import ENCODER, Start
 from engine.executors.rank_watch import STOPPED, process_state
 from engine.executors.ranks import OtherRanks, RanksExecutor
-from engine.worker.cores import cores_of_rank, on_cores
+from engine.worker.host.cores import cores_of_rank, on_cores
 from models.parallel.shared_group import open_shared
 from models.parallel.torch_group import connect
 

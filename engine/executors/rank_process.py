@@ -30,7 +30,7 @@ from baton.api.errors import BatonError
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.rank_watch import STOPPED, process_state
-from engine.worker.cores import allowed_cores, bind, cores_of_rank
+from engine.worker.host.cores import allowed_cores, bind, cores_of_rank
 from engine.worker.worker import Worker
 from models.parallel.torch_group import connect
 

@@ -10,8 +10,8 @@ import time
 from baton.api.outputs import (
     Completion,
     FinishReason,
+    RequestDelta,
     RequestMetrics,
-    RequestOutput,
     TextDelta,
     TokenLogprobs,
 )
@@ -61,7 +61,7 @@ class Answer:
     def ended(self) -> bool:
         return self._finish_reason is not None
 
-    def take(self, output: RequestOutput) -> None:
+    def take(self, output: RequestDelta) -> None:
         """Add new tokens; the answer may have ended by then."""
         token_ids, finish_reason = output.token_ids, output.finish_reason
         piece = ""

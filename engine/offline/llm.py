@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.api.errors import EngineDeadError, InvalidRequestError
-from baton.api.outputs import Completion, FinishReason, RequestOutput, TextDelta
+from baton.api.outputs import Completion, FinishReason, RequestDelta, TextDelta
 from baton.api.prompt import (
     check_prompt,
     check_sampling_params,
@@ -245,7 +245,7 @@ class LLM:
             if answer is not None:
                 logger.warning("%s ends: %s", request_id, problem)
                 index = answer.request.num_output_tokens
-                answer.take(RequestOutput(request_id, index, (), FinishReason.ABORT))
+                answer.take(RequestDelta(request_id, index, (), FinishReason.ABORT))
                 num_ended += 1
         return num_ended
 

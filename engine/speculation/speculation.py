@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from baton.api.outputs import RequestOutput
+from baton.api.outputs import RequestDelta
 from baton.checkpoint.model_folder import config_digest, find_model_folder, weights_digest
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
@@ -208,7 +208,7 @@ class Speculation:
         self._proposed[request_id] = taken
         return self._what_pays({request_id: taken}, self._num_rows + 1).get(request_id, ())
 
-    def _look_at(self, output: RequestOutput) -> None:
+    def _look_at(self, output: RequestDelta) -> None:
         """Note which drafts are what was sampled, up to the first that is not."""
         drafts = self._proposed.pop(output.request_id, None)
         if not drafts or not self._adaptive:

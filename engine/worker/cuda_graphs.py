@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -82,6 +83,62 @@ class GraphContext:
     backends: Sequence[AttentionBackend | None]
     layer_groups: tuple[int, ...]
     layer_caches: tuple[LayerCache, ...]
+
+
+class Graphs(Protocol):
+    """Captured steps of one kind."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What is captured, rising."""
+        ...
+
+    def capture(self, size: int) -> None:
+        """Capture a size; larger ones before smaller ones, which live in their memory."""
+        ...
+
+
+AnyGraphs = TypeVar("AnyGraphs", bound=Graphs)
+
+
+class Replays(Generic[AnyGraphs]):
+    """One kind of a runner's steps, which are replayed once they are captured.
+
+    Args:
+        make: makes graphs, given what records them; not needed where nothing can be captured.
+        capturable: sizes that there are inputs for, rising.
+
+    Attributes:
+        capturable: as given.
+        graphs: None before `capture`.
+    """
+
+    def __init__(
+        self, make: Callable[[Any], AnyGraphs] | None = None, capturable: tuple[int, ...] = ()
+    ) -> None:
+        self._make = make
+        self.capturable = capturable
+        self.graphs: AnyGraphs | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What is replayed; nothing before `capture`."""
+        return self.graphs.sizes if self.graphs else ()
+
+    @torch.inference_mode()
+    def capture(self, capture: object, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Capture sizes (all of them), the largest first; returns them.
+
+        Args:
+            capture: records a step: a `Capture` or a `chunk_graphs.CapturePieces`. What it raises
+                leaves all as it was.
+        """
+        assert self._make is not None, "there are no inputs for graphs"
+        graphs = self._make(capture)
+        for size in sorted(sizes or self.capturable, reverse=True):
+            graphs.capture(size)
+        self.graphs = graphs
+        return graphs.sizes
 
 
 class StepGraphs:

@@ -9,21 +9,24 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from baton.engine_config import EngineConfig
-from engine.worker.chunks.chunk_graphs import reason_against_chunks
-from engine.worker.cuda_graphs import reason_against_graphs
+from engine.worker.chunks.chunk_graphs import ChunkGraphs, reason_against_chunks
+from engine.worker.cuda_graphs import Replays, StepGraphs, reason_against_graphs
 from engine.worker.device_choice import BackendNames
 from engine.worker.drafting.base import Drafting
 from engine.worker.kv_cache import KVCacheSpec
-from engine.worker.model_runner import ModelRunner, make_model_runner
+from engine.worker.make_runner import make_model_runner
+from engine.worker.model_runner import ModelRunner
 from models.base import CausalLM
 from models.parallel.group import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
+
+AnyReplays = Replays[StepGraphs] | Replays[ChunkGraphs]
 
 
 class CaptureError(Exception):
@@ -142,27 +145,27 @@ def make_captured_runner(
         drafting=drafting, rejects=rejects,
     )  # fmt: skip
     if reason_against is None:
-        _capture("decode steps", "requests", lambda: runner.capture_graphs(DeviceCapture()))
+        _capture("decode steps", "requests", runner.decode_graphs, DeviceCapture())
     else:
         logger.info("cuda graphs of decode steps off: %s", reason_against)
     if against_chunks is None:
-        _capture("prompts", "tokens", lambda: runner.capture_chunks(DeviceCapture().pieces))
+        _capture("prompts", "tokens", runner.chunk_graphs, DeviceCapture().pieces)
     else:
         logger.info("cuda graphs of prompts off: %s", against_chunks)
     return runner
 
 
-def _capture(steps: str, unit: str, capture: Callable[[], Sequence[int]]) -> None:
+def _capture(steps: str, unit: str, replays: AnyReplays, capture: object) -> None:
     """Capture, and log what came of it.
 
     Args:
         steps: which, in words.
         unit: what sizes count.
-        capture: does it, and returns the sizes.
+        capture: records them.
     """
     started = time.monotonic()
     try:
-        sizes = capture()
+        sizes = replays.capture(capture)
     except CaptureError as error:
         logger.warning("cuda graphs of %s off: %s", steps, error)
         return
@@ -186,23 +189,18 @@ def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
     free_inputs = _free_bytes()
     needed = max(free_before - free_inputs, 0)
     try:  # the engine says so when it captures
-        needed += _measure_kind(
-            runner.capturable_sizes, lambda sizes: runner.capture_graphs(DeviceCapture(), sizes)
-        )
-        needed += _measure_kind(
-            runner.capturable_chunks,
-            lambda sizes: runner.capture_chunks(DeviceCapture().pieces, sizes),
-        )
+        needed += _measure_kind(runner.decode_graphs, DeviceCapture)
+        needed += _measure_kind(runner.chunk_graphs, lambda: DeviceCapture().pieces)
     except CaptureError:
         return 0
     return needed
 
 
-def _measure_kind(sizes: Sequence[int], capture: Callable[[Sequence[int]], object]) -> int:
+def _measure_kind(replays: AnyReplays, make_capture: Callable[[], object]) -> int:
     """Bytes that all sizes of one kind take, by those of the two largest."""
-    free = [_free_bytes()]
+    free, sizes = [_free_bytes()], replays.capturable
     for num_graphs in (1, 2)[: len(sizes)]:
-        capture(sizes[-num_graphs:])
+        replays.capture(make_capture(), sizes[-num_graphs:])
         free.append(_free_bytes())
     if not sizes:
         return 0

@@ -19,9 +19,10 @@ from engine.worker.chunks.chunk_graphs import reason_against_chunks
 from engine.worker.cuda_graphs import reason_against_graphs
 from engine.worker.device_choice import BackendNames
 from engine.worker.graph_capture import measure_graph_bytes
-from engine.worker.host_memory import peak_growth, read_host_memory
+from engine.worker.host.host_memory import peak_growth, read_host_memory
 from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
-from engine.worker.model_runner import ModelRunner, make_model_runner
+from engine.worker.make_runner import make_model_runner
+from engine.worker.model_runner import ModelRunner
 from engine.worker.warm_up import compute_dummies, largest_step, too_large
 from models.base import CausalLM
 from models.parallel.group import ALONE, Ranks

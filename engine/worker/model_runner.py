@@ -6,13 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from baton.engine_config import EngineConfig
-from baton_kernels.attention import ATTENTION_BACKENDS
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
@@ -22,21 +19,13 @@ from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
 from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_input import SamplingInput
-from engine.worker.chunks.chunk_graphs import (
-    MAX_NUM_REQUESTS,
-    CapturePieces,
-    ChunkGraphs,
-    chunk_sizes,
-)
-from engine.worker.chunks.chunk_inputs import ChunkInputs
-from engine.worker.cuda_graphs import Capture, GraphContext, StepGraphs, captured_sizes
-from engine.worker.device_choice import BackendNames
+from engine.worker.chunks.chunk_graphs import ChunkGraphs
+from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs
 from engine.worker.drafting.base import Drafting
 from engine.worker.drafting.drafting_step import DraftingStep
-from engine.worker.graph_inputs import GraphInputs, StagedStep
+from engine.worker.graph_inputs import StagedStep
 from engine.worker.input_batch import InputBatch, ModelInput, PreparedStep
-from engine.worker.kv_cache import KVCacheSpec
-from models.base import CausalLM, ForwardContext, GroupStep
+from models.base import ForwardContext, GroupStep
 from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
@@ -95,22 +84,25 @@ class ModelRunner:
         context: the model, its attention backends (one for each KV cache group that attends) and
             its cache.
         input_batch: persistent input buffers on the model's device.
-        graph_inputs: of decode steps that may be captured; None: none may.
-        chunk_inputs: of steps with prompts that may be; None: none may.
+        decode_graphs: of decode steps, if they are captured.
+        chunk_graphs: of steps with prompts, likewise.
         samples_on_device: whether the sampling kernel runs there.
         ranks: that share the model; the leader samples for all.
         tells_tokens: whether it tells the others what it sampled: a step may be launched before
             that is known to whoever plans it.
         drafting: guesses what comes behind each step, when its tokens are known; None: nobody here.
         rejects: drafts are kept by rejection sampling, and not where they are what is sampled.
+
+    Attributes:
+        decode_graphs, chunk_graphs: as given; empty until somebody captures them.
     """
 
     def __init__(
         self,
         context: GraphContext,
         input_batch: InputBatch,
-        graph_inputs: GraphInputs | None = None,
-        chunk_inputs: ChunkInputs | None = None,
+        decode_graphs: Replays[StepGraphs],
+        chunk_graphs: Replays[ChunkGraphs],
         *,
         samples_on_device: bool = False,
         ranks: Ranks = ALONE,
@@ -123,73 +115,18 @@ class ModelRunner:
         self._drafting_steps: deque[DraftingStep] = deque()  # prepared, and not launched
         self._model = context.model
         self._input_batch = input_batch
-        self._graph_inputs, self._chunk_inputs = graph_inputs, chunk_inputs
+        self.decode_graphs, self.chunk_graphs = decode_graphs, chunk_graphs
         self._samples_on_device = samples_on_device
         self._ranks = ranks
         self._tells_tokens = tells_tokens and ranks.everyone.size > 1
         self._untold: Tensor | None = None  # rows of the newest step that sampled
         self._device = device = input_batch.device
-        self._graphs: StepGraphs | None = None
-        self._chunks: ChunkGraphs | None = None
         self._sampled, self._spare = (  # on the host, of this step and of the one before
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
             )
             for _ in range(2)
         )
-
-    @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        """Numbers of requests whose decode steps are replayed; none before `capture_graphs`."""
-        return self._graphs.sizes if self._graphs else ()
-
-    @property
-    def capturable_sizes(self) -> tuple[int, ...]:
-        """Numbers of requests whose decode steps there are inputs for, rising."""
-        return self._graph_inputs.sizes if self._graph_inputs else ()
-
-    @torch.inference_mode()
-    def capture_graphs(
-        self, capture: Capture, sizes: Sequence[int] | None = None
-    ) -> tuple[int, ...]:
-        """Capture decode steps (all sizes), the largest first; returns them.
-
-        Args:
-            capture: records a step, see `cuda_graphs.Capture`; what it raises leaves all as it was.
-        """
-        assert self._graph_inputs is not None, "there are no inputs for graphs"
-        graphs = StepGraphs(self._context, self._graph_inputs, capture)
-        for size in sorted(sizes or self.capturable_sizes, reverse=True):
-            graphs.capture(size)
-        self._graphs = graphs
-        return graphs.sizes
-
-    @property
-    def chunk_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens whose steps are replayed by layers; none before `capture_chunks`."""
-        return self._chunks.sizes if self._chunks else ()
-
-    @property
-    def capturable_chunks(self) -> tuple[int, ...]:
-        """Numbers of tokens that steps with prompts are captured for, rising."""
-        return self._chunk_inputs.sizes if self._chunk_inputs else ()
-
-    @torch.inference_mode()
-    def capture_chunks(
-        self, capture: CapturePieces, sizes: Sequence[int] | None = None
-    ) -> tuple[int, ...]:
-        """Capture steps with prompts by layers (all sizes), the largest first; returns them.
-
-        Args:
-            capture: records a step, see `chunk_graphs.CapturePieces`; what it raises leaves all
-                as it was.
-        """
-        assert self._chunk_inputs is not None, "there are no inputs for graphs"
-        chunks = ChunkGraphs(self._context, self._chunk_inputs, capture)
-        for size in sorted(sizes or self.capturable_chunks, reverse=True):
-            chunks.capture(size)
-        self._chunks = chunks
-        return chunks.sizes
 
     def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
         """Compute the planned tokens; returns when their KV is in the cache."""
@@ -202,7 +139,7 @@ class ModelRunner:
             eager: it will be launched with a callback, and cannot be replayed.
         """
         batch = self._input_batch
-        prepare = batch.fill if eager or self._graphs is None else batch.fill_or_stage
+        prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
         prepared = prepare(plan)
         if self._drafting is not None:
             self._drafting_steps.append(batch.drafting_step(plan))
@@ -213,9 +150,10 @@ class ModelRunner:
         """Begin to compute a prepared step, and on a CPU compute it."""
         started_at = time.monotonic()
         if isinstance(prepared, StagedStep):
-            assert self._graphs is not None
+            graphs = self.decode_graphs.graphs
+            assert graphs is not None
             assert hooks.after_layer is None, "the step was prepared for a replay"
-            hidden, token_ids = self._graphs.replay(prepared)
+            hidden, token_ids = graphs.replay(prepared)
             if not self._needs_host(prepared.sampling):
                 launched = self._launched(prepared.sampling, token_ids, {}, started_at)
                 return self._drafted(launched, hidden, hooks)
@@ -224,7 +162,7 @@ class ModelRunner:
             launched, token_ids = self._sampled_on_host(
                 prepared.sampling, logits, {}, hooks, started_at
             )
-            self._graphs.correct(prepared, token_ids)
+            graphs.correct(prepared, token_ids)
             return self._drafted(launched, hidden, hooks)
         return self._launch_eagerly(prepared, hooks, started_at)
 
@@ -288,7 +226,7 @@ class ModelRunner:
         output = launched.wait()
         started_at = time.monotonic()
         # What a graph has left is written over by its next replay.
-        replays = self._graphs is not None or self._chunks is not None
+        replays = self.decode_graphs.graphs or self.chunk_graphs.graphs
         states = hidden.clone() if replays else hidden
         drafts = self._drafting.after_step(step, states, output.sampled_token_ids, layers)
         ended_at = time.monotonic()
@@ -296,9 +234,9 @@ class ModelRunner:
         return LaunchedStep(launched.sampling, output, None, None, launched.started_at, ended_at)
 
     def _forward(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:
-        context = self._context
-        if self._chunks is not None and self._chunks.takes(inputs):
-            return self._chunks.replay(inputs, after_layer)
+        context, chunks = self._context, self.chunk_graphs.graphs
+        if chunks is not None and chunks.takes(inputs):
+            return chunks.replay(inputs, after_layer)
         forward_context = ForwardContext(
             positions=inputs.positions,
             groups=plan_groups(inputs.groups, context.backends),
@@ -361,87 +299,6 @@ class ModelRunner:
         )
         launched = LaunchedStep(sampling, output, None, None, started_at, time.monotonic())
         return launched, torch.tensor(token_ids, dtype=torch.int64, device=self._device)
-
-
-def make_model_runner(
-    model: CausalLM,
-    kv_cache: Tensor,
-    spec: KVCacheSpec,
-    config: EngineConfig,
-    backend_names: BackendNames,
-    max_model_len: int,
-    *,
-    with_graphs: bool = False,
-    with_chunks: bool = False,
-    samples_on_device: bool | None = None,
-    ranks: Ranks = ALONE,
-    tells_tokens: bool = False,
-    drafting: Drafting | None = None,
-    rejects: bool = False,
-) -> ModelRunner:
-    """A runner with its own attention backends and buffers, on the device of the cache.
-
-    Args:
-        with_graphs: make inputs for graphs of decode steps.
-        with_chunks: make inputs for graphs of steps with prompts.
-        samples_on_device: None: on a GPU with Triton.
-    """
-    device = kv_cache.device
-    max_blocks = -(-(max_model_len + config.num_lookahead_drafts) // spec.block_size) + 1
-    most = min(config.max_decode_rows, config.cuda_graph_max_batch)
-    graph_inputs = None
-    if with_graphs:
-        graph_inputs = GraphInputs(
-            captured_sizes(most),
-            num_rows=config.max_num_requests,
-            max_blocks=max_blocks,
-            num_groups=spec.num_groups,
-            max_seq_len=max_model_len,
-            device=device,
-        )
-    chunk_inputs = None
-    if with_chunks:
-        chunk_inputs = ChunkInputs(
-            chunk_sizes(min(config.cuda_graph_max_chunk, config.max_num_batched_tokens)),
-            max_num_requests=min(config.max_num_requests, MAX_NUM_REQUESTS),
-            max_blocks=max_blocks,
-            num_groups=spec.num_groups,
-            max_seq_len=max_model_len,
-            device=device,
-        )
-    if samples_on_device is None:
-        samples_on_device = device.type == "cuda" and find_spec("triton") is not None
-    return ModelRunner(
-        GraphContext(
-            model,
-            make_backends(backend_names),
-            spec.layer_groups,
-            spec.layer_caches(kv_cache),
-        ),
-        InputBatch(
-            max_num_requests=config.max_num_requests,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_decode_rows=config.max_decode_rows,
-            sliding_windows=spec.sliding_windows,
-            max_blocks=max_blocks,
-            block_size=spec.block_size,
-            state_groups=spec.state_groups,
-            device=device,
-            graph_inputs=graph_inputs,
-        ),
-        graph_inputs,
-        chunk_inputs,
-        samples_on_device=samples_on_device,
-        ranks=ranks,
-        tells_tokens=tells_tokens,
-        drafting=drafting,
-        rejects=rejects,
-    )
-
-
-def make_backends(names: BackendNames) -> tuple[AttentionBackend | None, ...]:
-    """A backend of its own for each group that attends."""
-    return tuple(None if name is None else ATTENTION_BACKENDS.load(name)() for name in names)
 
 
 def plan_groups(

@@ -20,7 +20,7 @@ from baton.engine_config import EngineConfig
 from engine.core.step_plan import SHARE, NewBlocks, NewRow, StepPlan
 from engine.worker.device_choice import BackendNames
 from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
-from engine.worker.model_runner import make_model_runner
+from engine.worker.make_runner import make_model_runner
 from models.base import CausalLM
 from models.parallel.group import ALONE, Ranks
 

@@ -15,7 +15,6 @@ import torch
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
-from engine.worker.cores import use_cores
 from engine.worker.device_choice import (
     BackendNames,
     choose_backends,
@@ -33,7 +32,9 @@ from engine.worker.drafting.make_drafting import (
     make_drafting,
 )
 from engine.worker.graph_capture import make_captured_runner
-from engine.worker.host_memory import read_host_memory
+from engine.worker.host.cores import use_cores
+from engine.worker.host.host_memory import read_host_memory
+from engine.worker.host.memory_check import check_memory
 from engine.worker.kv_cache import (
     KVMemory,
     allocate_kv_cache,
@@ -41,7 +42,6 @@ from engine.worker.kv_cache import (
     choose_num_blocks,
     kv_cache_spec,
 )
-from engine.worker.memory_check import check_memory
 from engine.worker.memory_profile import measure_kv_cache_bytes
 from engine.worker.model_runner import AnyPreparedStep, LaunchedStep, ModelRunner
 from engine.worker.warm_up import warm_up

@@ -6,13 +6,12 @@ import dataclasses
 
 import msgspec
 
-from baton.api.outputs import PrefillReceipt, RequestOutput
+from baton.api.outputs import PrefillReceipt, RequestDelta
 from baton.link.words import (
     CancelCommand,
     DecodeCommand,
     NodeRole,
     PrefillCommand,
-    RequestDelta,
     RequestError,
 )
 from baton.telemetry.trace_context import TraceContext
@@ -132,6 +131,11 @@ class Attempt:
         )
 
     @property
+    def nodes(self) -> list[Node]:
+        """That it is on: one or two."""
+        return [node for node in (self.prefill, self.decode) if node is not None]
+
+    @property
     def num_tokens(self) -> int:
         """That it added to the output."""
         return len(self._buffer.token_ids) - self.start_index
@@ -141,8 +145,8 @@ class Attempt:
         if self.decoded and role is NodeRole.DECODE and self._order.push_next(output_index):
             self._buffer.add_token(token_id)
             return
-        output = RequestOutput(self._request_id, output_index, (token_id,))
-        self.take(LegDelta(role, RequestDelta(output, self.epoch)))
+        delta = RequestDelta(self._request_id, output_index, (token_id,), epoch=self.epoch)
+        self.take(LegDelta(role, delta))
 
     def take(self, item: LegDelta) -> None:
         """Any delta of either leg; forwards what is next in order."""
@@ -185,7 +189,7 @@ class Attempt:
             self._note_forwarded_of_two(self.prefill, item)
         self.began = True
         self.decoded |= item.role is NodeRole.DECODE
-        if item.delta.output.finish_reason is not None:
+        if item.delta.finish_reason is not None:
             self._finished_on = item.role
 
     def _note_forwarded_of_two(self, prefill: Node, item: LegDelta) -> None:
@@ -203,9 +207,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
-        for node in (self.prefill, self.decode):
-            if node is None:
-                continue
+        for node in self.nodes:
             node.close_leg(self.epoch)
             # What ended on the decode node ended on both; else either may still be at work.
             if self._finished_on is not NodeRole.DECODE:

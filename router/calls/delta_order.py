@@ -29,8 +29,8 @@ class DeltaOrder:
 
     def admits(self, item: LegDelta) -> bool:
         """Whether a delta is of this output, and not further ahead than one leg can be."""
-        output = item.delta.output
-        is_within = output.output_index + max(len(output.token_ids), 1) <= self._end_index
+        delta = item.delta
+        is_within = delta.output_index + max(len(delta.token_ids), 1) <= self._end_index
         return is_within and len(self._early) < MAX_EARLY
 
     def push_next(self, output_index: int) -> bool:
@@ -42,29 +42,28 @@ class DeltaOrder:
 
     def push(self, item: LegDelta) -> Iterator[LegDelta]:
         """Take a delta without an error; yields those that are next now."""
-        index = item.delta.output.output_index
+        index = item.delta.output_index
         if index not in self._early:
             self._early[index] = item
             heapq.heappush(self._indexes, index)
         while self._indexes and self._indexes[0] <= self.next_index:
             ready = self._behind(self._early.pop(heapq.heappop(self._indexes)))
             if ready is not None:
-                self.next_index += len(ready.delta.output.token_ids)
+                self.next_index += len(ready.delta.token_ids)
                 yield ready
 
     def _behind(self, item: LegDelta) -> LegDelta | None:
         """The part of a delta that is not told yet; None if all of it is."""
-        output = item.delta.output
-        num_told = self.next_index - output.output_index
+        delta = item.delta
+        num_told = self.next_index - delta.output_index
         if num_told == 0:
             return item
-        if num_told >= len(output.token_ids):
+        if num_told >= len(delta.token_ids):
             return None
-        replace = msgspec.structs.replace
-        output = replace(
-            output,
+        untold = msgspec.structs.replace(
+            delta,
             output_index=self.next_index,
-            token_ids=output.token_ids[num_told:],
-            logprobs=output.logprobs[num_told:],
+            token_ids=delta.token_ids[num_told:],
+            logprobs=delta.logprobs[num_told:],
         )
-        return replace(item, delta=replace(item.delta, output=output))
+        return msgspec.structs.replace(item, delta=untold)

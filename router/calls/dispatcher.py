@@ -15,9 +15,9 @@ from baton.link.words import RequestError
 from router.calls.call import Call
 from router.calls.open_call import OpenCall
 from router.calls.placing import Placer
+from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
+from router.calls.recovery.suspects import Suspects
 from router.calls.request_log import Following, RequestLog
-from router.calls.retry_budget import RetryBudget, RetryOptions
-from router.calls.suspects import Suspects
 from router.calls.wake_ups import WakeUps
 from router.fleet.call_errors import error_of
 from router.fleet.node_pool import NodePool
@@ -63,10 +63,10 @@ class RunningCalls:
         found = [
             call
             for call in self._calls.values()
-            if call.request_id == request_id and tenant in (None, call.principal.tenant)
+            if call.request_id == request_id and tenant in (None, call.terms.principal.tenant)
         ]
         if len(found) > 1:
-            names = ", ".join(sorted(call.principal.tenant for call in found))
+            names = ", ".join(sorted(call.terms.principal.tenant for call in found))
             raise InvalidRequestError(
                 "tenant", f"must be said: {names} have a request {request_id!r} open"
             )
@@ -152,8 +152,8 @@ class Dispatcher:
             num_prompt_tokens=len(call.prompt_token_ids),
             max_tokens=call.sampling_params.max_tokens,
             timeout_s=call.timeout_s,
-            priority=call.priority,
-            principal=call.principal,
+            priority=call.terms.priority,
+            principal=call.terms.principal,
             find_cached_tokens=lambda: self._num_cached(call),
         ) as ticket:
             left_s = call.timeout_s - ticket.waited_s

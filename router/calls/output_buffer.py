@@ -55,11 +55,10 @@ class OutputBuffer:
 
     def add(self, delta: RequestDelta) -> None:
         """The next tokens and what came with them."""
-        output = delta.output
-        self.token_ids.extend(output.token_ids)
-        self._logprobs += output.logprobs
-        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
-        self._finish_reason = output.finish_reason
+        self.token_ids.extend(delta.token_ids)
+        self._logprobs += delta.logprobs
+        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
+        self._finish_reason = delta.finish_reason
         self.decode_receipt = delta.decode
         self._wake()
 

@@ -58,7 +58,7 @@ class Placer:
         query = RouteQuery(
             num_prompt_tokens=len(token_ids),
             max_tokens=call.sampling_params.max_tokens - len(output_token_ids),
-            session_id=call.session_id,
+            session_id=call.terms.session_id,
             timeout_s=remaining_s,
             leaves_room=call.leaves_room,
             num_waiting=self._num_queued(),
@@ -73,7 +73,7 @@ class Placer:
 
         # (In this order: what a new fleet has of revisions, it is asked of when it is made.)
         fleet = pool.fleet
-        chosen = pool.rollout.choose(call.session_id) if is_first else None
+        chosen = pool.rollout.choose(call.terms.session_id) if is_first else None
         placement = (pick(chosen) if chosen is not None else None) or pick(fleet)
         if placement is not None:
             self.decisions.note(call.scoped_id, query, placement, is_first=is_first)

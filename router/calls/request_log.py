@@ -115,17 +115,17 @@ class RequestLog:
     def follow(self, call: Call) -> Following:
         """Note a call; to be entered before its first attempt and left at its end."""
         now = self.clock()
-        accepted_s = now - call.received_at
+        accepted_s = now - call.terms.received_at
         record = RequestRecord(
             request_id=call.request_id,
-            tenant=call.principal.tenant,
+            tenant=call.terms.principal.tenant,
             received_at=time.time() - accepted_s,
-            started_at=call.received_at,
+            started_at=call.terms.received_at,
             num_prompt_tokens=len(call.prompt_token_ids),
             max_tokens=call.sampling_params.max_tokens,
             accepted_s=accepted_s,
-            call=call if call.trace else None,
-            trace=call.trace.child() if call.trace else None,
+            call=call if call.terms.trace else None,
+            trace=call.terms.trace.child() if call.terms.trace else None,
         )
         return Following(self, record)
 

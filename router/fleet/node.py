@@ -251,7 +251,7 @@ class Node:
 
     def _leg_of(self, delta: RequestDelta) -> _Leg | None:
         leg = self.legs.get(delta.epoch)
-        return leg if leg and leg.request_id == delta.output.request_id else None
+        return leg if leg and leg.request_id == delta.request_id else None
 
     def _note_prefilled(self, deltas: Sequence[RequestDelta]) -> None:
         """All prompts that one step computed are measured together."""
@@ -269,9 +269,8 @@ class Node:
             self._begin(leg)
         begun_at = leg.account.begun_at
         if delta.decode is not None and begun_at is not None:
-            output = delta.output
-            is_cut = output.finish_reason is FinishReason.LENGTH
-            num_tokens = output.output_index + len(output.token_ids)
+            is_cut = delta.finish_reason is FinishReason.LENGTH
+            num_tokens = delta.output_index + len(delta.token_ids)
             self.load.note_decoded(num_tokens, self.clock() - begun_at, is_cut=is_cut)
 
     def _begin(self, leg: _Leg) -> None:

@@ -133,18 +133,17 @@ def _deltas_problem(deltas: Iterable[RequestDelta], vocabulary: Vocabulary) -> s
 
 
 def _delta_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
-    output = delta.output
-    num_tokens = len(output.token_ids)
-    problem = _ids_problem(output.token_ids, vocabulary) or _index_problem(
-        output.output_index + max(num_tokens - 1, 0), vocabulary
+    num_tokens = len(delta.token_ids)
+    problem = _ids_problem(delta.token_ids, vocabulary) or _index_problem(
+        delta.output_index + max(num_tokens - 1, 0), vocabulary
     )
     if problem:
         return problem
-    if output.logprobs and len(output.logprobs) != num_tokens:
-        return f"logprobs: must be one per token, got {len(output.logprobs)} for {num_tokens}"
-    if len(output.prompt_logprobs) > vocabulary.max_model_len:
+    if delta.logprobs and len(delta.logprobs) != num_tokens:
+        return f"logprobs: must be one per token, got {len(delta.logprobs)} for {num_tokens}"
+    if len(delta.prompt_logprobs) > vocabulary.max_model_len:
         return f"prompt_logprobs: must be at most {vocabulary.max_model_len}"
-    given = [*output.logprobs, *(one for one in output.prompt_logprobs if one is not None)]
+    given = [*delta.logprobs, *(one for one in delta.prompt_logprobs if one is not None)]
     if given:
         problem = _logprobs_problem(given, vocabulary)
     if delta.error is not None:

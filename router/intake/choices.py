@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from baton.api.errors import InvalidRequestError
 from baton.api.prompt import choice_request_id, choice_seed, draw_seed
-from router.calls.call import Call
-from router.intake.intake import GenerationRequest, Intake, Prompt
+from baton.api.sampling_params import SamplingParams
+from router.calls.call import Call, Terms
+from router.intake.intake import Intake, Prompt
 
 MAX_OUTPUTS = 1024
 
@@ -29,7 +30,11 @@ def check_num_outputs(field: str, num_outputs: int) -> None:
 
 
 async def accept_choices(
-    intake: Intake, request: GenerationRequest, more_prompts: Sequence[Prompt] = ()
+    intake: Intake,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    terms: Terms,
+    request_id: str = "",
 ) -> list[Call]:
     """The checked calls of all outputs, those of one prompt next to each other.
 
@@ -37,24 +42,19 @@ async def accept_choices(
     first of all has the request's id, the others the same with ``-1`` and so on.
 
     Args:
-        request: for ``n`` outputs of its prompt,
-        more_prompts: and of each of these.
+        params: for ``n`` outputs of each prompt.
+        request_id: made up when empty.
 
     Raises:
         InvalidRequestError: of any of them; none has begun then.
     """
-    params = request.sampling_params
-    request_id = request.request_id or uuid.uuid4().hex
+    request_id = request_id or uuid.uuid4().hex
     calls: list[Call] = []
-    for prompt in (request.prompt, *more_prompts):
+    for prompt in prompts:
         seed = draw_seed() if params.seed is None else params.seed
-        first = dataclasses.replace(
-            request,
-            prompt=prompt,
-            sampling_params=dataclasses.replace(params, n=1, seed=seed),
-            request_id=choice_request_id(request_id, len(calls)),
-        )
-        checked = await intake.accept(first)
+        first = dataclasses.replace(params, n=1, seed=seed)
+        name = choice_request_id(request_id, len(calls))
+        checked = await intake.accept(prompt, first, terms, name)
         calls.append(checked)
         for index in range(1, params.n):  # they differ in nothing that is to be checked
             of_choice = dataclasses.replace(checked.sampling_params, seed=choice_seed(seed, index))

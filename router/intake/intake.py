@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,12 +27,11 @@ from baton.api.prompt import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
-from baton.telemetry.trace_context import TraceContext
 from baton.text.detokenizer import Detokenizer
 from baton.text.grammar_trials import GrammarTrials
-from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions, OutputText
+from baton.text.stop_strings import OutputText
 from baton.text.tokenizer import Tokenizer
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.gate.rate_limits import Rate
 from router.intake.cache_salts import CacheSalts
@@ -52,36 +50,6 @@ _DECODED_AT_ONCE = 1024  # some milliseconds, of any vocabulary
 
 
 Prompt = str | Sequence[int] | ChatPrompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """What a client asks for; nothing is checked yet.
-
-    Attributes:
-        prompt: text, token ids or a conversation.
-        request_id: made up when empty.
-        received_at: when it reached the router, by `time.perf_counter`.
-        timeout_s: until the client's deadline; None when it has none.
-        session_id: requests with the same one share a beginning; empty: unknown.
-        priority: where requests wait, smaller goes first.
-        principal: who asks.
-        cache_word: prompts with another one share no cache; empty: none is given.
-        text_options: how tokens become text.
-        trace: what its spans are part of; None: it is not traced.
-    """
-
-    prompt: Prompt
-    sampling_params: SamplingParams
-    request_id: str = ""
-    received_at: float
-    timeout_s: float | None = None
-    session_id: str = ""
-    priority: int = 0
-    principal: Principal = ANYBODY
-    cache_word: str = ""
-    text_options: DetokenizeOptions = DEFAULT_TEXT
-    trace: TraceContext | None = None
 
 
 class Intake:
@@ -169,20 +137,28 @@ class Intake:
             if part is not None:
                 part.close()
 
-    async def accept(self, request: GenerationRequest) -> Call:
-        """Check everything a client can get wrong; raises InvalidRequestError."""
-        with self._metrics.accepting():
-            return await self._check(request)
+    async def accept(
+        self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str = ""
+    ) -> Call:
+        """Check everything a client can get wrong; raises InvalidRequestError.
 
-    async def _check(self, request: GenerationRequest) -> Call:
-        self.check_key(request.principal)  # before anything costs time
-        check_name("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
-        check_name("session_id", request.session_id, MAX_SESSION_ID_CHARS)
-        check_name("cache_salt", request.cache_word, MAX_CACHE_WORD_CHARS)
-        principal = request.principal
+        Args:
+            prompt: text, token ids or a conversation.
+            request_id: made up when empty.
+        """
+        with self._metrics.accepting():
+            return await self._check(prompt, params, terms, request_id)
+
+    async def _check(
+        self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str
+    ) -> Call:
+        principal = terms.principal
+        self.check_key(principal)  # before anything costs time
+        check_name("request_id", request_id, MAX_REQUEST_ID_CHARS)
+        check_name("session_id", terms.session_id, MAX_SESSION_ID_CHARS)
+        check_name("cache_salt", terms.cache_word, MAX_CACHE_WORD_CHARS)
         most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
-        check_priority(request.priority, most_urgent)
-        params = request.sampling_params
+        check_priority(terms.priority, most_urgent)
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
@@ -191,32 +167,25 @@ class Intake:
         if params.seed is None:
             # Drawn here, so that both nodes (and a retry) sample the same.
             params = dataclasses.replace(params, seed=draw_seed())
-        token_ids = await self.tokenize(request.prompt, principal)
-        max_model_len = self._dispatcher.pool.max_model_len
-        check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=max_model_len)
+        token_ids = await self.tokenize(prompt, principal)
+        check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=self.max_model_len)
         check_prompt_logprobs(params, len(token_ids))
-        timeout_s = request.timeout_s
+        timeout_s = terms.timeout_s
         return Call(
-            request_id=request.request_id or uuid.uuid4().hex,
+            request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
             sampling_params=params,
-            received_at=request.received_at,
+            terms=terms,
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
-            session_id=request.session_id,
-            priority=request.priority,
-            principal=principal,
-            cache_salt=self.cache_salts.of(principal, request.cache_word),
-            cache_word=request.cache_word,
-            text_options=request.text_options,
-            trace=request.trace,
-            is_chat=isinstance(request.prompt, ChatPrompt),
+            cache_salt=self.cache_salts.of(principal, terms.cache_word),
+            is_chat=isinstance(prompt, ChatPrompt),
         )
 
     async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         """Run a call; ending the iteration early cancels it. Raises what the dispatcher does."""
         text = None
         if self.tokenizer is not None:
-            text = OutputText(self.tokenizer, call.sampling_params, call.text_options)
+            text = OutputText(self.tokenizer, call.sampling_params, call.terms.text_options)
         num_own = self._own_prompts.num_tokens(call)
         log = self._prompt_log
         output_log = None if log is None else log.begin(call)

@@ -21,7 +21,7 @@ from baton.api.outputs import Receipt, TextDelta
 from baton.link.words import NodeRole
 from baton.serving.compat_names import VllmNames, finished_only
 from baton.serving.connection_limits import ConnectionCounts
-from router.calls.suspects import Suspects
+from router.calls.recovery.suspects import Suspects
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
 from router.fleet.pairing import num_pairs_down

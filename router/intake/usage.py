@@ -37,7 +37,7 @@ class OwnPrompts:
 
     def num_tokens(self, call: Call) -> int | None:
         """How much of a prompt its tenant sent before; None: it shares its cache with nobody."""
-        if not call.principal.cache_group:
+        if not call.terms.principal.cache_group:
             return None
         self._memory.expire()
         num_blocks = 0
@@ -53,11 +53,11 @@ class OwnPrompts:
         Not before: who could have a prompt counted as its own that was not computed would learn
         from its next request whether another one sent it.
         """
-        if call.principal.cache_group:
+        if call.terms.principal.cache_group:
             self._memory.note(1, self._hashes(call))
 
     def _hashes(self, call: Call) -> tuple[int, ...]:
-        salt = self._salts.of_tenant(call.principal, call.cache_word)
+        salt = self._salts.of_tenant(call.terms.principal, call.terms.cache_word)
         return call.hashes.salted(salt).of(_KIND)
 
 

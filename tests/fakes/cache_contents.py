@@ -33,7 +33,7 @@ def check_cache(engine: Engine, contents: Mapping[BlockHash, torch.Tensor]) -> N
     """Assert that each named block whose content is known has it."""
     named = [
         (block_id, contents[name])
-        for block_id, block in enumerate(engine._block_pool._blocks)
+        for block_id, block in enumerate(engine.block_pool._blocks)
         if (name := block.block_hash) is not None and name in contents
     ]
     if named:

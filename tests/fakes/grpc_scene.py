@@ -21,7 +21,7 @@ from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.journal import Journal, JournalOptions
-from router.calls.retry_budget import RetryOptions
+from router.calls.recovery.retry_budget import RetryOptions
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import HandNode, make_pool, make_registration, token, token_1

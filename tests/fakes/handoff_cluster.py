@@ -357,26 +357,25 @@ class Cluster:
                 self._take_delta(delta)
 
     def _take_delta(self, delta: RequestDelta) -> None:
-        output = delta.output
-        key = (output.request_id, delta.epoch)
+        key = (delta.request_id, delta.epoch)
         attempt = self.attempts[key]
         if not attempt.is_open:
             return
         if delta.decode is not None:
-            self.receipts[output.request_id] = delta.decode
+            self.receipts[delta.request_id] = delta.decode
         if delta.error is not None:
             attempt.error = delta.error.message
             attempt.error_code = delta.error.code
             self.cancel(key)
             return
-        for offset, token_id in enumerate(output.token_ids):
-            index = output.output_index + offset
+        for offset, token_id in enumerate(delta.token_ids):
+            index = delta.output_index + offset
             # Only what both nodes computed, after a short-cut, may come twice.
             may_come_twice = index == attempt.num_initial and self.may_be_short
             assert index not in attempt.tokens or may_come_twice, "an index twice"
             assert attempt.tokens.setdefault(index, token_id) == token_id
-        if output.finish_reason is not None:
-            attempt.num_tokens = output.output_index + len(output.token_ids)
+        if delta.finish_reason is not None:
+            attempt.num_tokens = delta.output_index + len(delta.token_ids)
         if attempt.is_complete:
             attempt.is_open = False
             if attempt.num_tokens == 1:  # it ended on the prefill node

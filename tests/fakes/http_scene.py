@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
-from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
-from baton.link.words import PrefillCommand, RequestDelta, RequestError
+from baton.api.outputs import FinishReason, RequestDelta, TokenLogprobs
+from baton.link.words import PrefillCommand, RequestError
 from baton.text.tokenizer import Tokenizer
 from router.api.http_server import HttpServer
 from router.api.ui.page import StatusPage
@@ -108,27 +109,27 @@ class HttpScene:
         end = index + len(token_ids)
         for token_id in token_ids:
             is_last = last is not None and index == end - 1
-            output = RequestOutput(
+            output = RequestDelta(
                 command.request_id,
                 index,
                 (token_id,),
                 last if is_last else None,
                 () if command.sampling_params.logprobs is None else (TokenLogprobs(-0.5, top),),
+                epoch=command.epoch,
             )
             if index == 0:
-                delta = RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT)
+                delta = msgspec.structs.replace(output, prefill=PREFILL_RECEIPT)
                 self.prefill.say(delta)
             else:
                 decode = DECODE_RECEIPT if is_last else None
-                self.decode.say(RequestDelta(output, command.epoch, decode=decode))
+                self.decode.say(msgspec.structs.replace(output, decode=decode))
             index += 1
         return index
 
     def fail(self, command: PrefillCommand, code: str, message: str) -> None:
         """Have the decode node fail a request."""
-        output = RequestOutput(command.request_id, 0, ())
         error = RequestError(code, message)
-        self.decode.say(RequestDelta(output, command.epoch, error=error))
+        self.decode.say(RequestDelta(command.request_id, 0, (), epoch=command.epoch, error=error))
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -113,7 +113,7 @@ class NodeProcess:
         assert said is not None
         self.registration = said
         self.node, self._chunk_s = node, chunk_s
-        self._kv_events = KVEventFeed(node.engine, self.emit, self._clock)
+        self._kv_events = KVEventFeed(node.engine.block_pool, self.emit, self._clock)
 
     @property
     def is_going(self) -> bool:

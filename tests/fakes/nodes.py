@@ -11,7 +11,7 @@ from baton.api.outputs import (
     FinishReason,
     PrefillReceipt,
     PushReceipt,
-    RequestOutput,
+    RequestDelta,
 )
 from baton.link import wire
 from baton.link.words import (
@@ -20,7 +20,6 @@ from baton.link.words import (
     NodeRegistration,
     NodeRole,
     PeerReport,
-    RequestDelta,
     RequestError,
     RouterCommand,
 )
@@ -142,18 +141,22 @@ def token_1(
     request_id: str, token_id: int, *, epoch: int, finish: FinishReason | None = None
 ) -> RequestDelta:
     """What a prefill node says when it has sampled."""
-    output = RequestOutput(request_id, 0, (token_id,), finish)
-    return RequestDelta(output, epoch, prefill=PREFILL_RECEIPT)
+    return RequestDelta(request_id, 0, (token_id,), finish, epoch=epoch, prefill=PREFILL_RECEIPT)
 
 
 def token(
     request_id: str, index: int, token_id: int, *, epoch: int, finish: FinishReason | None = None
 ) -> RequestDelta:
     """What a decode node says in a step; with the last token comes the receipt."""
-    output = RequestOutput(request_id, index, (token_id,), finish)
-    return RequestDelta(output, epoch, decode=DECODE_RECEIPT if finish else None)
+    return RequestDelta(
+        request_id,
+        index,
+        (token_id,),
+        finish,
+        epoch=epoch,
+        decode=DECODE_RECEIPT if finish else None,
+    )
 
 
 def failure(request_id: str, code: str, message: str, *, epoch: int) -> RequestDelta:
-    output = RequestOutput(request_id, 0, ())
-    return RequestDelta(output, epoch, error=RequestError(code, message))
+    return RequestDelta(request_id, 0, (), epoch=epoch, error=RequestError(code, message))

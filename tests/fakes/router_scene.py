@@ -14,9 +14,9 @@ from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole, PrefillCommand
 from baton.telemetry.trace_context import TraceContext
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
-from router.calls.retry_budget import RetryBudget, RetryOptions
+from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.policies.cost import Cost
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import HandNode, make_pool, make_registration
@@ -118,10 +118,12 @@ class Scene:
             request_id=request_id,
             prompt_token_ids=[1, 2, 3],
             sampling_params=params,
-            received_at=time.perf_counter(),
+            terms=Terms(
+                received_at=time.perf_counter(),
+                principal=Principal(name=tenant, tenant=tenant),
+                trace=trace,
+            ),
             timeout_s=timeout_s,
-            principal=Principal(name=tenant, tenant=tenant),
-            trace=trace,
         )
 
     @property

@@ -146,12 +146,12 @@ class SimPair:
             for when, name, event in self.events
             if isinstance(event, tuple) and name in who
             for delta in event
-            if delta.output.request_id == request_id
+            if delta.request_id == request_id
         ]
-        return sorted(found, key=lambda item: item[1].output.output_index)
+        return sorted(found, key=lambda item: item[1].output_index)
 
     def tokens(self, request_id: str, who: str = "pd") -> tuple[int, ...]:
-        return tuple(t for _, delta in self.deltas(request_id, who) for t in delta.output.token_ids)
+        return tuple(t for _, delta in self.deltas(request_id, who) for t in delta.token_ids)
 
     def errors(self, request_id: str) -> list[str]:
         return [delta.error.code for _, delta in self.deltas(request_id) if delta.error is not None]
@@ -166,4 +166,4 @@ class SimPair:
     def check_nothing_is_held(self) -> None:
         for node in self.nodes.values():
             node.engine.check()
-            assert node.engine.num_free_blocks == node.engine.num_blocks
+            assert node.engine.block_pool.num_free == node.engine.num_blocks

@@ -27,9 +27,9 @@ from kvconnector.ends import Receiver
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
-from router.calls.retry_budget import RetryBudget, RetryOptions
+from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.calls.wake_ups import WakeUps
 from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prefix_index import PrefixIndex
@@ -221,7 +221,7 @@ class System:
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling_params=params,
-            received_at=time.perf_counter(),
+            terms=Terms(received_at=time.perf_counter()),
             timeout_s=timeout_s,
             cache_salt=cache_salt,
         )
@@ -399,13 +399,13 @@ class System:
                 if (write.target.engine_id, b) not in writable
             }
             source, target = (self.by_id[end.engine_id] for end in (write.source, write.target))
-            held = source.node.engine.block_ref_counts()
+            held = source.node.engine.block_pool.ref_counts()
             assert source.dead or held.keys() >= set(write.local_block_ids)
-            blocks = target.node.engine._block_pool._blocks
+            blocks = target.node.engine.block_pool._blocks
             named = [b for b in write.remote_block_ids if blocks[b].block_hash is not None]
             assert target.dead or not named, "a peer may write what the prefix cache gives out"
         counts = {
-            engine_id: process.node.engine.block_ref_counts()
+            engine_id: process.node.engine.block_pool.ref_counts()
             for engine_id, process in self.by_id.items()
             if not process.dead
         }
@@ -413,7 +413,7 @@ class System:
             if engine_id not in counts:
                 continue
             # (What is named has been written, and nothing writes it again; see `check_cache`.)
-            block = self.by_id[engine_id].node.engine._block_pool._blocks[block_id]
+            block = self.by_id[engine_id].node.engine.block_pool._blocks[block_id]
             is_kept = block.block_hash is not None
             assert is_kept or block_id in counts[engine_id], "a peer may write a free block"
 
@@ -430,7 +430,7 @@ class System:
             engine = process.node.engine
             assert engine.requests == {}
             assert process.node.requests() == []
-            held = engine.block_ref_counts()
+            held = engine.block_pool.ref_counts()
             assert len(held) == engine.kv_memory.spec.num_null_blocks, held
             if isinstance(process.node, PrefillNode):
                 sender = sender_of(process.node)
@@ -457,8 +457,8 @@ class System:
         index.check()
         if process.is_misheard:
             return
-        assert engine.take_kv_events() == []
-        names = set(shorten(engine.start_kv_events()))
+        assert engine.block_pool.take_events() == []
+        names = set(shorten(engine.block_pool.start_events()))
         holder = index._holders[process.engine_id]
         assert holder.blocks <= names
         assert len(holder.blocks) + holder.num_left_out == len(names)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from baton.api.outputs import FinishReason, PrefillReceipt, RequestOutput, TokenLogprobs
+from baton.api.outputs import FinishReason, PrefillReceipt, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.link import wire
@@ -78,23 +78,26 @@ def _grpc_generate() -> list[bytes]:
 
 
 def _node_messages() -> list[bytes]:
-    output = RequestOutput(
-        "r",
-        1,
-        (5, 6),
-        FinishReason.STOP,
-        logprobs=(TokenLogprobs(-0.5, ((5, -0.5),)), TokenLogprobs(-1.0)),
-        prompt_logprobs=(None, TokenLogprobs(-2.0, ((1, -0.1),))),
-    )
     prefill = PrefillReceipt(
         queue_s=0.1, prefill_s=0.2, num_chunks=1, num_computed_tokens=3, num_cached_tokens=0
     )
     error = link.RequestError("UNAVAILABLE", "went away")
     events: list[link.NodeEvent] = [
-        (link.RequestDelta(output, 3, prefill=prefill),),
         (
-            link.RequestDelta(RequestOutput("r", 4, (9,)), 3),
-            link.RequestDelta(RequestOutput("r", 0, ()), 3, error=error),
+            link.RequestDelta(
+                "r",
+                1,
+                (5, 6),
+                FinishReason.STOP,
+                logprobs=(TokenLogprobs(-0.5, ((5, -0.5),)), TokenLogprobs(-1.0)),
+                prompt_logprobs=(None, TokenLogprobs(-2.0, ((1, -0.1),))),
+                epoch=3,
+                prefill=prefill,
+            ),
+        ),
+        (
+            link.RequestDelta("r", 4, (9,), epoch=3),
+            link.RequestDelta("r", 0, (), epoch=3, error=error),
         ),
         link.NodeBeat(num_running=3, num_free_blocks=7),
         link.PeerReport("p0", True, "tcp", bandwidth_bytes_per_s=1e9),

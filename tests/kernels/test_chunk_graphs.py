@@ -26,7 +26,8 @@ from engine.worker.chunks.chunk_graphs import ChunkGraphs, chunk_sizes, reason_a
 from engine.worker.graph_capture import DeviceCapture
 from engine.worker.input_batch import ModelInput
 from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
-from engine.worker.model_runner import NO_HOOKS, make_model_runner
+from engine.worker.make_runner import make_model_runner
+from engine.worker.model_runner import NO_HOOKS
 from models.config import ModelConfig
 from models.parallel.group import ALONE
 from models.registry import MODELS
@@ -89,7 +90,7 @@ def replaying(model: Any, monkeypatch: pytest.MonkeyPatch) -> Runner:
     made = Runner(model)
     on_cpu = DEVICE.type == "cpu"
     capture = RecordedPieces(monkeypatch) if on_cpu else DeviceCapture().pieces
-    assert made.runner.capture_chunks(capture) == (8, 16)
+    assert made.runner.chunk_graphs.capture(capture) == (8, 16)
     return made
 
 

@@ -22,7 +22,7 @@ from engine.executors.uniproc import worker_of
 from engine.worker.cuda_graphs import StepGraphs
 from engine.worker.graph_capture import DeviceCapture
 from engine.worker.graph_inputs import StagedStep
-from engine.worker.model_runner import make_model_runner
+from engine.worker.make_runner import make_model_runner
 from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
 from tests.kernels.conftest import DEVICE
 
@@ -62,7 +62,7 @@ def make_llm(device: torch.device, *, graphs: bool, asynchronous: bool) -> LLM:
         samples_on_device=True,
     )
     if graphs:
-        runner.capture_graphs(run_again if device.type == "cpu" else DeviceCapture())
+        runner.decode_graphs.capture(run_again if device.type == "cpu" else DeviceCapture())
     return llm
 
 
@@ -89,7 +89,7 @@ def draw_requests(seed: int, num: int) -> tuple[list[list[int]], list[SamplingPa
 def eager() -> list[Completion]:
     """What steps give of which none is replayed."""
     llm = make_llm(DEVICE, graphs=False, asynchronous=False)
-    assert worker_of(llm.engine.executor).runner._graphs is None
+    assert worker_of(llm.engine.executor).runner.decode_graphs.graphs is None
     return llm.generate(*draw_requests(3, 7))
 
 
@@ -122,7 +122,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     replayed = llm.generate(prompts, params)
     assert [c.token_ids for c in replayed] == [c.token_ids for c in eager]
     assert [c.finish_reason for c in replayed] == [c.finish_reason for c in eager]
-    assert llm.engine.num_free_blocks == SMALL["num_blocks"]
+    assert llm.engine.block_pool.num_free == SMALL["num_blocks"]
     if num_drafts:
         assert 0 < executor.num_accepted < executor.num_computed
         assert num_drafted

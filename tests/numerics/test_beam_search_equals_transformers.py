@@ -103,7 +103,7 @@ def assert_same(found: list[BeamCompletion], expected: list[tuple[list[int], flo
 
 def assert_at_rest(llm: LLM) -> None:
     assert llm.engine.requests == {}
-    assert llm.engine.num_free_blocks == llm.engine.num_blocks
+    assert llm.engine.block_pool.num_free == llm.engine.num_blocks
     llm.engine.check()
 
 
@@ -185,7 +185,7 @@ def test_without_a_prefix_cache_or_with_little_memory_they_are_the_same(
 
 
 def test_beams_share_the_blocks_of_their_beginning(llm: LLM) -> None:
-    llm.engine.reset_prefix_cache()
+    llm.engine.block_pool.reset_prefix_cache()
     before = llm.engine.metrics()
     llm.beam_search([PROMPT], beam_width=4, max_tokens=9)
     after = llm.engine.metrics()

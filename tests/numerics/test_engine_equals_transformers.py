@@ -151,7 +151,7 @@ def run(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
         llm.engine.step()
         llm.engine.check()
     spec = llm.engine.kv_memory.spec
-    assert llm.engine.num_free_blocks == llm.engine.num_blocks - spec.num_null_blocks
+    assert llm.engine.block_pool.num_free == llm.engine.num_blocks - spec.num_null_blocks
     return [request.output_token_ids for request in requests]
 
 
@@ -227,7 +227,7 @@ def test_evicted_prefixes_are_computed_again_and_a_reset_forgets_them(
     num_cached = []
     for index in (0, 1, 2, 0, 3, 4, 1, 0):
         if index == 4:
-            llm.engine.reset_prefix_cache()
+            llm.engine.block_pool.reset_prefix_cache()
         [request] = make_requests(llm, [prompts[index]])
         assert run(llm, [request]) == [expected[index]]
         num_cached.append(request.num_cached_tokens)
@@ -293,7 +293,7 @@ def test_a_long_output_holds_what_each_group_of_layers_looks_at(checkpoint: Chec
     block_size = 4
     llm = make_llm(checkpoint, block_size=block_size, long_prefill_token_threshold=8)
     windows = llm.engine.kv_memory.spec.sliding_windows
-    num_free = llm.engine.num_free_blocks
+    num_free = llm.engine.block_pool.num_free
     [request] = make_requests(llm, [PROMPT[:5]], 120)
     llm.engine.add(request)
     while True:
@@ -303,5 +303,5 @@ def test_a_long_output_holds_what_each_group_of_layers_looks_at(checkpoint: Chec
         end = request.num_computed_tokens
         oldest = [0 if window is None else max(end - window + 1, 0) for window in windows]
         needed = sum(-(-end // block_size) - start // block_size for start in oldest)
-        assert num_free - llm.engine.num_free_blocks == needed
+        assert num_free - llm.engine.block_pool.num_free == needed
     assert request.output_token_ids == checkpoint.expected(PROMPT[:5], 120)

@@ -48,7 +48,7 @@ def make_llm(checkpoint: TinyCheckpoint, **options: Any) -> LLM:
 def run(llm: LLM, examples: Sequence[Example], num_tokens: int) -> list[Request]:
     """Complete all at once; the engine's invariants hold after each step, and nothing is kept."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    num_free = llm.engine.num_free_blocks
+    num_free = llm.engine.block_pool.num_free
     requests = [
         Request.create(
             f"r{index}",
@@ -65,7 +65,7 @@ def run(llm: LLM, examples: Sequence[Example], num_tokens: int) -> list[Request]
     while llm.engine.has_work:
         llm.engine.step()
         llm.engine.check()
-    assert llm.engine.num_free_blocks == num_free
+    assert llm.engine.block_pool.num_free == num_free
     return requests
 
 
@@ -182,7 +182,7 @@ def _blocks_of_one(checkpoint: TinyCheckpoint, **options: Any) -> int:
     llm = make_llm(checkpoint, **options)
     example = checkpoint.short_examples[0]
     params = SamplingParams(max_tokens=len(example.output), temperature=0, ignore_eos=True)
-    num_free = [llm.engine.num_free_blocks for _ in llm.stream(example.prompt, params)]
+    num_free = [llm.engine.block_pool.num_free for _ in llm.stream(example.prompt, params)]
     return llm.engine.num_blocks - min(num_free)
 
 

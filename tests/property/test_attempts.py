@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from baton.api.errors import BatonError, DeadlineExceededError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
-from router.calls.retry_budget import RetryOptions
+from router.calls.recovery.retry_budget import RetryOptions
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, HandNode, failure, token
 from tests.fakes.router_scene import Scene, assert_idle
 from tests.property.num_examples import num_examples
@@ -68,11 +69,9 @@ class World:
             indices = range(first + self.chance.randint(0, not is_alone), self.max_tokens)
         for index in indices:
             finish = FinishReason.LENGTH if index == self.max_tokens - 1 else None
-            output = token("a", index, index, epoch=command.epoch, finish=finish).output
             is_prefill = isinstance(command, PrefillCommand)
-            delta = RequestDelta(
-                output,
-                command.epoch,
+            delta = msgspec.structs.replace(
+                token("a", index, index, epoch=command.epoch, finish=finish),
                 prefill=PREFILL_RECEIPT if is_prefill else None,
                 decode=DECODE_RECEIPT if finish and not is_prefill else None,
             )

@@ -137,7 +137,7 @@ def make_cluster(
 
 def num_references(engine: Engine) -> int:
     """Of requests, pushes and quarantine; not the null block's own."""
-    return engine._block_pool.num_references() - engine.kv_memory.spec.num_null_blocks
+    return engine.block_pool.num_references() - engine.kv_memory.spec.num_null_blocks
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
@@ -448,8 +448,8 @@ class HandoffMachine(RuleBasedStateMachine):
         if not hasattr(self, "cluster") or self.cluster.dead:
             return
         cluster = self.cluster
-        held = cluster.d.engine.block_ref_counts().keys()
-        sources = cluster.p.engine.block_ref_counts().keys()
+        held = cluster.d.engine.block_pool.ref_counts().keys()
+        sources = cluster.p.engine.block_pool.ref_counts().keys()
         for write in cluster.network.writes:
             assert held >= set(write.remote_block_ids)
             assert sources >= set(write.local_block_ids)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.api.sampling_params import SamplingParams
-from decode_node import reservations
+from decode_node import quarantine, reservations
 from engine.core.request import Request
 from kvconnector.base import TransferEventKind
 from kvconnector.peer_process import PeerProcess
@@ -57,7 +57,7 @@ def test_a_retry_moves_what_the_watermark_did_not_cover_and_no_more(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reservations, "TICK_S", 0.0)
-        patch.setattr(reservations, "RECANCEL_S", 0.0)
+        patch.setattr(quarantine, "RECANCEL_S", 0.0)
         cluster = make_cluster(20)
         dead = cluster.dead
         patch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in dead)

@@ -34,10 +34,8 @@ class HandPool:
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
         self.pool = BlockPool(NUM_BLOCKS)
-        self.start_kv_events = self.pool.start_events
-        self.take_kv_events = self.pool.take_events
         self.sent: list[KVCacheEvents] = []
-        self.feed = KVEventFeed(self, self.sent.append)
+        self.feed = KVEventFeed(self.pool, self.sent.append)
         self.feed.request_snapshot()
         self.is_believed = self.is_behind = self.was_unheard = False
 

@@ -156,7 +156,7 @@ def test_another_process_under_the_same_number_proves_nothing() -> None:
 
 def test_a_peer_that_is_forgotten_is_watched_no_more() -> None:
     cluster = make_cluster(20)
-    gone = cluster.d.reservations._gone_peers
+    gone = cluster.d.reservations.quarantine
     assert list(gone._processes) == ["p"]
     cluster.kill("p")
     cluster.settle()

@@ -111,11 +111,11 @@ def test_without_memory_for_it_a_short_rest_is_received_like_any_other() -> None
     cluster = make_cluster(7, options=SHORT)
     cluster.place("a", 1, prompt_of(1, 12), GREEDY)
     cluster.settle()
-    taken = cluster.d.engine._block_pool.allocate(3)
+    taken = cluster.d.engine.block_pool.allocate(3)
     cluster.place("b", 1, prompt_of(1, 13), GREEDY)
     cluster.step("d")
     assert cluster.d.requests()[0].transfer_state == "PARKED"
-    cluster.d.engine.release(taken or [])
+    cluster.d.engine.block_pool.release(taken or [])
     cluster.settle()
     assert_right(cluster, ("b", 1))
     assert cluster.receipts["b"].num_prompt_tokens_computed == 0

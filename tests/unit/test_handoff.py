@@ -166,7 +166,7 @@ def test_a_lost_router_leaves_no_block_behind_whatever_the_handoff_had_reached(
 
 def test_a_lost_router_leaves_no_block_behind_while_the_decode_node_has_no_room_to_grant() -> None:
     cluster = make_cluster(20)
-    full = cluster.d.engine._block_pool.allocate(20)
+    full = cluster.d.engine.block_pool.allocate(20)
     place(cluster, "a", 10)
     cluster.step("d")
     prefill_without_grant(cluster)
@@ -177,7 +177,7 @@ def test_a_lost_router_leaves_no_block_behind_while_the_decode_node_has_no_room_
         node.submit(AbortAll("the link to the router broke"))
     cluster.attempts["a", 1].is_open = False
     cluster.settle()
-    cluster.d.engine.release(full or [])
+    cluster.d.engine.block_pool.release(full or [])
     assert_clean(cluster)
 
 
@@ -374,7 +374,7 @@ def test_both_nodes_refuse_a_token_id_outside_the_vocabulary_and_go_on() -> None
 
 def test_of_a_mixed_model_travels_what_the_decode_node_needs_and_no_more() -> None:
     cluster = make_cluster(20, mixed=True)
-    num_free = cluster.d.engine.num_free_blocks
+    num_free = cluster.d.engine.block_pool.num_free
     for request_id in ("a", "b"):  # the second finds the first one's prefix on the prefill node
         cluster.place(request_id, 1, prompt_of(3, 17), GREEDY)
         num_written = most_held = 0
@@ -388,7 +388,7 @@ def test_of_a_mixed_model_travels_what_the_decode_node_needs_and_no_more() -> No
                 while cluster.network.writes:  # a block must be full when it is written
                     num_written += len(cluster.network.writes[0].remote_block_ids)
                     cluster.network.land(0)
-                most_held = max(most_held, num_free - cluster.d.engine.num_free_blocks)
+                most_held = max(most_held, num_free - cluster.d.engine.block_pool.num_free)
         # Of 17 tokens the full layer keeps all; a window of 6 looks back to position 12.
         assert num_written == 5 + 2 * 2
         assert most_held == num_written + 3  # and the decode block

@@ -62,14 +62,14 @@ def test_a_running_request_owns_its_blocks_and_a_null_block_is_owned_once() -> N
 
 def test_a_reference_that_nobody_owns_is_found() -> None:
     cluster = make_cluster(20)
-    leaked = cluster.d.engine._block_pool.allocate(2)
+    leaked = cluster.d.engine.block_pool.allocate(2)
     assert leaked is not None
     assert cluster.d.ledger().orphans == tuple(sorted(leaked))
     place(cluster, "a", 17)
     run_until_writing(cluster)
     grant = only(cluster.d.ledger(), BlockOwner.GRANT)
-    cluster.d.engine.hold(grant.block_ids[:1])
+    cluster.d.engine.block_pool.hold(grant.block_ids[:1])
     assert cluster.d.ledger().orphans == tuple(sorted([*leaked, grant.block_ids[0]]))
-    cluster.d.engine.release([*leaked, grant.block_ids[0]])
+    cluster.d.engine.block_pool.release([*leaked, grant.block_ids[0]])
     cluster.settle()
     assert in_order(cluster.d).holdings == ()

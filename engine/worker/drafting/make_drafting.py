@@ -17,7 +17,7 @@ from engine.worker.drafting.heads import HeadsDrafting
 from engine.worker.drafting.layers import LayersDrafting
 from engine.worker.drafting.passes import Passes
 from engine.worker.kv_cache import KVMemory
-from engine.worker.model_runner import make_backends
+from engine.worker.make_runner import make_backends
 from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.drafters import DRAFTERS

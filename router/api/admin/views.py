@@ -11,8 +11,8 @@ from baton.v1 import admin_pb2
 from baton.wire import types as wire_types
 from router.api.admin.request_stats import NodeFigures, Percentiles, WindowStats
 from router.calls.decisions import Decision
+from router.calls.recovery.suspects import Suspects
 from router.calls.request_log import RequestLog, RequestRecord
-from router.calls.suspects import Suspects
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
 from router.gate.admission import AdmissionState

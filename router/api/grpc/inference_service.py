@@ -13,32 +13,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 import msgspec
 import structlog
 
-from baton.access.identity import Principal
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import TextDelta
 from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.link import wire
 from baton.serving.call_gate import Context
 from baton.serving.error_details import receipt_trailer
-from baton.telemetry.trace_context import TraceContext
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from baton.wire import types as wire_types
 from router.api.grpc.journal import Journal
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
-from router.intake.intake import MAX_REQUEST_ID_CHARS, GenerationRequest, Intake, Prompt
+from router.intake.intake import MAX_REQUEST_ID_CHARS, Intake, Prompt
 from router.intake.texts import ChatPrompt, check_num_messages
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Of a call: what its message does not say; fields as in `GenerationRequest`."""
-
-    received_at: float
-    timeout_s: float | None
-    principal: Principal
-    trace: TraceContext | None
-
 
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
 
@@ -94,16 +81,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateBatchRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Stream the outputs of several prompts as they come. All are checked before one begins."""
-        arrival = self._arrival(context)
-        first, more_prompts = _batch_from_proto(request, arrival)
+        n = request.n or 1
+        check_num_outputs("prompts", n * len(request.prompts))
+        prompts = [*map(_prompt_from_proto, request.prompts)]
+        params = dataclasses.replace(_params_from_proto(request.sampling_params), n=n)
+        terms = self._terms(request, context)
         _name(context, request.request_id)
-        calls = await accept_choices(self._intake, first, more_prompts)
-        _note_accepted(context, calls, request.n or 1)
+        calls = await accept_choices(self._intake, prompts, params, terms, request.request_id)
+        _note_accepted(context, calls, n)
         streams = [self._intake.stream(call) for call in calls]
         async with contextlib.aclosing(merge_streams(streams)) as merged:
             async for number, delta in merged:
                 context.entry.note_tokens(len(delta.token_ids))
-                prompt_index, choice_index = divmod(number, request.n or 1)
+                prompt_index, choice_index = divmod(number, n)
                 yield await self._to_proto(
                     msgspec.structs.replace(
                         delta, prompt_index=prompt_index, choice_index=choice_index
@@ -138,16 +128,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[TextDelta, None]:
         """The stream of a request; of a resumable one that is kept already, the same again."""
         _name(context, message.request_id)
-        request = _request_from_proto(message, self._arrival(context))
+        prompt, terms = _prompt_from_proto(message), self._terms(message, context)
+        params = _params_from_proto(message.sampling_params)
         if not message.resumable:
-            call = await self._intake.accept(request)
+            call = await self._intake.accept(prompt, params, terms, message.request_id)
             _note_accepted(context, [call])
             return self._intake.stream(call)
         content = message.SerializeToString(deterministic=True)
-        tenant = request.principal.tenant
+        tenant = terms.principal.tenant
         request_id = message.request_id or uuid.uuid4().hex
         if not self._journal.holds(request_id, content, tenant=tenant):
-            call = await self._intake.accept(dataclasses.replace(request, request_id=request_id))
+            call = await self._intake.accept(prompt, params, terms, request_id)
             _note_accepted(context, [call])
             # Still not: checking takes time.
             if not self._journal.holds(request_id, content, tenant=tenant):
@@ -159,11 +150,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         make = functools.partial(wire.text_delta_to_proto, delta)
         return await self._intake.long_answers.make(delta, make)
 
-    def _arrival(self, context: Context) -> _Arrival:
+    def _terms(
+        self,
+        request: inference_pb2.GenerateRequest | inference_pb2.GenerateBatchRequest,
+        context: Context,
+    ) -> Terms:
         timeout_s = context.time_remaining()
         if timeout_s is not None:
             timeout_s = min(timeout_s, self._max_timeout_s)
-        return _Arrival(time.perf_counter(), timeout_s, context.principal, context.entry.trace)
+        return Terms(
+            received_at=time.perf_counter(),
+            timeout_s=timeout_s,
+            session_id=request.session_id,
+            priority=request.priority,
+            principal=context.principal,
+            trace=context.entry.trace,
+        )
 
 
 def _name(context: Context, request_id: str) -> None:
@@ -177,47 +179,6 @@ def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1
     _name(context, calls[0].request_id)
     prompts = (call.prompt_token_ids for call in calls[::num_choices])
     context.entry.num_prompt_tokens = sum(map(len, prompts))
-
-
-def _request_from_proto(
-    request: inference_pb2.GenerateRequest, arrival: _Arrival
-) -> GenerationRequest:
-    """Raises InvalidRequestError."""
-    return GenerationRequest(
-        prompt=_prompt_from_proto(request),
-        sampling_params=_params_from_proto(request.sampling_params),
-        request_id=request.request_id,
-        received_at=arrival.received_at,
-        timeout_s=arrival.timeout_s,
-        session_id=request.session_id,
-        priority=request.priority,
-        principal=arrival.principal,
-        trace=arrival.trace,
-    )
-
-
-def _batch_from_proto(
-    request: inference_pb2.GenerateBatchRequest, arrival: _Arrival
-) -> tuple[GenerationRequest, list[Prompt]]:
-    """A request for `n` outputs of the first prompt, and the other prompts.
-
-    Raises InvalidRequestError.
-    """
-    n = request.n or 1
-    check_num_outputs("prompts", n * len(request.prompts))
-    prompt, *more_prompts = map(_prompt_from_proto, request.prompts)
-    generation = GenerationRequest(
-        prompt=prompt,
-        sampling_params=dataclasses.replace(_params_from_proto(request.sampling_params), n=n),
-        request_id=request.request_id,
-        received_at=arrival.received_at,
-        timeout_s=arrival.timeout_s,
-        session_id=request.session_id,
-        priority=request.priority,
-        principal=arrival.principal,
-        trace=arrival.trace,
-    )
-    return generation, more_prompts
 
 
 def _params_from_proto(params: types_pb2.SamplingParams) -> SamplingParams:

@@ -13,13 +13,14 @@ from aiohttp import web
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import chat_prompt, forced_call, parser_context, takes_effort
+from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
     PRINCIPAL,
     Exchange,
     HttpOptions,
     check_stream,
-    generation_request,
     read_body,
+    terms_of,
 )
 from router.api.http.ignored_fields import note_ignored
 from router.api.http.logprobs import TokenTexts
@@ -209,14 +210,14 @@ async def open_chat(
         prompt_logprobs=body.prompt_logprobs,
         structured_output=forced,
     )
-    generation = generation_request(request, body, prompt, params, received_at)
+    terms = terms_of(request, body, received_at)
     parsers, context = intake.parsers, parser_context(body, intake.parsers.prompt_end(prompt))
     shown = parsers.shown_token_ids(with_tools=bool(context.tools))
     if shown:
-        text_options = dataclasses.replace(generation.text_options, shown_token_ids=shown)
-        generation = dataclasses.replace(generation, text_options=text_options)
+        text_options = dataclasses.replace(terms.text_options, shown_token_ids=shown)
+        terms = dataclasses.replace(terms, text_options=text_options)
     with as_client_wrote(body):
-        calls = await accept_choices(intake, generation)
+        calls = await accept_choices(intake, [prompt], params, terms, request[REQUEST_ID])
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
     is_constrained = params.structured_output is not None
     make = functools.partial(

@@ -10,14 +10,15 @@ from aiohttp import web
 
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import TextDelta
+from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
     PRINCIPAL,
     Exchange,
     HttpOptions,
     check_num_returned,
     check_stream,
-    generation_request,
     read_body,
+    terms_of,
 )
 from router.api.http.logprobs import TextOffsets, TokenTexts, as_many, joined, with_top
 from router.api.http.responses import CompletionChoice, CompletionLogprobs
@@ -134,9 +135,9 @@ async def completions(
             )
         )
         await asyncio.sleep(0)  # many prompts take long: others' tokens come in between
-    generation = generation_request(request, body, prompts[0], params, received_at)
+    terms = terms_of(request, body, received_at)
     with as_client_wrote(body):
-        calls = await accept_choices(intake, generation, prompts[1:])
+        calls = await accept_choices(intake, prompts, params, terms, request[REQUEST_ID])
     echoes: list[_Echo] = [([], "")] * len(calls)
     if body.echo:
         echoes = await _echoes(intake, prompts, given, body)

@@ -17,22 +17,21 @@ from aiohttp import hdrs, web
 from baton.access.identity import Principal
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
-from baton.api.sampling_params import SamplingParams
 from baton.serving.access_log import AccessEntry
 from baton.serving.held_calls import HeldCalls
 from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
 from baton.text.stop_strings import DetokenizeOptions
 from router.api.http.decoding import decode
-from router.api.http.errors import REQUEST_ID, ApiError, known_error, status_of
+from router.api.http.errors import ApiError, known_error, status_of
 from router.api.http.ignored_fields import note_ignored
 from router.api.http.logprobs import TokenTexts, as_many
 from router.api.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
 from router.api.http.sampling import as_client_wrote
 from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, SamplingRequest
 from router.api.http.sse import EventStream
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.intake.choices import merge_streams
-from router.intake.intake import GenerationRequest, Intake, Prompt
+from router.intake.intake import Intake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,18 +262,9 @@ async def respond_in_events(
     return events.response
 
 
-def generation_request(
-    request: web.Request,
-    body: SamplingRequest,
-    prompt: Prompt,
-    params: SamplingParams,
-    received_at: float,
-) -> GenerationRequest:
-    """What a client asks for in body and headers."""
-    return GenerationRequest(
-        prompt=prompt,
-        sampling_params=params,
-        request_id=request[REQUEST_ID],
+def terms_of(request: web.Request, body: SamplingRequest, received_at: float) -> Terms:
+    """What a client says in body and headers."""
+    return Terms(
         received_at=received_at,
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
         priority=body.priority or 0,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from baton.api.errors import ConfigError
-from baton.api.outputs import FinishReason, RequestOutput
+from baton.api.outputs import FinishReason, RequestDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
 from baton.link.node_end import MAX_MISSED_BEATS, NodeEnd
@@ -17,7 +17,6 @@ from baton.link.words import (
     CancelCommand,
     DecodeCommand,
     NodeRole,
-    RequestDelta,
     RouterBeat,
     StepDeltas,
 )
@@ -72,12 +71,12 @@ def test_requests_have_the_routers_names_between_the_ends_and_both_names_behind_
     assert isinstance(command, DecodeCommand)
     assert command.request_id == "a~r1"
     assert end.take(sent(CancelCommand("a", 7))) == CancelCommand("a~r1", 7)
-    delta = RequestDelta(RequestOutput("a~r1", 0, (5, 6), FinishReason.STOP), 7)
+    delta = RequestDelta("a~r1", 0, (5, 6), FinishReason.STOP, epoch=7)
     (message,) = end.say((delta,))
     event, problem = read_event(message)
     assert problem == ""
     assert isinstance(event, StepDeltas)
-    assert [(d.output.request_id, d.output.token_ids) for d in event.deltas] == [("a", (5, 6))]
+    assert [(d.request_id, d.token_ids) for d in event.deltas] == [("a", (5, 6))]
 
 
 def test_a_command_that_makes_no_sense_is_answered_with_its_requests_error() -> None:
@@ -86,7 +85,7 @@ def test_a_command_that_makes_no_sense_is_answered_with_its_requests_error() -> 
     message.decode.sampling_params.temperature = -1
     (answer,) = end.take(message)  # type: ignore[misc]  # deltas
     assert isinstance(answer, RequestDelta)
-    assert (answer.output.request_id, answer.epoch) == ("a~r1", 7)
+    assert (answer.request_id, answer.epoch) == ("a~r1", 7)
     assert answer.error is not None
     assert answer.error.code == "INVALID_ARGUMENT"
 
@@ -94,9 +93,9 @@ def test_a_command_that_makes_no_sense_is_answered_with_its_requests_error() -> 
 def test_what_cannot_be_sent_ends_its_request_and_nothing_else() -> None:
     told = write_command(dataclasses.replace(COMMAND, prompt_token_ids=[-1]), "d")
     assert isinstance(told, RequestDelta)
-    assert (told.output.request_id, told.epoch) == ("a", 7)
+    assert (told.request_id, told.epoch) == ("a", 7)
     assert write_command(CancelCommand("a", 2**40), "d") is None
-    assert joined().say((RequestDelta(RequestOutput("a~r1", 0, (-1,)), 7),)) == []
+    assert joined().say((RequestDelta("a~r1", 0, (-1,), epoch=7),)) == []
 
 
 def test_a_router_is_silent_after_so_many_beats_and_any_word_counts() -> None:

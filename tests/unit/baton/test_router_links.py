@@ -14,7 +14,7 @@ import pytest
 
 from baton.access.access import Access
 from baton.api.errors import ConfigError, NodeUnavailableError
-from baton.api.outputs import RequestOutput
+from baton.api.outputs import RequestDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link import router_links
 from baton.link.drain import Drain
@@ -28,7 +28,6 @@ from baton.link.words import (
     NodeRole,
     PeerUpdate,
     PrefillCommand,
-    RequestDelta,
     RouterBeat,
     RouterCommand,
     ServingState,
@@ -60,7 +59,7 @@ class Inbox(asyncio.Queue[int]):
     """The tokens of one request."""
 
     def take(self, item: LegDelta) -> None:
-        for token_id in item.delta.output.token_ids:
+        for token_id in item.delta.token_ids:
             self.put_nowait(token_id)
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
@@ -134,8 +133,7 @@ class Scene:
         return [command for command in self.commands if isinstance(command, PrefillCommand)]
 
     def say(self, command: PrefillCommand, token_id: int) -> None:
-        output = RequestOutput(command.request_id, 0, (token_id,))
-        self.links.emit((RequestDelta(output, command.epoch),))
+        self.links.emit((RequestDelta(command.request_id, 0, (token_id,), epoch=command.epoch),))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:

@@ -17,7 +17,7 @@ from baton.api.outputs import (
     PrefillReceipt,
     PushReceipt,
     Receipt,
-    RequestOutput,
+    RequestDelta,
     TextDelta,
     TokenLogprobs,
 )
@@ -130,16 +130,13 @@ logprobs = st.builds(TokenLogprobs, float32, st.lists(st.tuples(uint32, float32)
 some_logprobs = st.lists(logprobs, max_size=3).map(tuple)
 prompt_logprobs = st.just(()) | some_logprobs.map(lambda rest: (None, *rest))
 deltas = st.builds(
-    link.RequestDelta,
-    st.builds(
-        RequestOutput,
-        texts,
-        output_indexes,
-        token_ids.map(tuple),
-        finish_reasons,
-        some_logprobs,
-        prompt_logprobs,
-    ),
+    RequestDelta,
+    texts,
+    output_indexes,
+    token_ids.map(tuple),
+    finish_reasons,
+    some_logprobs,
+    prompt_logprobs,
     uint32,
     prefill=st.none() | prefill_receipts,
     decode=st.none() | decode_receipts,
@@ -147,11 +144,7 @@ deltas = st.builds(
 )
 uint64 = st.integers(0, 2**64 - 1)
 short_hashes = st.lists(uint64, max_size=3).map(tuple)
-plain_deltas = st.builds(
-    link.RequestDelta,
-    st.builds(RequestOutput, texts, output_indexes, token_ids.map(tuple)),
-    uint32,
-)
+plain_deltas = st.builds(RequestDelta, texts, output_indexes, token_ids.map(tuple), epoch=uint32)
 events: st.SearchStrategy[link.NodeEvent] = st.one_of(
     st.lists(deltas, max_size=3).map(tuple),
     st.builds(
@@ -272,11 +265,11 @@ def test_rows_of_a_step_and_its_other_deltas_are_all_of_it(
     assert list(zip(split.epochs, split.output_indexes, split.token_ids, strict=True)) == [
         (delta.epoch, index, token_id)
         for delta in plain
-        for index, token_id in enumerate(delta.output.token_ids, delta.output.output_index)
+        for index, token_id in enumerate(delta.token_ids, delta.output_index)
     ]
     for delta in plain:
-        fields = msgspec.structs.asdict(delta.output) | msgspec.structs.asdict(delta)
-        rest = fields.keys() - {"request_id", "output_index", "token_ids", "epoch", "output"}
+        fields = msgspec.structs.asdict(delta)
+        rest = fields.keys() - {"request_id", "output_index", "token_ids", "epoch"}
         assert not any(fields[name] for name in rest)
 
 

@@ -50,7 +50,7 @@ def test_tokens_are_the_same_with_it_and_without(seed: int) -> None:
         llm = LLM(MODEL, async_scheduling=asynchronous, **SMALL)
         completions = llm.generate(prompts, params)
         runs[asynchronous] = [(c.token_ids, c.finish_reason) for c in completions]
-        assert llm.engine.num_free_blocks == SMALL["num_blocks"]
+        assert llm.engine.block_pool.num_free == SMALL["num_blocks"]
         assert not llm.engine.step_in_flight
     assert runs[True] == runs[False]
     assert {reason for _, reason in runs[True]} == {FinishReason.STOP, FinishReason.LENGTH}
@@ -64,7 +64,7 @@ def test_a_stream_that_is_left_leaves_nothing_in_flight() -> None:
     del stream
     assert not llm.engine.step_in_flight
     assert not llm.engine.has_work
-    assert llm.engine.num_free_blocks == SMALL["num_blocks"]
+    assert llm.engine.block_pool.num_free == SMALL["num_blocks"]
 
 
 def test_a_step_in_flight_gives_each_request_one_token_more() -> None:

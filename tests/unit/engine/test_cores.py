@@ -9,7 +9,7 @@ import pytest
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from engine.worker.cores import cores_by_numa, cores_of_rank, numa_nodes, on_cores
+from engine.worker.host.cores import cores_by_numa, cores_of_rank, numa_nodes, on_cores
 
 TWO = [frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})]
 

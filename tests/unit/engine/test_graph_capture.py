@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -31,17 +32,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     capture_stream.cache_clear()  # no other test is to get one of these
 
 
-class Runner:
-    """Has graphs that multiply; the first takes more than any other."""
+class DecodeGraphs:
+    """Graphs that multiply; the first takes more than any other."""
 
-    def __init__(
-        self, cuda: FakeCuda, sizes: Sequence[int] = captured_sizes(256), chunks: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, cuda: FakeCuda, sizes: Sequence[int]) -> None:
         self._cuda = cuda
-        self.capturable_sizes, self.capturable_chunks = tuple(sizes), tuple(chunks)
+        self.capturable = tuple(sizes)
         self._captured: set[int] = set()
 
-    def capture_graphs(
+    def capture(
         self, capture: Callable[[Callable[[], None]], object], sizes: Sequence[int]
     ) -> None:
         self._cuda.free_bytes += self._held  # those of before are forgotten
@@ -50,11 +49,21 @@ class Runner:
         for _ in sizes:
             capture(self._cuda.multiply)
 
-    def capture_chunks(
+    @property
+    def _held(self) -> int:
+        return FIRST_BYTES + EACH_BYTES * (len(self._captured) - 1) if self._captured else 0
+
+
+class PromptGraphs:
+    """Each takes as much as one of the others."""
+
+    def __init__(self, cuda: FakeCuda, sizes: Sequence[int]) -> None:
+        self._cuda = cuda
+        self.capturable = tuple(sizes)
+
+    def capture(
         self, capture: Callable[[Callable[..., None]], Sequence[object]], sizes: Sequence[int]
     ) -> None:
-        """Each takes as much as one of the others."""
-
         def body(cut: Callable[[], None]) -> None:
             self._cuda.multiply()
             cut()
@@ -64,13 +73,20 @@ class Runner:
             assert len(capture(body)) == 2
         self._cuda.free_bytes -= EACH_BYTES
 
-    @property
-    def _held(self) -> int:
-        return FIRST_BYTES + EACH_BYTES * (len(self._captured) - 1) if self._captured else 0
+
+def make_runner(
+    cuda: FakeCuda, sizes: Sequence[int] = captured_sizes(256), chunks: Sequence[int] = ()
+) -> ModelRunner:
+    return cast(
+        ModelRunner,
+        SimpleNamespace(
+            decode_graphs=DecodeGraphs(cuda, sizes), chunk_graphs=PromptGraphs(cuda, chunks)
+        ),
+    )
 
 
 def test_a_workspace_of_cublas_is_no_graphs(cuda: FakeCuda) -> None:
-    found = measure_graph_bytes(lambda: cast(ModelRunner, Runner(cuda)))
+    found = measure_graph_bytes(lambda: make_runner(cuda))
     sizes = len(captured_sizes(256))
     assert found == FIRST_BYTES + EACH_BYTES * (sizes - 1)
     assert WORKSPACE_BYTES * sizes > 2**30  # what it would be off by
@@ -78,7 +94,7 @@ def test_a_workspace_of_cublas_is_no_graphs(cuda: FakeCuda) -> None:
 
 def test_each_kind_of_graph_takes_memory(cuda: FakeCuda) -> None:
     def measure(sizes: Sequence[int], chunks: Sequence[int]) -> int:
-        return measure_graph_bytes(lambda: cast(ModelRunner, Runner(cuda, sizes, chunks)))
+        return measure_graph_bytes(lambda: make_runner(cuda, sizes, chunks))
 
     chunks = (128, 256, 384, 512)
     assert measure((), ()) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.host_memory import HostMemory, peak_growth, read_host_memory
+from engine.worker.host.host_memory import HostMemory, peak_growth, read_host_memory
 
 MIB = 2**20
 

@@ -27,11 +27,11 @@ class Scene:
         self.clock = VirtualClock()
         self.feed = KVEventFeed(self, self.sent.append, self.clock)
 
-    def start_kv_events(self) -> list[BlockHash]:
+    def start_events(self) -> list[BlockHash]:
         self.events = []
         return self.held
 
-    def take_kv_events(self) -> list[KVCacheEvent]:
+    def take_events(self) -> list[KVCacheEvent]:
         events, self.events = self.events, []
         return events
 

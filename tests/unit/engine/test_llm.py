@@ -110,12 +110,12 @@ def test_too_little_memory_and_small_chunks_change_no_token(llm: LLM, folder: st
     assert sum(request.num_preemptions for request in requests) > 0
     expected = llm.generate(PROMPTS, params)
     assert [tuple(r.output_token_ids) for r in requests] == [c.token_ids for c in expected]
-    assert small.engine.num_free_blocks == 13
+    assert small.engine.block_pool.num_free == 13
 
 
 def test_every_block_is_free_after_generate(llm: LLM) -> None:
     llm.generate(PROMPTS, GREEDY)
-    assert llm.engine.num_free_blocks == OPTIONS["num_blocks"]
+    assert llm.engine.block_pool.num_free == OPTIONS["num_blocks"]
     assert llm.engine.requests == {}
 
 

@@ -22,7 +22,7 @@ QUESTION = [{"role": "user", "content": "Write the function `is_empty(self)`: Re
 def llm() -> Iterator[LLM]:
     made = LLM(str(DEMO_MODEL), dtype="float32", num_blocks=200)
     yield made
-    assert made.engine.num_free_blocks == made.engine.num_blocks
+    assert made.engine.block_pool.num_free == made.engine.num_blocks
 
 
 def test_streamed_pieces_joined_are_the_completion(llm: LLM) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from baton.api.outputs import FinishReason, RequestOutput
+from baton.api.outputs import FinishReason, RequestDelta
 from engine.core.kv_cache_manager import GrantedBlocks
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from tests.fakes.engine_parts import EOS, FakeRunner, make_request, make_scheduler, shares, step
 
 
-def run_to_end(scheduler: Scheduler, max_steps: int = 200) -> list[RequestOutput]:
+def run_to_end(scheduler: Scheduler, max_steps: int = 200) -> list[RequestDelta]:
     """Step until nothing can run; all outputs in order."""
-    outputs: list[RequestOutput] = []
+    outputs: list[RequestDelta] = []
     for _ in range(max_steps):
         if not scheduler.has_work:
             return outputs
@@ -25,7 +25,7 @@ def num_free(scheduler: Scheduler) -> int:
     return scheduler.kv_cache_manager.block_pool.num_free
 
 
-def assert_complete(outputs: list[RequestOutput], request_id: str, num_tokens: int) -> None:
+def assert_complete(outputs: list[RequestDelta], request_id: str, num_tokens: int) -> None:
     """Each index once, in order, one token each, and the reason on the last and only there."""
     mine = [output for output in outputs if output.request_id == request_id]
     assert [output.output_index for output in mine] == list(range(num_tokens))
@@ -121,7 +121,7 @@ def test_an_output_ends_for_the_right_reason_and_frees_its_blocks(
 ) -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 4, max_tokens, max_model_len=max_model_len))
-    outputs: list[RequestOutput] = []
+    outputs: list[RequestDelta] = []
     finished: list[Request] = []
     while scheduler.has_work:
         _, result = step(scheduler, FakeRunner(lambda request: token_id))

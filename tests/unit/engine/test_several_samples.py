@@ -348,7 +348,7 @@ def test_drafts_change_no_token_of_a_model(
     assert 0 < executor.num_accepted < executor.num_computed
     assert llm.engine._scheduler.num_preemptions > 0
     assert llm.engine.num_steps < 0.8 * num_steps
-    assert llm.engine.num_free_blocks == SMALL["num_blocks"]
+    assert llm.engine.block_pool.num_free == SMALL["num_blocks"]
     assert not llm.engine.has_work
 
 
@@ -368,7 +368,7 @@ def test_a_tape_computes_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     [expected] = llm.generate([[5, 6, 7]], params)
     assert num_runs > 30
     num_runs, num_steps = 0, llm.engine.num_steps
-    llm.engine.reset_prefix_cache()
+    llm.engine.block_pool.reset_prefix_cache()
     llm.engine.executor = executor = DraftingExecutor(
         llm.engine.executor, lambda request_id: expected.token_ids, num_drafts=1, wrong_every=0
     )

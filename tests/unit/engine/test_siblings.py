@@ -82,7 +82,7 @@ def test_output_i_is_that_of_seed_plus_i(prefix_cache: bool, asynchronous: bool)
         [SamplingParams(max_tokens=30, temperature=0.5, seed=7 + i) for i in range(3)] * 6,
     )
     assert [c.token_ids for c in shared] == [c.token_ids for c in alone]
-    assert llm.engine.num_free_blocks == 40
+    assert llm.engine.block_pool.num_free == 40
 
 
 def test_a_stream_gives_the_pieces_of_all_outputs() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from baton.api.errors import ConfigError
-from baton.api.outputs import FinishReason, RequestOutput
+from baton.api.outputs import FinishReason, RequestDelta
 from baton.engine_config import EngineConfig
 from baton_kernels.dispatch import native_ops
 from baton_kernels.lookup import Text, find_run
@@ -65,12 +65,12 @@ def test_a_text_goes_on_as_it_did_before(in_c: bool, monkeypatch: pytest.MonkeyP
     assert text.continuation(5, 1, 4) == (7, 8, 7, 8, 7)
 
 
-def output(request: Request, *token_ids: int, ends: bool = False) -> RequestOutput:
+def output(request: Request, *token_ids: int, ends: bool = False) -> RequestDelta:
     """What a step gave a request, which has it by now."""
     index = request.num_output_tokens
     request.token_ids += token_ids
     reason = FinishReason.LENGTH if ends else None
-    return RequestOutput(request.request_id, index, token_ids, reason)
+    return RequestDelta(request.request_id, index, token_ids, reason)
 
 
 def by_id(*requests: Request) -> dict[str, Request]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.request import Request, RequestStatus
-from engine.core.waiting_queue import WaitingQueue
+from engine.core.waiting_room import WaitingQueue
 from tests.fakes.engine_parts import make_request
 
 

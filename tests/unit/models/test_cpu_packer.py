@@ -148,7 +148,7 @@ def test_a_saved_head_is_compared_with_a_packed_embedding(tmp_path: Path) -> Non
 PEAK = """
 import json, sys, torch
 from baton_kernels.dispatch import native_ops
-from engine.worker.host_memory import peak_growth
+from engine.worker.host.host_memory import peak_growth
 from models import load_model
 from models.cpu.packing import CpuPacker
 

@@ -21,8 +21,8 @@ from baton.engine_config import GIB, WEIGHTS, EngineConfig
 from baton_kernels.dispatch import native_ops
 from engine import LLM
 from engine.worker import worker
-from engine.worker.host_memory import HostMemory
-from engine.worker.memory_check import check_memory
+from engine.worker.host.host_memory import HostMemory
+from engine.worker.host.memory_check import check_memory
 from models import ModelConfig, load_model
 from models.cpu.packing import CpuPacker
 from models.memory_needs import memory_needs

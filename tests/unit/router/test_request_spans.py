@@ -13,7 +13,7 @@ from baton.api.outputs import FinishReason
 from baton.link.words import DecodeCommand, PrefillCommand
 from baton.telemetry.spans import Span, SpanKind
 from baton.telemetry.trace_context import TraceContext, parse_traceparent
-from router.calls.retry_budget import RetryOptions
+from router.calls.recovery.retry_budget import RetryOptions
 from router.request_spans import RequestSpans
 from tests.fakes.nodes import failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous

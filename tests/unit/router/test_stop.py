@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.api.errors import NodeUnavailableError
-from router.calls.retry_budget import RetryOptions
+from router.calls.recovery.retry_budget import RetryOptions
 from tests.fakes.nodes import token_1
 from tests.fakes.router_scene import Scene, asynchronous
 

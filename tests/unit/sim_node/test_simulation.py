@@ -33,7 +33,7 @@ def test_a_request_takes_the_time_of_the_model_and_gives_the_tokens_of_its_promp
     assert first.prefill is not None
     assert (first.prefill.num_computed_tokens, first.prefill.num_cached_tokens) == (20, 0)
     assert first.prefill.prefill_s == pytest.approx(0.020)
-    assert last.output.finish_reason is FinishReason.LENGTH
+    assert last.finish_reason is FinishReason.LENGTH
     assert last.decode is not None
     assert last.decode.push.exposed_transfer_s == pytest.approx(0.005)
     assert last.decode.push.num_bytes == 20 * TIMING.kv_bytes_per_token
@@ -156,7 +156,7 @@ def test_another_attempt_goes_on_behind_the_tokens_that_there_are() -> None:
     pair.send("r", prompt(10), output=told, max_tokens=6)
     pair.timers.run()
     assert told + pair.tokens("r") == expected(prompt(10), 6)
-    assert [delta.output.output_index for _, delta in pair.deltas("r")] == [3, 4, 5]
+    assert [delta.output_index for _, delta in pair.deltas("r")] == [3, 4, 5]
 
 
 def test_tokens_of_another_prompt_are_refused_by_name() -> None:
@@ -193,7 +193,7 @@ def test_a_stop_token_ends_the_output_on_either_node() -> None:
     assert pair.tokens("early") == tokens[:1]
     assert pair.tokens("late") == tokens[:4]
     for name in ("early", "late"):
-        assert pair.deltas(name)[-1][1].output.finish_reason is FinishReason.STOP
+        assert pair.deltas(name)[-1][1].finish_reason is FinishReason.STOP
     pair.check_nothing_is_held()
 
 

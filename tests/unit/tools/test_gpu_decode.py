@@ -62,10 +62,9 @@ def test_waiting_for_the_host_counts_as_idle(monkeypatch: pytest.MonkeyPatch) ->
             return None, None
 
     graphs = Graphs()
+    runner = SimpleNamespace(decode_graphs=SimpleNamespace(graphs=graphs))
     timer = gpu_decode.ReplayTimer(
-        SimpleNamespace(
-            executor=SimpleNamespace(worker=SimpleNamespace(runner=SimpleNamespace(_graphs=graphs)))
-        )
+        SimpleNamespace(executor=SimpleNamespace(worker=SimpleNamespace(runner=runner)))
     )
     for _ in range(5):
         device.host_ms += SCHEDULE_HOST_MS

@@ -48,7 +48,7 @@ def test_a_calls_client_is_the_name_of_its_key(access: Access) -> None:
             completion = await client.generate([1], params())
             assert completion.token_ids == expected(100, 8)
             await client.generate_batch([[1], [2]], params(1))
-            assert [call.principal.name for call in scene.dispatcher.calls] == ["bob"] * 3
+            assert [call.terms.principal.name for call in scene.dispatcher.calls] == ["bob"] * 3
             assert len(await client.models()) == 1
             assert await client.count_tokens("x") == 1
 

@@ -8,7 +8,7 @@ from baton.api.errors import NodeUnavailableError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand
-from router.calls.retry_budget import RetryOptions
+from router.calls.recovery.retry_budget import RetryOptions
 from tests.fakes.nodes import failure, token
 from tests.fakes.router_scene import Scene, asynchronous
 

@@ -8,15 +8,16 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.api.outputs import RequestOutput
-from baton.link.words import NodeRole, RequestDelta
+from baton.api.outputs import RequestDelta
+from baton.link.words import NodeRole
 from router.calls.delta_order import MAX_EARLY, DeltaOrder
 from router.fleet.node import LegDelta
 
 
 def tokens(first: int, number: int = 1) -> LegDelta:
-    output = RequestOutput("a", first, tuple(range(first, first + number)))
-    return LegDelta(NodeRole.DECODE, RequestDelta(output, 1))
+    return LegDelta(
+        NodeRole.DECODE, RequestDelta("a", first, tuple(range(first, first + number)), epoch=1)
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4))))
@@ -24,7 +25,7 @@ def test_tokens_come_in_their_order_and_once(said: list[tuple[int, int]]) -> Non
     order, told = DeltaOrder(0), list[int]()
     for first, number in said:
         for ready in order.push(tokens(first, number)):
-            told += ready.delta.output.token_ids
+            told += ready.delta.token_ids
     assert told == list(range(len(told)))
     assert order.next_index == len(told)
 

@@ -39,16 +39,14 @@ def test_logprobs_stay_with_their_tokens_and_those_of_the_prompt_come_once() -> 
     one, two, three = (TokenLogprobs(-float(number)) for number in (1, 2, 3))
     replace = msgspec.structs.replace
     first = token_1("a", 10, epoch=1)
-    buffer.add(
-        replace(first, output=replace(first.output, logprobs=(one,), prompt_logprobs=(None, two)))
-    )
+    buffer.add(replace(first, logprobs=(one,), prompt_logprobs=(None, two)))
     second = token("a", 1, 11, epoch=1)
-    buffer.add(replace(second, output=replace(second.output, logprobs=(two,))))
+    buffer.add(replace(second, logprobs=(two,)))
     assert buffer.take() == TextDelta(
         "a", 0, (10, 11), logprobs=(one, two), prompt_logprobs=(None, two)
     )
     third = token("a", 2, 12, epoch=1)
-    buffer.add(replace(third, output=replace(third.output, logprobs=(three,))))
+    buffer.add(replace(third, logprobs=(three,)))
     assert buffer.take() == TextDelta("a", 2, (12,), logprobs=(three,))
 
 

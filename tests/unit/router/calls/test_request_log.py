@@ -10,9 +10,9 @@ from baton.api.errors import BatonError, EngineDeadError, RequestCancelledError
 from baton.api.outputs import FinishReason
 from baton.link.words import CancelCommand, DecodeCommand
 from router.api.admin.request_stats import Percentiles, window_stats
-from router.calls.call import Call
+from router.calls.call import Call, Terms
+from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.request_log import MAX_CODE_CHARS, MAX_ERROR_CHARS, RequestLog
-from router.calls.retry_budget import RetryOptions
 from tests.fakes.nodes import failure, token, token_1
 from tests.fakes.router_scene import PARAMS, Scene, asynchronous
 
@@ -161,6 +161,6 @@ def _call(request_id: str) -> Call:
         request_id=request_id,
         prompt_token_ids=[1],
         sampling_params=PARAMS,
-        received_at=0.0,
+        terms=Terms(received_at=0.0),
         timeout_s=1,
     )

@@ -18,7 +18,7 @@ from baton.api.errors import (
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
-from router.calls.retry_budget import RetryBudget, RetryOptions
+from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from tests.fakes.nodes import HandNode, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 
@@ -172,8 +172,7 @@ async def test_a_delta_that_overlaps_what_was_told_is_cut() -> None:
 
 
 def _wider(delta: RequestDelta, token_ids: tuple[int, ...]) -> RequestDelta:
-    output = msgspec.structs.replace(delta.output, token_ids=token_ids)
-    return msgspec.structs.replace(delta, output=output)
+    return msgspec.structs.replace(delta, token_ids=token_ids)
 
 
 # ---------------------------------------------------------------- preemption

@@ -9,7 +9,7 @@ import pytest
 
 from baton.api.errors import NodeUnavailableError, RequestCancelledError
 from baton.link.words import NodeBeat
-from router.calls.retry_budget import RetryBudget
+from router.calls.recovery.retry_budget import RetryBudget
 from router.fleet.node import SILENT_BEATS
 from tests.fakes.nodes import HandNode, failure
 from tests.fakes.router_scene import Scene, asynchronous

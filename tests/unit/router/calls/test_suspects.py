@@ -15,8 +15,8 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import DecodeCommand, NodeRole, PrefillCommand
 from router.calls.dispatcher import Dispatcher
-from router.calls.retry_budget import RetryOptions
-from router.calls.suspects import MAX_HISTORIES, MAX_QUARANTINED, Suspects
+from router.calls.recovery.retry_budget import RetryOptions
+from router.calls.recovery.suspects import MAX_HISTORIES, MAX_QUARANTINED, Suspects
 from router.fleet.lost_nodes import LostNodes
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import HandNode, join_pair, make_pool, token
@@ -202,8 +202,9 @@ def test_only_the_like_of_it_is_refused_and_only_for_a_while() -> None:
     assert not refused(suspects, [1, 2, 4])
     hot = dataclasses.replace(call.sampling_params, temperature=0.5)
     assert not refused(suspects, [1, 2, 3], sampling_params=hot)
-    other = dataclasses.replace(call.principal, tenant="other")
-    assert not refused(suspects, [1, 2, 3], principal=other)
+    other = dataclasses.replace(call.terms.principal, tenant="other")
+    of_other = dataclasses.replace(call.terms, principal=other)
+    assert not refused(suspects, [1, 2, 3], terms=of_other)
     (one,) = suspects.quarantined
     assert one.num_refused == suspects.num_refused_total == 2
     clock.advance(61)

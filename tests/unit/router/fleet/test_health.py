@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.link.words import NodeRole
-from router.calls.retry_budget import RetryOptions
+from router.calls.recovery.retry_budget import RetryOptions
 from router.fleet.fleet_choice import ejected
 from router.fleet.health import (
     FAILURES,

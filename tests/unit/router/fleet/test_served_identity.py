@@ -22,7 +22,7 @@ from baton.link.words import (
     ServingState,
 )
 from router.api.admin.views import describe_node
-from router.calls.retry_budget import RetryOptions
+from router.calls.recovery.retry_budget import RetryOptions
 from router.fleet.node_pool import NodePool
 from router.fleet.served_identity import SETTLE_S
 from router.intake.metrics import RouterMetrics

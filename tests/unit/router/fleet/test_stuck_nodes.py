@@ -7,7 +7,7 @@ import pytest
 from baton.api.errors import NodeUnavailableError
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import DecodeCommand, NodeBeat
-from router.calls.retry_budget import RetryOptions
+from router.calls.recovery.retry_budget import RetryOptions
 from tests.fakes.nodes import token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 

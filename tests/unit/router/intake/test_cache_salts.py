@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import ConfigError
+from router.calls.call import Terms
 from router.intake.cache_salts import CacheSalts, read_secret
-from router.intake.intake import GenerationRequest, Intake
+from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import PARAMS, RecordingDispatcher, asynchronous
@@ -66,10 +66,9 @@ async def test_a_call_carries_the_salt_of_its_tenant_and_shows_it_to_nobody() ->
     dispatcher = RecordingDispatcher(make_pool(), LeastTokens())
     salts = CacheSalts(SECRET)
     intake = Intake(dispatcher, None, vocab_size=10, default_timeout_s=60.0, cache_salts=salts)
-    request = GenerationRequest(
-        prompt=[1, 2, 3], sampling_params=PARAMS, received_at=0.0, principal=member("a")
-    )
-    call = await intake.accept(request)
+    terms = Terms(received_at=0.0, principal=member("a"))
+    call = await intake.accept([1, 2, 3], PARAMS, terms)
     assert call.cache_salt == salts.of(member("a"))
     assert "salt" not in repr(call)
-    assert (await intake.accept(replace(request, principal=ANYBODY))).cache_salt == b""
+    of_anybody = await intake.accept([1, 2, 3], PARAMS, Terms(received_at=0.0))
+    assert of_anybody.cache_salt == b""

@@ -14,11 +14,11 @@ from baton.api.errors import InvalidRequestError, NodeUnavailableError
 from baton.api.outputs import FinishReason, TextDelta, join_deltas
 from baton.api.prompt import choice_seed
 from baton.api.sampling_params import MAX_SEED, SamplingParams
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.fleet.prefix.prompt_hashes import HashKind
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
-from router.intake.intake import GenerationRequest, Intake, Prompt
+from router.intake.intake import Intake, Prompt
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import asynchronous
@@ -34,16 +34,8 @@ async def accept_async(
     intake = Intake(
         Dispatcher(make_pool(), LeastTokens()), None, vocab_size=100, default_timeout_s=60.0
     )
-    request = GenerationRequest(
-        prompt=[1, 2],
-        sampling_params=params,
-        request_id=request_id,
-        received_at=0.0,
-        session_id="s",
-        priority=3,
-        principal=Principal(name="alice"),
-    )
-    return await accept_choices(intake, request, more_prompts)
+    terms = Terms(received_at=0.0, session_id="s", priority=3, principal=Principal(name="alice"))
+    return await accept_choices(intake, [[1, 2], *more_prompts], params, terms, request_id)
 
 
 def test_one_output_has_the_requests_id_and_seed() -> None:
@@ -58,9 +50,9 @@ def test_each_output_has_its_own_id_and_the_next_seed_of_its_prompt() -> None:
     assert [call.sampling_params for call in calls] == [
         SamplingParams(seed=seed, top_k=5) for seed in (7, 8) * 3
     ]
-    assert {(call.session_id, call.priority, call.principal.name) for call in calls} == {
-        ("s", 3, "alice")
-    }
+    assert {
+        (call.terms.session_id, call.terms.priority, call.terms.principal.name) for call in calls
+    } == {("s", 3, "alice")}
 
 
 def test_without_id_and_seed_they_are_drawn_once_for_all_of_a_prompt() -> None:

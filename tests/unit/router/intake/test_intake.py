@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,16 @@ from baton.api.errors import InvalidRequestError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.tokenizer import Tokenizer
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
-from router.intake.intake import GenerationRequest, Intake
+from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import asynchronous
 
 TOKENIZER = Tokenizer(Path(__file__).parents[4] / "examples" / "demo_model")
-REQUEST = GenerationRequest(
-    prompt=[1, 2, 3],
-    sampling_params=SamplingParams(max_tokens=1),
+PARAMS = SamplingParams(max_tokens=1)
+TERMS = Terms(
     received_at=0.0,
     session_id="s",
     priority=-7,
@@ -34,10 +35,19 @@ def make_intake() -> Intake:
     return Intake(dispatcher, None, vocab_size=10, default_timeout_s=60.0)
 
 
+async def accept(*, request_id: str = "", **changes: Any) -> Call:
+    terms = replace(TERMS, **changes)
+    return await make_intake().accept([1, 2, 3], PARAMS, terms, request_id)
+
+
 @asynchronous
 async def test_a_call_knows_its_session_priority_and_client() -> None:
-    call = await make_intake().accept(REQUEST)
-    assert (call.session_id, call.priority, call.principal.name) == ("s", -7, "alice")
+    call = await accept()
+    assert (call.terms.session_id, call.terms.priority, call.terms.principal.name) == (
+        "s",
+        -7,
+        "alice",
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,11 +59,11 @@ async def test_a_call_knows_its_session_priority_and_client() -> None:
         ("priority", 2**31, "must be -2147483648 to 2147483647, got 2147483648"),
     ],
 )
-def test_what_is_out_of_its_limit_is_named(field: str, value: object, problem: str) -> None:
+def test_what_is_out_of_its_limit_is_named(field: str, value: Any, problem: str) -> None:
     @asynchronous
     async def run() -> None:
         with pytest.raises(InvalidRequestError, match=f"^{field}: {problem}$"):
-            await make_intake().accept(replace(REQUEST, **{field: value}))  # type: ignore[arg-type]
+            await accept(**{field: value})
 
     run()
 
@@ -72,18 +82,18 @@ def test_a_grammar_that_cannot_be_had_is_refused_here_and_named(kind: str, text:
     dispatcher = Dispatcher(make_pool(), LeastTokens())
     intake = Intake(dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
 
-    def asking(kind: str, text: str) -> GenerationRequest:
+    async def ask(kind: str, text: str) -> None:
         structured_output = StructuredOutput(**{kind: text})  # type: ignore[arg-type]  # by name
         params = SamplingParams(max_tokens=1, structured_output=structured_output)
-        return replace(REQUEST, sampling_params=params)
+        await intake.accept([1, 2, 3], params, TERMS)
 
     @asynchronous
     async def run() -> None:
         for _ in range(3):  # found out once
             with pytest.raises(InvalidRequestError) as caught:
-                await intake.accept(asking(kind, text))
+                await ask(kind, text)
             assert caught.value.field == f"structured_output.{kind}"
-        await intake.accept(asking("regex", "[a-z]+"))
+        await ask("regex", "[a-z]+")
 
     run()
     intake.close()
@@ -91,10 +101,10 @@ def test_a_grammar_that_cannot_be_had_is_refused_here_and_named(kind: str, text:
 
 @asynchronous
 async def test_who_is_not_told_otherwise_may_wait_longer_and_not_go_before_others() -> None:
-    keyed = replace(REQUEST, principal=Principal(name="alice", tenant="alice"))
+    keyed = Principal(name="alice", tenant="alice")
     with pytest.raises(InvalidRequestError, match=r"^priority: must be 0 or more with this"):
-        await make_intake().accept(replace(keyed, priority=-1))
-    assert (await make_intake().accept(replace(keyed, priority=5))).priority == 5
+        await accept(principal=keyed, priority=-1)
+    assert (await accept(principal=keyed, priority=5)).terms.priority == 5
     # Without keys there is one tenant, and what is urgent is its own affair.
-    anybody = replace(REQUEST, principal=ANYBODY, priority=-(2**31))
-    assert (await make_intake().accept(anybody)).priority == -(2**31)
+    call = await accept(principal=ANYBODY, priority=-(2**31))
+    assert call.terms.priority == -(2**31)

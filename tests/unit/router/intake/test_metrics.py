@@ -12,7 +12,7 @@ from baton.api.errors import BatonError, InvalidRequestError, NodeUnavailableErr
 from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.link.words import NodeBeat, NodeRole, PeerReport
 from baton.serving.connection_limits import ConnectionCounts
-from router.calls.suspects import Suspects
+from router.calls.recovery.suspects import Suspects
 from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity

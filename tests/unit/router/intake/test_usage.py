@@ -8,7 +8,7 @@ import pytest
 
 from baton.access.identity import ANYBODY, Principal
 from baton.api.outputs import PrefillReceipt, Receipt
-from router.calls.call import Call
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import num_tokens_used
 from router.fleet.prefix.placement_memory import PlacementMemory
 from router.intake.cache_salts import CacheSalts
@@ -36,7 +36,8 @@ RECEIPT = Receipt(
 
 def call_of(tenant: str, group: str = "group", prompt: list[int] = PROMPT) -> Call:
     principal = Principal(name=tenant, tenant=tenant, cache_group=group)
-    return dataclasses.replace(Scene.make(), principal=principal, prompt_token_ids=prompt)
+    terms = Terms(received_at=0.0, principal=principal)
+    return dataclasses.replace(Scene.make(), terms=terms, prompt_token_ids=prompt)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_used_is_what_was_computed_of_the_prompt_and_what_was_sampled(
 def test_who_shares_its_cache_with_nobody_is_told_everything() -> None:
     own = OwnPrompts(CacheSalts())
     for principal in (ANYBODY, Principal(name="a", tenant="a")):
-        call = dataclasses.replace(call_of("a"), principal=principal)
+        call = dataclasses.replace(call_of("a"), terms=Terms(received_at=0.0, principal=principal))
         assert own.num_tokens(call) is None
     assert told(RECEIPT, None) == RECEIPT
 

@@ -16,7 +16,7 @@ import pytest
 from baton.access.access import Access
 from baton.access.audit_log import AuditLog
 from baton.api.errors import InvalidRequestError, NodeUnavailableError
-from baton.api.outputs import RequestOutput
+from baton.api.outputs import RequestDelta
 from baton.link.admin_answers import PART_BYTES, Answer
 from baton.link.drain import Drain
 from baton.link.router_links import RouterLinks
@@ -25,7 +25,6 @@ from baton.link.words import (
     AdminReply,
     NodeBeat,
     NodeRole,
-    RequestDelta,
     RequestView,
     RouterBeat,
 )
@@ -180,7 +179,7 @@ async def test_a_ledger_of_megabytes_comes_in_parts_between_which_tokens_go() ->
         call = asyncio.create_task(NodeCalls().list_blocks(node))
         index = 0
         while not call.done():
-            links.emit((RequestDelta(RequestOutput("r", index, (1,)), 1),))
+            links.emit((RequestDelta("r", index, (1,), epoch=1),))
             index = (index + 1) % 500
             node.send(RouterBeat())
             await asyncio.sleep(0.001)

@@ -124,7 +124,9 @@ async def test_session_and_priority_reach_the_call() -> None:
         await client.generate([1], params(1), session_id="talk", priority=-3)
         await client.generate_batch([[1], [2]], params(1, n=2), session_id="b", priority=5)
         await client.generate([1], params(1))
-        assert [(call.session_id, call.priority) for call in scene.dispatcher.calls] == [
+        assert [
+            (call.terms.session_id, call.terms.priority) for call in scene.dispatcher.calls
+        ] == [
             ("talk", -3),
             *[("b", 5)] * 4,
             ("", 0),

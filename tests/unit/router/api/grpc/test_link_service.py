@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from baton.api.outputs import RequestOutput, TokenLogprobs
+from baton.api.outputs import RequestDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
 from baton.link.words import (
@@ -25,7 +25,6 @@ from baton.link.words import (
     NodeEvent,
     NodeRole,
     PeerReport,
-    RequestDelta,
     RequestError,
 )
 from baton.serving.rpc import RpcServer, open_channel
@@ -143,7 +142,7 @@ async def test_a_message_of_very_many_parts_is_not_read_and_ends_its_link() -> N
 
 def test_an_error_of_a_node_is_bounded_whatever_it_answers() -> None:
     error = RequestError("INTERNAL", "x" * MAX_TEXT_CHARS)
-    delta = RequestDelta(RequestOutput("a", 0, ()), 1, error=error)
+    delta = RequestDelta("a", 0, (), epoch=1, error=error)
     for event in ((delta,), AdminReply(1, error=error)):
         problem = event_problem(make_registration("d", NodeRole.DECODE), event, Vocabulary(9, 9))
         assert problem == f"error: must have at most {MAX_TEXT_CHARS} characters"
@@ -176,7 +175,7 @@ def test_what_a_node_says_to_people_is_short_and_moves_no_cursor() -> None:
 
     def delta(**changes: Any) -> tuple[RequestDelta]:
         receipt = dataclasses.replace(DECODE_RECEIPT, **changes)
-        return (RequestDelta(RequestOutput("a", 0, ()), 1, decode=receipt),)
+        return (RequestDelta("a", 0, (), epoch=1, decode=receipt),)
 
     for text in (escape, "x" * 1025):
         assert "why_drafts: must have at most 1024" in problem_of(delta(why_drafts=text))
@@ -216,7 +215,7 @@ class Hearer:
         self.told.append(item.delta)
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        self.told.append(RequestDelta(RequestOutput("a", output_index, (token_id,)), 1))
+        self.told.append(RequestDelta("a", output_index, (token_id,), epoch=1))
 
 
 def test_logprobs_of_a_long_prompt_are_read_in_a_thread_and_before_what_comes_behind(
@@ -241,11 +240,14 @@ def test_logprobs_of_a_long_prompt_are_read_in_a_thread_and_before_what_comes_be
             top = tuple((token_id, -1.0) for token_id in range(20))
             of_prompt = (None, *[TokenLogprobs(-0.5, top)] * 900)
             for index, prompt_logprobs in enumerate((of_prompt, ())):
-                output = RequestOutput("a", index, (5,), prompt_logprobs=prompt_logprobs)
-                await link.write(wire.node_event_to_proto((RequestDelta(output, 1),)))
+                await link.write(
+                    wire.node_event_to_proto(
+                        (RequestDelta("a", index, (5,), prompt_logprobs=prompt_logprobs, epoch=1),)
+                    )
+                )
             await until(lambda: len(reader.told) == 2)
-            assert reader.told[0].output.prompt_logprobs == of_prompt
-            assert [one.output.output_index for one in reader.told] == [0, 1]
+            assert reader.told[0].prompt_logprobs == of_prompt
+            assert [one.output_index for one in reader.told] == [0, 1]
 
     run()
     (thread,) = threads

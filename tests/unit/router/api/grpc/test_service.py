@@ -8,15 +8,16 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from baton.access.identity import ANYBODY
 from baton.api.errors import InvalidRequestError
-from baton.api.outputs import FinishReason, RequestOutput, TextDelta, TokenLogprobs
+from baton.api.outputs import FinishReason, RequestDelta, TextDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.link import wire
-from baton.link.words import CancelCommand, PrefillCommand, RequestDelta
+from baton.link.words import CancelCommand, PrefillCommand
 from baton.serving.access_log import AccessEntry
 from baton.serving.call_gate import Context
 from baton.text.tokenizer import Tokenizer
@@ -83,19 +84,20 @@ class Scene:
 
     def _say(self, index: int, token_ids: list[int]) -> None:
         last = index + len(token_ids) == len(TOKEN_IDS)
-        output = RequestOutput(
+        epoch = self.prefill.of(PrefillCommand)[-1].epoch
+        output = RequestDelta(
             "a",
             index,
             tuple(token_ids),
             FinishReason.LENGTH if last else None,
             tuple(TokenLogprobs(-1.0) for _ in token_ids),
+            epoch=epoch,
         )
-        epoch = self.prefill.of(PrefillCommand)[-1].epoch
         if index == 0:
-            self.prefill.say(RequestDelta(output, epoch, prefill=PREFILL_RECEIPT))
+            self.prefill.say(msgspec.structs.replace(output, prefill=PREFILL_RECEIPT))
         else:
             decode = DECODE_RECEIPT if last else None
-            self.decode.say(RequestDelta(output, epoch, decode=decode))
+            self.decode.say(msgspec.structs.replace(output, decode=decode))
 
     @property
     def cancels(self) -> list[int]:

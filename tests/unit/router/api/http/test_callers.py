@@ -25,7 +25,7 @@ async def test_session_and_priority_reach_the_call_from_body_or_header(scene: Ht
         reply = scene.post(**body)
         scene.say(await scene.command(number + 1), 0, "x", last=FinishReason.STOP)
         assert (await reply).status == 200
-    assert [(call.session_id, call.priority) for call in scene.dispatcher.calls] == [
+    assert [(call.terms.session_id, call.terms.priority) for call in scene.dispatcher.calls] == [
         ("", 0),
         ("of header", -3),
         ("of body", 0),
@@ -63,7 +63,7 @@ def test_only_who_brings_a_key_is_served_and_probes_need_none(tmp_path: Path) ->
         reply = scene.post()
         scene.say(await scene.command(), 0, "x", last=FinishReason.STOP)
         assert (await reply).status == 200
-        assert [call.principal.name for call in scene.dispatcher.calls] == ["alice"]
+        assert [call.terms.principal.name for call in scene.dispatcher.calls] == ["alice"]
 
     run()
 

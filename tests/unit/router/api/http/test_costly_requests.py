@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.api.errors import OverloadedError
-from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
-from baton.link.words import PrefillCommand, RequestDelta
+from baton.api.outputs import FinishReason, RequestDelta, TokenLogprobs
+from baton.link.words import PrefillCommand
 from router.api.http import completions, exchange
 from router.api.http.logprobs import TokenTexts
 from router.intake import long_answers
@@ -139,10 +139,21 @@ async def test_logprobs_of_some_tokens_are_those_of_none(scene: HttpScene) -> No
     reply = scene.post(prompt=[70], logprobs=0, max_tokens=2)
     command = await scene.command()
     one = (TokenLogprobs(-0.5),)
-    first = RequestOutput(command.request_id, 0, (70,), logprobs=one)
-    scene.prefill.say(RequestDelta(first, command.epoch, prefill=PREFILL_RECEIPT))
-    last = RequestOutput(command.request_id, 1, (71,), FinishReason.LENGTH)
-    scene.decode.say(RequestDelta(last, command.epoch, decode=DECODE_RECEIPT))
+    scene.prefill.say(
+        RequestDelta(
+            command.request_id, 0, (70,), logprobs=one, epoch=command.epoch, prefill=PREFILL_RECEIPT
+        )
+    )
+    scene.decode.say(
+        RequestDelta(
+            command.request_id,
+            1,
+            (71,),
+            FinishReason.LENGTH,
+            epoch=command.epoch,
+            decode=DECODE_RECEIPT,
+        )
+    )
     response = await reply
     assert response.status == 200
     assert (await response.json())["choices"][0]["logprobs"]["token_logprobs"] == [None, None]
@@ -152,12 +163,15 @@ def _say_one_token(
     scene: HttpScene, command: PrefillCommand, num_prompt_tokens: int, *, with_logprobs: bool
 ) -> None:
     one = TokenLogprobs(-0.5, ((70, -0.5),))
-    output = RequestOutput(
-        command.request_id,
-        0,
-        (70,),
-        FinishReason.STOP,
-        (one,) if with_logprobs else (),
-        (None, *[one] * (num_prompt_tokens - 1)) if with_logprobs else (),
+    scene.prefill.say(
+        RequestDelta(
+            command.request_id,
+            0,
+            (70,),
+            FinishReason.STOP,
+            (one,) if with_logprobs else (),
+            (None, *[one] * (num_prompt_tokens - 1)) if with_logprobs else (),
+            epoch=command.epoch,
+            prefill=PREFILL_RECEIPT,
+        )
     )
-    scene.prefill.say(RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT))

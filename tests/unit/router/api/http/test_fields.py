@@ -6,12 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.access.identity import Limits, Principal
-from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
+from baton.api.outputs import FinishReason, RequestDelta, TokenLogprobs
 from baton.api.structured_output import StructuredOutput
-from baton.link.words import PrefillCommand, RequestDelta
+from baton.link.words import PrefillCommand
 from baton.text.chat_template import ChatTemplate
 from router.api.http import exchange
 from router.api.http.conversation import chat_prompt, takes_effort
@@ -35,12 +36,14 @@ def say_ids(
     """Have the nodes say these tokens, one by one."""
     for index, token_id in enumerate(token_ids):
         is_last = index == len(token_ids) - 1
-        output = RequestOutput(command.request_id, index, (token_id,), last if is_last else None)
+        output = RequestDelta(
+            command.request_id, index, (token_id,), last if is_last else None, epoch=command.epoch
+        )
         if index == 0:
-            scene.prefill.say(RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT))
+            scene.prefill.say(msgspec.structs.replace(output, prefill=PREFILL_RECEIPT))
         else:
             decode = DECODE_RECEIPT if is_last else None
-            scene.decode.say(RequestDelta(output, command.epoch, decode=decode))
+            scene.decode.say(msgspec.structs.replace(output, decode=decode))
 
 
 # ---------------------------------------------------------------- what has no effect
@@ -248,8 +251,18 @@ async def test_logprobs_of_a_prompt_come_as_vllm_has_them(scene: HttpScene) -> N
     top = ((prompt[1], -0.1), (EOS, -2.0))
     told = (None, *(TokenLogprobs(-0.1, top) for _ in prompt[1:]))
     drawn = (TokenLogprobs(-0.5, top[:1]),)
-    output = RequestOutput(command.request_id, 0, (260,), FinishReason.LENGTH, drawn, told)
-    scene.prefill.say(RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT))
+    scene.prefill.say(
+        RequestDelta(
+            command.request_id,
+            0,
+            (260,),
+            FinishReason.LENGTH,
+            drawn,
+            told,
+            epoch=command.epoch,
+            prefill=PREFILL_RECEIPT,
+        )
+    )
     (choice,) = (await (await reply).json())["choices"]
     first, second, *_ = choice["prompt_logprobs"]
     assert first is None
@@ -269,8 +282,18 @@ async def test_logprobs_of_a_chats_prompt_come_with_its_answer(scene: HttpScene)
     assert command.sampling_params.prompt_logprobs == 0
     prompt = command.prompt_token_ids
     told = (None, *(TokenLogprobs(-0.1) for _ in prompt[1:]))
-    output = RequestOutput(command.request_id, 0, (260,), FinishReason.LENGTH, (), told)
-    scene.prefill.say(RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT))
+    scene.prefill.say(
+        RequestDelta(
+            command.request_id,
+            0,
+            (260,),
+            FinishReason.LENGTH,
+            (),
+            told,
+            epoch=command.epoch,
+            prefill=PREFILL_RECEIPT,
+        )
+    )
     response = await reply
     assert IGNORED_FIELDS_HEADER not in response.headers
     first, second, *rest = (await response.json())["prompt_logprobs"]
@@ -307,8 +330,18 @@ async def test_offsets_of_an_echo_that_shows_special_tokens_count_them(scene: Ht
     assert EOS in command.prompt_token_ids
     none = TokenLogprobs(-1.0)
     told = (None, *(none for _ in command.prompt_token_ids[1:]))
-    output = RequestOutput(command.request_id, 0, (260,), FinishReason.LENGTH, (none,), told)
-    scene.prefill.say(RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT))
+    scene.prefill.say(
+        RequestDelta(
+            command.request_id,
+            0,
+            (260,),
+            FinishReason.LENGTH,
+            (none,),
+            told,
+            epoch=command.epoch,
+            prefill=PREFILL_RECEIPT,
+        )
+    )
     (choice,) = (await (await reply).json())["choices"]
     tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
     assert choice["text"] == prompt

@@ -413,7 +413,7 @@ def test_the_key_may_come_as_anthropics_clients_send_it(tmp_path: Path) -> None:
             reply = post(scene)
             scene.say(await scene.command(number + 1), 0, "x", last=FinishReason.STOP)
             assert (await reply).status == 200
-        assert {call.principal.name for call in scene.dispatcher.calls} == {"alice"}
+        assert {call.terms.principal.name for call in scene.dispatcher.calls} == {"alice"}
 
     run()
 

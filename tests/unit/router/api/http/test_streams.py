@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.api.outputs import FinishReason, RequestOutput, TokenLogprobs
-from baton.link.words import PrefillCommand, RequestDelta
+from baton.api.outputs import FinishReason, RequestDelta, TokenLogprobs
+from baton.link.words import PrefillCommand
 from tests.fakes.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT
 
@@ -29,11 +29,20 @@ async def stream_of_euros(scene: HttpScene, path: str, **fields: Any) -> list[An
     text = b""
     for index, token_id in enumerate(token_ids):
         last = FinishReason.LENGTH if index == len(token_ids) - 1 else None
-        output = RequestOutput(command.request_id, index, (token_id,), last)
         prefill = PREFILL_RECEIPT if index == 0 else None
         decode = DECODE_RECEIPT if last else None
         node = scene.decode if index else scene.prefill
-        node.say(RequestDelta(output, command.epoch, prefill=prefill, decode=decode))
+        node.say(
+            RequestDelta(
+                command.request_id,
+                index,
+                (token_id,),
+                last,
+                epoch=command.epoch,
+                prefill=prefill,
+                decode=decode,
+            )
+        )
         text += await (await reply).content.readuntil(b"\n\n")
     text += await (await reply).read()
     return events_of(text.decode())
@@ -98,8 +107,18 @@ def test_a_prompt_is_scored_without_an_output(stream: bool, last: FinishReason) 
         assert command.sampling_params.max_tokens == 1
         logprobs = (None, *(TokenLogprobs(-float(i), ((5, -0.1),)) for i in token_ids[1:]))
         drawn = (TokenLogprobs(-0.5, ((5, -0.1),)),)
-        output = RequestOutput(command.request_id, 0, (260,), last, drawn, logprobs)
-        scene.prefill.say(RequestDelta(output, command.epoch, prefill=PREFILL_RECEIPT))
+        scene.prefill.say(
+            RequestDelta(
+                command.request_id,
+                0,
+                (260,),
+                last,
+                drawn,
+                logprobs,
+                epoch=command.epoch,
+                prefill=PREFILL_RECEIPT,
+            )
+        )
         response = await reply
         body = events_of(await response.text())[0] if stream else await response.json()
         (choice,) = body["choices"]

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from baton.api.outputs import FinishReason, RequestOutput
-from baton.link.words import NodeBeat, NodeRole, RequestDelta
+from baton.api.outputs import FinishReason, RequestDelta
+from baton.link.words import NodeBeat, NodeRole
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from tests.fakes.fleets import FleetBook
 from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool, token, token_1
@@ -216,8 +216,9 @@ def test_an_output_is_as_long_as_its_tokens_whatever_steps_they_took() -> None:
     before = shared.long_output_tokens
     decode.node.open_leg("a", 1, 40, Reader(), num_arriving=30)
     several = tuple(range(int(before)))
-    last = RequestOutput("a", 1, several, FinishReason.LENGTH)
-    decode.say(RequestDelta(last, 1, decode=DECODE_RECEIPT))  # of two forwards
+    decode.say(
+        RequestDelta("a", 1, several, FinishReason.LENGTH, epoch=1, decode=DECODE_RECEIPT)
+    )  # of two forwards
     assert shared.long_output_tokens == 1 + len(several) > before
 
 

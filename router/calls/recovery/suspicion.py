@@ -1,13 +1,13 @@
 """Suspicion: what one call has to do with the nodes that died under it, and how it is tried again.
 
-Made at its first loss: nearly no call has one. See `router/calls/suspects.py` for the whole of it.
+Made at its first loss: nearly no call has one. See `suspects.py` for the whole of it.
 """
 
 from __future__ import annotations
 
 from router.calls.attempt import Attempt
 from router.calls.call import Call
-from router.calls.suspects import WINDOW_S, Suspects, Trial
+from router.calls.recovery.suspects import WINDOW_S, Suspects, Trial
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Placement

@@ -35,7 +35,7 @@ class RetryOptions:
         max_preemptions: after so many the call fails.
         max_losses: of attempts that end because a node is gone; with one more the call fails.
         trial_pause_s: what a node had begun to compute when it was lost is tried again when no node
-            was lost for so long, where nothing else of that kind is (`router/calls/suspects.py`).
+            was lost for so long, where nothing else of that kind is (see `suspects.py`).
         pair_timeout_s: how long an attempt waits for a pair of nodes when there is none.
         first_pause_s: before an attempt that has to use again what has just failed; doubles.
         longest_pause_s: of those pauses.

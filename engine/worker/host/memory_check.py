@@ -10,7 +10,7 @@ from pathlib import Path
 from baton.api.errors import ConfigError
 from baton.engine_config import GIB, EngineConfig
 from engine.core.kv_cache_groups import DEFAULT_BLOCK_SIZE
-from engine.worker.host_memory import HostMemory
+from engine.worker.host.host_memory import HostMemory
 from models.config import ModelConfig
 from models.memory_needs import memory_needs
 

@@ -134,7 +134,7 @@ class Suspects:
         self._quarantined[fingerprint] = Quarantined(
             fingerprint,
             call.request_id,
-            call.principal.name,
+            call.terms.principal.name,
             len(call.prompt_token_ids),
             engine_ids,
             self.clock() + self._quarantine_s,
@@ -145,7 +145,7 @@ class Suspects:
         logger.error(
             "request %s of %s was ended and its like is refused for %g s (%s): %s died under it",
             call.request_id,
-            call.principal.name or "anybody",
+            call.terms.principal.name or "anybody",
             self._quarantine_s,
             fingerprint[:12],
             ", ".join(engine_ids),
@@ -175,7 +175,7 @@ class Suspects:
         """What a request is, whatever it is called: who sent it, its prompt and its parameters."""
         params = dataclasses.replace(call.sampling_params, seed=0)
         digest = hashlib.blake2b(key=self._key, digest_size=16)
-        sender = call.principal.tenant or call.principal.name
+        sender = call.terms.principal.tenant or call.terms.principal.name
         for part in (sender.encode(errors="replace"), repr(params).encode(errors="replace")):
             digest.update(len(part).to_bytes(8, "little") + part)
         digest.update(array("Q", call.prompt_token_ids).tobytes())

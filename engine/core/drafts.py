@@ -1,0 +1,148 @@
+"""Drafts: tokens that nobody has sampled, computed behind those that are known.
+
+The scheduler's part of speculation: without a proposer there are none, and nobody asks here.
+Refuses to know: who guesses, how well, and which tokens a step sampled in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.api.outputs import RequestDelta
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.metrics import EngineCounters
+from engine.core.outputs import ScheduledRequest, SchedulerOutput
+from engine.core.request import Request, RequestStatus
+
+
+class Drafts:
+    """Of the requests of one scheduler.
+
+    Args:
+        long_prefill_token_threshold: most tokens of one request in a step.
+        drafter_reads: see `EngineConfig.drafter_reads`.
+
+    Attributes:
+        kept: of running requests, for the step behind the one that was updated last.
+    """
+
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        counters: EngineCounters,
+        *,
+        long_prefill_token_threshold: int,
+        drafter_reads: bool,
+    ) -> None:
+        self.kept: dict[str, tuple[int, ...]] = {}
+        self._manager = kv_cache_manager
+        self._counters = counters
+        self._long_prefill_token_threshold = long_prefill_token_threshold
+        self._drafter_reads = drafter_reads
+
+    # ------------------------------------------------------------------ a step is chosen
+
+    def add_to(self, scheduled: list[ScheduledRequest], budget: int) -> int:
+        """Compute drafts behind what requests compute, where nobody is the worse for it.
+
+        All that can run have got what they need by now. Returns what is left of the budget.
+        """
+        for index, item in enumerate(scheduled):
+            drafts = self.kept.pop(item.request.request_id, ())
+            drafts = drafts[: self._num_to_compute(item, drafts, budget)]
+            if drafts:
+                num_tokens = item.num_scheduled_tokens + len(drafts)
+                scheduled[index] = ScheduledRequest(item.request, num_tokens, drafts)
+                budget -= len(drafts)
+        return budget
+
+    def look_ahead(self, scheduled: Sequence[ScheduledRequest], num_drafts: int) -> int:
+        """Give requests blocks for what is guessed behind this step's tokens, if many are free:
+
+        so many that every request of the step has one for its next token all the same. A guess
+        needs none for the last token that it may give, as nothing comes behind that.
+
+        Returns how many to guess behind each: none where nobody is drafted for.
+        """
+        manager = self._manager
+        if not any(item.request.is_drafted_for for item in scheduled):
+            return 0
+        spare = len(scheduled) * manager.num_groups
+        for item in scheduled:
+            request = item.request
+            if manager.block_pool.num_free <= spare + manager.num_blocks_for(num_drafts):
+                break
+            num_left = request.sampling_params.max_tokens - request.num_output_tokens
+            ahead = min(num_drafts, num_left - 1)
+            if ahead > 0 and item.samples and request.is_drafted_for:
+                start = request.num_computed_tokens + request.num_tokens_in_flight
+                manager.allocate(request, start + item.num_scheduled_tokens + ahead)
+        return num_drafts
+
+    def _num_to_compute(self, item: ScheduledRequest, drafts: tuple[int, ...], budget: int) -> int:
+        """How many of the drafts a request may compute; it has blocks for them then."""
+        request, num_tokens = item.request, item.num_scheduled_tokens
+        if not item.samples:
+            return 0
+        # One token more than drafts may be sampled.
+        room = min(
+            budget,
+            self._long_prefill_token_threshold - num_tokens,
+            request.max_num_tokens - request.num_tokens - 1,
+        )
+        drafts = drafts[: max(room, 0)]
+        if drafts and request.grammar is not None:
+            drafts = drafts[: request.grammar.num_possible(drafts)]
+        if not drafts:
+            return 0
+        granted = self._manager.allocate(request, request.num_tokens + len(drafts))
+        return 0 if granted is None else len(drafts)
+
+    # ------------------------------------------------------------------ a step has ended
+
+    def is_read(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> bool:
+        """Whether a drafter that must read all tokens has read all that a step computed by now.
+
+        It reads prompts at once, and outputs when it guesses: what fills up a block in between may
+        be read later, or never.
+        """
+        if not self._drafter_reads:
+            return True
+        return request.is_drafted_for and (num_tokens > 1 or scheduled.num_drafts > 0)
+
+    def take(
+        self, item: ScheduledRequest, token_ids: tuple[int, ...], scheduled: SchedulerOutput
+    ) -> tuple[RequestStatus | None, int]:
+        """Add what was sampled at drafts, up to the token that ends the output; count the drafts
+        that are what was sampled in their place: their KV is there.
+
+        Returns how the output ends, if it does (see `Request.append`), and how many were added.
+        """
+        request, num_known, ended = item.request, item.request.num_tokens, None
+        for token_id in token_ids:
+            ended = request.append(token_id)
+            if ended is not None:
+                break
+        if ended is RequestStatus.FINISHED_ABORTED:
+            del request.token_ids[num_known:]
+            return ended, 0
+        num_taken = request.num_tokens - num_known
+        request.num_computed_tokens += num_taken - 1
+        self._manager.cache_blocks(request, is_read=self.is_read(request, 1, scheduled))
+        self._manager.free_slid_out(request)
+        num_drafts, num_accepted = len(item.draft_token_ids), min(len(token_ids) - 1, num_taken)
+        request.num_drafts += num_drafts
+        request.num_accepted_drafts += num_accepted
+        self._counters.note_drafts(num_drafts, num_accepted)
+        return ended, num_taken
+
+    def keep(self, outputs: Sequence[RequestDelta], drafts: Mapping[str, tuple[int, ...]]) -> None:
+        """Keep what may come behind the new tokens of the step that was updated last, for the
+        next one to compute; what came behind earlier ones is out of date.
+        """
+        if not drafts and not self.kept:
+            return
+        for output in outputs:
+            self.kept.pop(output.request_id, None)
+            if output.request_id in drafts and output.finish_reason is None:
+                self.kept[output.request_id] = drafts[output.request_id]

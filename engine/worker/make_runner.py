@@ -1,0 +1,104 @@
+"""Makes model runners: with the buffers, backends and inputs for graphs that options ask for."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from baton.engine_config import EngineConfig
+from baton_kernels.attention import ATTENTION_BACKENDS
+from baton_kernels.attention.base import AttentionBackend
+from engine.worker.chunks.chunk_graphs import MAX_NUM_REQUESTS, ChunkGraphs, chunk_sizes
+from engine.worker.chunks.chunk_inputs import ChunkInputs
+from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs, captured_sizes
+from engine.worker.device_choice import BackendNames
+from engine.worker.drafting.base import Drafting
+from engine.worker.graph_inputs import GraphInputs
+from engine.worker.input_batch import InputBatch
+from engine.worker.kv_cache import KVCacheSpec
+from engine.worker.model_runner import ModelRunner
+from models.base import CausalLM
+from models.parallel.group import ALONE, Ranks
+
+
+def make_model_runner(
+    model: CausalLM,
+    kv_cache: Tensor,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    backend_names: BackendNames,
+    max_model_len: int,
+    *,
+    with_graphs: bool = False,
+    with_chunks: bool = False,
+    samples_on_device: bool | None = None,
+    ranks: Ranks = ALONE,
+    tells_tokens: bool = False,
+    drafting: Drafting | None = None,
+    rejects: bool = False,
+) -> ModelRunner:
+    """A runner with its own attention backends and buffers, on the device of the cache.
+
+    Args:
+        with_graphs: make inputs for graphs of decode steps.
+        with_chunks: make inputs for graphs of steps with prompts.
+        samples_on_device: None: on a GPU with Triton.
+    """
+    device = kv_cache.device
+    max_blocks = -(-(max_model_len + config.num_lookahead_drafts) // spec.block_size) + 1
+    most = min(config.max_decode_rows, config.cuda_graph_max_batch)
+    context = GraphContext(
+        model, make_backends(backend_names), spec.layer_groups, spec.layer_caches(kv_cache)
+    )
+    graph_inputs, decode_graphs = None, Replays[StepGraphs]()
+    if with_graphs:
+        graph_inputs = GraphInputs(
+            captured_sizes(most),
+            num_rows=config.max_num_requests,
+            max_blocks=max_blocks,
+            num_groups=spec.num_groups,
+            max_seq_len=max_model_len,
+            device=device,
+        )
+        decode_graphs = Replays(partial(StepGraphs, context, graph_inputs), graph_inputs.sizes)
+    chunk_graphs = Replays[ChunkGraphs]()
+    if with_chunks:
+        chunk_inputs = ChunkInputs(
+            chunk_sizes(min(config.cuda_graph_max_chunk, config.max_num_batched_tokens)),
+            max_num_requests=min(config.max_num_requests, MAX_NUM_REQUESTS),
+            max_blocks=max_blocks,
+            num_groups=spec.num_groups,
+            max_seq_len=max_model_len,
+            device=device,
+        )
+        chunk_graphs = Replays(partial(ChunkGraphs, context, chunk_inputs), chunk_inputs.sizes)
+    if samples_on_device is None:
+        samples_on_device = device.type == "cuda" and find_spec("triton") is not None
+    return ModelRunner(
+        context,
+        InputBatch(
+            max_num_requests=config.max_num_requests,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_decode_rows=config.max_decode_rows,
+            sliding_windows=spec.sliding_windows,
+            max_blocks=max_blocks,
+            block_size=spec.block_size,
+            state_groups=spec.state_groups,
+            device=device,
+            graph_inputs=graph_inputs,
+        ),
+        decode_graphs,
+        chunk_graphs,
+        samples_on_device=samples_on_device,
+        ranks=ranks,
+        tells_tokens=tells_tokens,
+        drafting=drafting,
+        rejects=rejects,
+    )
+
+
+def make_backends(names: BackendNames) -> tuple[AttentionBackend | None, ...]:
+    """A backend of its own for each group that attends."""
+    return tuple(None if name is None else ATTENTION_BACKENDS.load(name)() for name in names)

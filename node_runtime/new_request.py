@@ -1,0 +1,35 @@
+"""Makes an engine's request of what a router commands a node of either role."""
+
+from __future__ import annotations
+
+from baton.api.prompt import check_prompt, check_sampling_params
+from baton.block_hash import extra_keys_of
+from baton.link.words import DecodeCommand, PrefillCommand
+from engine.core.request import Request
+from engine.engine import Engine
+
+
+def new_request(
+    engine: Engine, command: PrefillCommand | DecodeCommand, max_tokens: int | None = None
+) -> Request:
+    """Check a command and make its request; raises InvalidRequestError.
+
+    Args:
+        max_tokens: fewer new tokens than the command allows; a prefill node gives 1.
+    """
+    params, vocab_size = command.sampling_params, engine.model_config.vocab_size
+    token_ids = [*command.prompt_token_ids, *command.output_token_ids]
+    check_prompt(token_ids, vocab_size=vocab_size, max_model_len=engine.max_model_len)
+    check_sampling_params(params, vocab_size=vocab_size)
+    return Request.create(
+        command.request_id,
+        command.prompt_token_ids,
+        params,
+        seed=params.seed or 0,
+        eos_token_ids=engine.eos_token_ids,
+        max_model_len=engine.max_model_len,
+        max_tokens=max_tokens,
+        output_token_ids=command.output_token_ids,
+        extra_keys=extra_keys_of(command.cache_salt),
+        epoch=command.epoch,
+    )

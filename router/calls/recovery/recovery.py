@@ -1,0 +1,193 @@
+"""Recovery: what becomes of one call after an attempt failed: who is at fault, and when and where
+there is another one. Nearly no call needs any; knows neither tokens nor their order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import secrets
+from collections.abc import Callable
+
+from baton.api.errors import NodeUnavailableError
+from baton.link.words import BEAT_INTERVAL_S, NodeRole, RequestError
+from router.calls.attempt import Attempt
+from router.calls.call import Call
+from router.calls.recovery.pair_choice import PairChoice
+from router.calls.recovery.retry_budget import CallRetries, RetryBudget, RetryOptions
+from router.calls.recovery.suspects import WINDOW_S, Suspects
+from router.calls.recovery.suspicion import Suspicion, had_begun
+from router.fleet.call_errors import error_of
+from router.fleet.fleet import Fleet
+from router.fleet.node import LegDelta
+from router.fleet.node_pool import NodePool
+from router.policies.base import Placement
+
+logger = logging.getLogger(__name__)
+
+# A node that is gone, cannot reach its peer, or has an engine that cannot continue: another may.
+_RETRYABLE = ("UNAVAILABLE", "INTERNAL")
+# Within it a silent node is heard again, or the router says that it is lost.
+_VERDICT_S = 2.0
+
+
+class Recovery:
+    """Of one call.
+
+    Args:
+        remaining_s: seconds until its deadline; raises the error of a call that was ended.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        pool: NodePool,
+        suspects: Suspects,
+        options: RetryOptions,
+        budget: RetryBudget,
+        remaining_s: Callable[[], float],
+    ) -> None:
+        self._call = call
+        self._pool = pool
+        self._suspects = suspects
+        self._options = options
+        self._budget = budget
+        self._remaining_s = remaining_s
+        self._retries = CallRetries(options, budget)
+        self._choice = PairChoice()
+        self._suspicion: Suspicion | None = None  # since the first loss of a node
+
+    # ------------------------------------------------------------------ an attempt failed
+
+    def note_failure(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
+        """Count a failed attempt; raises its error if there must be no other."""
+        self._blame(attempt, item, error)
+        if error.code not in (*_RETRYABLE, "PREEMPTED"):
+            raise error_of(error)
+        decode = attempt.decode.engine_id if attempt.decode else ""
+        prefill = attempt.prefill.engine_id if attempt.prefill else ""
+        self._choice.note_failure(prefill, decode, item, self._silent_of(attempt))
+        self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
+
+    async def wait_for_turn(self, attempt: Attempt, error: RequestError) -> None:
+        """Wait until a silent node is known to be lost, or not, and the budget has a retry left.
+
+        What a silent node cannot have begun to compute does not wait for that: it is no suspect.
+        """
+        pool, budget = self._pool, self._budget
+        loop = asyncio.get_running_loop()
+        known_by = loop.time() + _VERDICT_S
+        while had_begun(attempt, self._silent_of(attempt)) and loop.time() < known_by:
+            self._remaining_s()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_INTERVAL_S):
+                    await pool.wait_for_change()
+        self._remaining_s()
+        self._suspect(attempt)
+        if self._retries.needs_pause:
+            await self.pause()
+        if not self._retries.may_begin():
+            if budget.is_storm(self._remaining_s()):
+                raise NodeUnavailableError(f"{error.message} (too many retries in the cluster)")
+            with budget.waiting():
+                await self.pause()
+                while not self._retries.may_begin():
+                    await self.pause()
+        logger.info("request %s is tried again: %s", self._call.request_id, error.message)
+
+    async def pause(self) -> None:
+        """Back off, the longer the more often this call failed; not past the deadline."""
+        options = self._options
+        exponent = min(self._retries.num_failed, 16) - 1
+        pause_s = min(options.first_pause_s * 2**exponent, options.longest_pause_s)
+        # Not all at once: those that were preempted together would be so again.
+        pause_s *= 0.5 + secrets.randbelow(512) / 1024
+        await asyncio.sleep(min(pause_s, self._remaining_s()))
+
+    # ------------------------------------------------------------------ the next one
+
+    async def wait_to_be_tried(self) -> None:
+        """Wait while a suspect is not to be placed yet; raises PoisonRequestError."""
+        if self._suspicion is not None:
+            while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # its end is a time
+                await asyncio.sleep(min(wait_s, self._remaining_s()))
+
+    def narrow(self, fleet: Fleet) -> Fleet:
+        """The best part of ``fleet`` for the next attempt; not empty if ``fleet`` is not."""
+        if self._suspicion is not None:
+            fleet = self._suspicion.narrow(fleet)
+        return self._choice.narrow(fleet)
+
+    def has_failed(self, placement: Placement) -> bool:
+        """Whether a pair, or one of its nodes, failed this call before."""
+        return self._choice.has_failed(placement)
+
+    def begin(self, placement: Placement) -> None:
+        """An attempt begins there."""
+        if self._suspicion is not None:
+            self._suspicion.begin(placement)
+
+    def note_progress(self, attempt: Attempt) -> None:
+        """Its tokens came."""
+        if self._suspicion is not None:
+            self._suspicion.note_progress(attempt)
+
+    def close(self) -> None:
+        """The call is on no node any more."""
+        if self._suspicion is not None:
+            self._suspicion.close()
+
+    # ------------------------------------------------------------------ whose fault it is
+
+    def _silent_of(self, attempt: Attempt) -> set[str]:
+        """Engine ids of an attempt's nodes of which nothing is heard, and not known to be lost."""
+        pool = self._pool
+        return {
+            node.engine_id
+            for node in attempt.nodes
+            if node.is_silent and pool.node(node.engine_id) is node
+        }
+
+    def _is_loss(self, attempt: Attempt, item: LegDelta) -> bool:
+        """Whether an attempt failed because one of its nodes is gone or silent, whoever said so."""
+        error, pool = item.delta.error, self._pool
+        is_gone = any(
+            pool.node(node.engine_id) is not node or node.is_stuck or node.is_silent
+            for node in attempt.nodes
+        )
+        return item.node_lost or (is_gone and error is not None and error.code == "UNAVAILABLE")
+
+    def _suspect(self, attempt: Attempt) -> None:
+        """Note which nodes died under an attempt; raises PoisonRequestError if it is why."""
+        pool, suspects = self._pool, self._suspects
+        lost = {
+            node.engine_id
+            for node in attempt.nodes
+            if node.is_stuck or pool.node(node.engine_id) is not node
+        }
+        lost &= pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)  # not by an operator
+        if lost:
+            if self._suspicion is None:
+                pause_s = self._options.trial_pause_s
+                self._suspicion = Suspicion(suspects, self._call, pause_s)
+            self._suspicion.note_loss(attempt, lost, len(pool.nodes))
+        else:
+            self.close()
+
+    def _blame(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
+        """Tell the health of the nodes that an attempt failed.
+
+        One whose engine cannot continue is at fault alone; what else is wrong may be the other's
+        fault. One that is lost is gone anyway, and being short of memory is no fault.
+        """
+        prefill, decode = attempt.prefill, attempt.decode
+        if error.code not in _RETRYABLE or self._is_loss(attempt, item):
+            return
+        if error.code == "INTERNAL" or prefill is None or decode is None:
+            node = prefill if item.role is NodeRole.PREFILL else decode
+            if node is not None:
+                node.health.note_failure("", error.message)
+            return
+        prefill.health.note_failure(decode.engine_id, error.message)
+        decode.health.note_failure(prefill.engine_id, error.message)
