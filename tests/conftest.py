@@ -70,8 +70,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of some folders are medium at least."""
+    """Tests of some folders are medium at least, and thorough ones are large."""
     for item in items:
+        if item.get_closest_marker("thorough") is not None:
+            item.add_marker(pytest.mark.large)
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in _MEDIUM_FOLDERS and item.get_closest_marker("large") is None:
             item.add_marker(pytest.mark.medium)

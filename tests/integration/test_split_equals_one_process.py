@@ -71,8 +71,18 @@ def test_split_equals_one_process_greedily(
 def test_split_equals_transformers_greedily(
     split: list[Completion], demo_model: Path, prompts: list[list[int]]
 ) -> None:
+    """Some as `generate` says; of all, each token is the likeliest one behind those before it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    ends = model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
     for prompt, completion in zip(prompts, split, strict=True):
+        tokens = completion.token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits[0]
+        assert tuple(logits[len(prompt) - 1 :].argmax(-1).tolist()) == tokens
+        assert not ends & set(tokens[:-1])
+        assert len(tokens) == GREEDY.max_tokens or tokens[-1] in ends
+    for prompt, completion in list(zip(prompts, split, strict=True))[::8]:
         input_ids = torch.tensor([prompt])
         output = model.generate(
             input_ids,

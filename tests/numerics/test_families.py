@@ -27,13 +27,23 @@ from tests.numerics.family_checkpoints import (
     TinyCheckpoint,
     all_variants,
     make_tiny_checkpoint,
+    richest_variants,
 )
 
 MAX_DIFFERENCE = 1e-4  # of a logprob
 TABLE = "tests/numerics/family_checkpoints.py"
 
 
-@pytest.fixture(scope="module", params=all_variants(), ids=", ".join)
+def variants() -> list[Any]:
+    """The richest of each family stays in `make test`."""
+    richest = richest_variants()
+    return [
+        pytest.param(one, marks=() if one in richest else pytest.mark.thorough, id=", ".join(one))
+        for one in all_variants()
+    ]
+
+
+@pytest.fixture(scope="module", params=variants())
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     architecture, variant = request.param
     return make_tiny_checkpoint(architecture, variant, tmp_path_factory.mktemp("model"))
