@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 # Tests are many small computations: more threads only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Those that take two beside other workers' tests: who waits is to leave its core to who computes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
