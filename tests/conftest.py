@@ -90,7 +90,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if asks is not None:
         asks.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if config.getoption("--no-processes"):
-        sys.addaudithook(lambda event, _: _seen.append(event) if event in _OF_PROCESSES else None)
+        noted = _OF_PROCESSES  # the hook outlives this module's names
+
+        def note(event: str, _: object) -> None:
+            if event in noted:
+                _seen.append(event)
+
+        sys.addaudithook(note)
 
 
 @pytest.fixture(autouse=True)
