@@ -37,8 +37,10 @@ setup: .venv/.ready ## create .venv and install the project for development
 demo: setup ## fetch a small model; start router, prefill and decode node; talk with it; show the receipts; stop
 	$(BIN)/python examples/demo.py
 
+# More than there are cores, for a fifth of their time tests wait for something.
+WORKERS ?= 3
 # A wait that ran into its limit is tried once more, as the machine may have stood still.
-PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun TimeoutError --numprocesses 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun TimeoutError --numprocesses $(WORKERS) --dist worksteal
 # Tests of real processes mostly wait for them: more files at a time than there are cores.
 PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --dist loadfile
 
