@@ -15,7 +15,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-large test-clients deploy-check test-all fuzz property-long company-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
+.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -37,21 +37,27 @@ setup: .venv/.ready ## create .venv and install the project for development
 demo: setup ## fetch a small model; start router, prefill and decode node; talk with it; show the receipts; stop
 	$(BIN)/python examples/demo.py
 
+# More than there are cores, for a fifth of their time tests wait for something.
+WORKERS ?= 3
 # A wait that ran into its limit is tried once more, as the machine may have stood still.
-PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun TimeoutError --numprocesses 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun TimeoutError --numprocesses $(WORKERS) --dist worksteal
 # Tests of real processes mostly wait for them: more files at a time than there are cores.
 PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --dist loadfile
 
-unit: setup ## run the tests that need no process, no socket and no patience (a minute or two on two cores)
+unit: setup ## run the tests that need no process, no socket and no patience (a minute on two cores)
 	$(PYTEST) --no-processes -m "not medium and not large" tests/unit tests/contract
 
-test: setup ## run the tests, but for the large ones
+test: setup ## run the tests that a change can break, all but the large ones (six minutes on two cores)
 	$(PYTEST) -m "not large" --ignore tests/integration
 	$(PYTEST_PROCESSES) -m "not large" tests/integration
 
 # Only the files that have some: to collect all tests takes each worker half a minute.
-LARGE_TESTS ?= $(sort $(shell grep -lr 'mark\.large' tests --include='test_*.py'))
-test-large: setup ## run the large tests: drills, fuzzing over HTTP, pages in a browser, all the ways to split
+THOROUGH_TESTS := $(sort $(shell grep -lrE 'mark\.thorough|import covering' tests --include='test_*.py'))
+test-thorough: setup ## of the large tests, those the gate runs, too: the rest of what `make test` has a part of (two minutes)
+	$(PYTEST) -m thorough $(THOROUGH_TESTS)
+
+LARGE_TESTS ?= $(sort $(THOROUGH_TESTS) $(shell grep -lr 'mark\.large' tests --include='test_*.py'))
+test-large: setup ## run the large tests: drills, fuzzing over HTTP, pages in a browser, all the ways to split (an hour)
 	$(PYTEST_PROCESSES) -m "$(LARGE)" $(LARGE_TESTS)
 
 # Each client in an environment of its own below .venv-clients: gigabytes, the first time.

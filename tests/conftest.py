@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 # Tests are many small computations: more threads only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Those that take two beside other workers' tests: who waits is to leave its core to who computes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
@@ -69,17 +72,31 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of some folders are medium at least."""
+    """Tests of some folders are medium at least, and thorough ones are large."""
     for item in items:
+        if item.get_closest_marker("thorough") is not None:
+            item.add_marker(pytest.mark.large)
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in _MEDIUM_FOLDERS and item.get_closest_marker("large") is None:
             item.add_marker(pytest.mark.medium)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """From here on note what small tests must not do, if so asked."""
+    # A worker says two things of each test to pytest-rerunfailures, and then asks: without this the
+    # second waits for the kernel's delayed acknowledgement of the first, 40 ms for every test.
+    asks = getattr(getattr(config, "failures_db", None), "sock", None)
+    if asks is not None:
+        asks.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if config.getoption("--no-processes"):
-        sys.addaudithook(lambda event, _: _seen.append(event) if event in _OF_PROCESSES else None)
+        noted = _OF_PROCESSES  # the hook outlives this module's names
+
+        def note(event: str, _: object) -> None:
+            if event in noted:
+                _seen.append(event)
+
+        sys.addaudithook(note)
 
 
 @pytest.fixture(autouse=True)

@@ -166,10 +166,12 @@ class Meeting:
                 continue
             with self._lock:
                 self._unknown[link] = None
-                oldest = next(iter(self._unknown))
                 is_full = len(self._unknown) > _MAX_UNKNOWN
+                if is_full:
+                    oldest = next(iter(self._unknown))
+                    del self._unknown[oldest]  # or who comes next would hang up on the same one
             if is_full:
-                with contextlib.suppress(OSError):  # it goes by itself
+                with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._let_in, args=(link,), daemon=True).start()
 

@@ -24,6 +24,8 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 GREEDY = SamplingParams(temperature=0)
 
 
+pytestmark = pytest.mark.medium
+
 # Executor, ranks of a stage, stages, and whether steps are launched ahead.
 HERE = [
     ("uniproc", 1, 1, False),

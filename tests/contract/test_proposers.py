@@ -26,7 +26,12 @@ def plain() -> tuple[list[Completion], int]:
 
 @pytest.mark.parametrize(
     ("num_drafts", "asynchronous", "adaptive"),
-    [(1, False, False), (3, True, False), (5, False, False), (5, True, True)],
+    [
+        (1, False, False),
+        (3, True, False),
+        pytest.param(5, False, False, marks=pytest.mark.thorough),
+        (5, True, True),
+    ],
 )
 @pytest.mark.parametrize("method", PROPOSERS.names())
 def test_speculation_changes_no_token(

@@ -50,9 +50,9 @@ def p_value_of_two(one: Counter[int], other: Counter[int]) -> float:
     return float(torch.special.gammaincc(halves[0], halves[1]))
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[tuple[int, ...]]:
-    return outputs_of(num_draws(3000), 10**9)[0]
+@pytest.fixture(scope="module", params=[1000, pytest.param(3000, marks=pytest.mark.thorough)])
+def plain(request: pytest.FixtureRequest) -> list[tuple[int, ...]]:
+    return outputs_of(num_draws(request.param), 10**9)[0]
 
 
 @pytest.mark.parametrize("method", PROPOSERS.names())

@@ -20,7 +20,7 @@ from engine import LLM
 from tests.fakes.foreign_model import make_foreign_model
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.thorough, pytest.mark.nixl, pytest.mark.timeout(400)]
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=7)

@@ -28,6 +28,8 @@ KV_PORTS = range(41000, 41100)
 ENVIRONMENT = {**os.environ, "UCX_TCP_PORT_RANGE": f"{KV_PORTS.start}-{KV_PORTS.stop - 1}"}
 MODEL = ["--model", str(DEMO_MODEL)]
 
+pytestmark = pytest.mark.thorough  # three systems of three programs
+
 
 @dataclass(frozen=True, slots=True)
 class Socket:

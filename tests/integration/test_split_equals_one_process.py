@@ -16,7 +16,8 @@ from engine import LLM
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(400)]
 
-NUM_PROMPTS = 64
+# Prompts, and where in the text the first of them begins: none begins as one of the others does.
+SOME, MANY = (24, 0), (64, 4000)
 MAX_PROMPT_TOKENS = 1000
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
@@ -26,14 +27,17 @@ def llm(demo_model: Path) -> LLM:
     return LLM(str(demo_model), dtype="float32", num_threads=1)
 
 
-@pytest.fixture(scope="module")
-def prompts(llm: LLM) -> list[list[int]]:
-    """64 prompts of 1 to 1,000 tokens of real text: slices of a module of the standard library."""
+@pytest.fixture(
+    scope="module", params=[SOME, pytest.param(MANY, marks=pytest.mark.thorough)], ids=["24", "64"]
+)
+def prompts(request: pytest.FixtureRequest, llm: LLM) -> list[list[int]]:
+    """Prompts of 1 to 1,000 tokens of real text: slices of a module of the standard library."""
+    num_prompts, start = request.param
     assert llm.tokenizer is not None
     text = Path(argparse.__file__).read_text(encoding="utf-8")
-    token_ids = llm.tokenizer.encode(text)
+    token_ids = llm.tokenizer.encode(text)[start:]
     lengths = [
-        1 + index * (MAX_PROMPT_TOKENS - 1) // (NUM_PROMPTS - 1) for index in range(NUM_PROMPTS)
+        1 + index * (MAX_PROMPT_TOKENS - 1) // (num_prompts - 1) for index in range(num_prompts)
     ]
     assert (lengths[0], lengths[-1]) == (1, MAX_PROMPT_TOKENS)
     return [token_ids[37 * index : 37 * index + length] for index, length in enumerate(lengths)]
@@ -71,8 +75,18 @@ def test_split_equals_one_process_greedily(
 def test_split_equals_transformers_greedily(
     split: list[Completion], demo_model: Path, prompts: list[list[int]]
 ) -> None:
+    """Some as `generate` says; of all, each token is the likeliest one behind those before it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    ends = model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
     for prompt, completion in zip(prompts, split, strict=True):
+        tokens = completion.token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits[0]
+        assert tuple(logits[len(prompt) - 1 :].argmax(-1).tolist()) == tokens
+        assert not ends & set(tokens[:-1])
+        assert len(tokens) == GREEDY.max_tokens or tokens[-1] in ends
+    for prompt, completion in list(zip(prompts, split, strict=True))[::8]:
         input_ids = torch.tensor([prompt])
         output = model.generate(
             input_ids,

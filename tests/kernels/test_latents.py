@@ -28,7 +28,9 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(SHAPES[0], marks=pytest.mark.thorough), *SHAPES[1:]], ids=str
+)
 def test_latent_attention(
     shape: tuple[int, int, int], step: str, dtype: torch.dtype, device: torch.device
 ) -> None:

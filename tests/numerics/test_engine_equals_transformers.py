@@ -93,7 +93,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+# The others' layers are among the layers of these.
+RICHEST = ("llama", "mistral, window", "qwen3, empty places", "qwen2, 2:1")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in RICHEST else pytest.mark.thorough)
+        for name in CHECKPOINTS
+    ],
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     architecture, overrides = CHECKPOINTS[request.param]
     theirs = make_hugging_face_model(

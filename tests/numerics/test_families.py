@@ -27,13 +27,23 @@ from tests.numerics.family_checkpoints import (
     TinyCheckpoint,
     all_variants,
     make_tiny_checkpoint,
+    richest_variants,
 )
 
 MAX_DIFFERENCE = 1e-4  # of a logprob
 TABLE = "tests/numerics/family_checkpoints.py"
 
 
-@pytest.fixture(scope="module", params=all_variants(), ids=", ".join)
+def variants() -> list[Any]:
+    """The richest of each family stays in `make test`."""
+    richest = richest_variants()
+    return [
+        pytest.param(one, marks=() if one in richest else pytest.mark.thorough, id=", ".join(one))
+        for one in all_variants()
+    ]
+
+
+@pytest.fixture(scope="module", params=variants())
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     architecture, variant = request.param
     return make_tiny_checkpoint(architecture, variant, tmp_path_factory.mktemp("model"))
@@ -93,7 +103,7 @@ def test_every_architecture_is_in_the_documentation() -> None:
 # ---------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("threshold", [7, 64])
+@pytest.mark.parametrize("threshold", [7, pytest.param(64, marks=pytest.mark.thorough)])
 def test_logprobs_at_every_position(checkpoint: TinyCheckpoint, threshold: int) -> None:
     llm = make_llm(checkpoint, long_prefill_token_threshold=threshold)
     prompt = checkpoint.examples[0].later(20).prompt
@@ -166,7 +176,7 @@ def test_with_prefix_hits(checkpoint: TinyCheckpoint) -> None:
     assert request.num_cached_tokens > max(len(first.prompt) - 1, shared)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_preempted(checkpoint: TinyCheckpoint, prefix_cache: bool) -> None:
     examples = checkpoint.short_examples
     options = {"block_size": 2, "prefix_cache": prefix_cache, "long_prefill_token_threshold": 4}

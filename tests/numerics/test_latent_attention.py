@@ -74,8 +74,17 @@ def generate(folder: Path, prompts: list[list[int]], **options: Any) -> list[Com
 
 
 @needs_native
-@pytest.mark.parametrize("heads", [4, 16])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [
+        ("float32", 4),
+        ("bfloat16", 16),
+        ("float16", 4),
+        pytest.param("float32", 16, marks=pytest.mark.thorough),
+        pytest.param("bfloat16", 4, marks=pytest.mark.thorough),
+        pytest.param("float16", 16, marks=pytest.mark.thorough),
+    ],
+)
 def test_bits_are_the_same_alone_and_in_company(dtype: str, heads: int, tmp_path: Path) -> None:
     folder = make_folder(tmp_path, num_attention_heads=heads, num_key_value_heads=heads)
     draw = random.Random(0)

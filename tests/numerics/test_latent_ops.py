@@ -14,6 +14,7 @@ from torch import Tensor
 from baton_kernels import PackedWeight, WeightFormat, dispatch, reference
 from baton_kernels.attention import ATTENTION_BACKENDS
 from baton_kernels.attention.base import as_keys_and_values
+from tests.covering import covering
 from tests.numerics.paged import make_metadata, make_tables
 from tests.numerics.tolerances import assert_close
 
@@ -75,9 +76,12 @@ class Texts:
         return list(torch.split(out, lens))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("threads", "backend", "dtype", "shape"),
+    covering([1, 2], BACKENDS, DTYPES, SHAPES),
+    indirect=["threads"],
+    ids=str,
+)
 def test_every_backend_attends_over_latents(
     backend: str, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
@@ -94,9 +98,12 @@ def test_every_backend_attends_over_latents(
         assert_close(out, expected.to(dtype))
 
 
-@pytest.mark.parametrize("block_size", [BLOCK_SIZE, 32])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("threads", "dtype", "shape", "block_size"),
+    covering([1, 2], DTYPES, SHAPES, [BLOCK_SIZE, 32]),
+    indirect=["threads"],
+    ids=str,
+)
 def test_a_token_is_the_same_in_a_prompt_a_chunk_and_a_decode(
     dtype: torch.dtype, shape: tuple[int, int, int], block_size: int
 ) -> None:

@@ -15,6 +15,7 @@ import baton_kernels as ops
 from baton_kernels import GroupedIntegers, Groups, WeightFormat, dispatch, reference
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.native.ops import NativeOps
+from tests.covering import covering
 from tests.numerics.packed import numbers_of
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
@@ -215,9 +216,11 @@ def test_packed_linear(
 
 
 @TYPES
-@pytest.mark.parametrize("storage", WeightFormat, ids=str)
-@pytest.mark.parametrize("num_rows", [0, 1, 9, 40, 500])
-@pytest.mark.parametrize("half", [37, 96])  # of the outputs; whole panels or not
+@pytest.mark.parametrize(
+    ("storage", "num_rows", "half"),  # of the outputs; whole panels or not
+    covering(WeightFormat, [0, 1, 9, 40, 500], [37, 96]),
+    ids=str,
+)
 def test_packed_gated_linear(
     native: NativeOps, half: int, num_rows: int, storage: WeightFormat, dtype: torch.dtype
 ) -> None:
@@ -377,9 +380,11 @@ def test_rows_are_joined_and_the_largest_number_found(
 
 
 @TYPES
-@pytest.mark.parametrize("head_dim", [8, 64, 80])
-@pytest.mark.parametrize("ratio", [1, 3, 7])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 37}, {"soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "ratio", "options"),
+    covering([8, 64, 80], [1, 3, 7], [{}, {"sliding_window": 37}, {"soft_cap": 3.0}]),
+    ids=str,
+)
 def test_paged_attention(
     head_dim: int, ratio: int, options: dict[str, float], dtype: torch.dtype
 ) -> None:

@@ -114,8 +114,24 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
+def cases() -> list[Any]:
+    """Each kind with full attention, and two kinds with what attends or computes otherwise."""
+    kept = {("float32", "sliding window"), ("int8 weights", "sliding window")}
+    kept |= {("bfloat16", "experts"), ("int4 weights", "experts")}
+    return [
+        pytest.param(
+            kind,
+            model,
+            marks=()
+            if model == "full attention" or (kind, model) in kept
+            else pytest.mark.thorough,
+        )
+        for kind in KINDS
+        for model in MODELS
+    ]
+
+
+@pytest.mark.parametrize(("kind", "model"), cases())
 def test_alone_and_in_company(kind: str, model: str) -> None:
     """Alone on one thread, in company on one or two."""
     alone = load(kind, model, num_blocks=60, num_threads=1, prefix_cache=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 from baton_kernels import dispatch, reference
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.reference import FP8
+from tests.covering import covering
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
 BLOCK_SIZE, NUM_KV_HEADS = 8, 2
@@ -72,17 +73,17 @@ class Texts:
         return list(torch.split(out, lens))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("head_dim", "ratio"), SHAPES)
 @pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 250}, {"soft_cap": 3.0}, SINKS], ids=str
+    ("kind", "shape", "options"),
+    covering(KINDS, SHAPES, [{}, {"sliding_window": 250}, {"soft_cap": 3.0}, SINKS]),
+    ids=str,
 )
-def test_attention(kind: str, head_dim: int, ratio: int, options: dict[str, float]) -> None:
+def test_attention(kind: str, shape: tuple[int, int], options: dict[str, float]) -> None:
     """As a decode alone, as decodes together, in prompts in one chunk and in chunks of any size.
 
     One thread computes what is alone, two compute what has company.
     """
-    texts = Texts(LENGTHS, kind, head_dim, ratio)
+    texts = Texts(LENGTHS, kind, *shape)
     numbers = range(len(LENGTHS))
     torch.set_num_threads(2)
     whole = texts.attend([(text, 0, LENGTHS[text]) for text in numbers], **options)

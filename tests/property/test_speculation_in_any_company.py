@@ -20,6 +20,7 @@ from engine.core.scheduler import ALL
 from engine.speculation import PROPOSERS
 from engine.speculation.speculation import Speculation
 from kvconnector.peer_process import PeerProcess
+from tests.covering import covering
 from tests.fakes import drafters
 from tests.fakes.handoff_cluster import BLOCK_SIZE
 from tests.property.num_examples import num_requests
@@ -33,7 +34,8 @@ from tests.property.test_split_in_any_company import (
 
 __all__ = ["patched"]  # a fixture
 
-CASES = [(method, num_drafts) for method in PROPOSERS.names() for num_drafts in (1, 3, 5)]
+NUM_DRAFTS = (1, 3, 5)
+CASES = [(method, num_drafts) for method in PROPOSERS.names() for num_drafts in NUM_DRAFTS]
 MAX_TOKENS = 60  # of an output in one process; a cold model soon repeats itself
 MAX_SPLIT_TOKENS = 32
 SMALL: dict[str, Any] = {"num_threads": 1}
@@ -103,8 +105,9 @@ def test_in_one_process(
     record_guesses([llm.metrics()], record_property)
 
 
-@pytest.mark.parametrize("dies", [False, True])
-@pytest.mark.parametrize(("method", "num_drafts"), CASES)
+@pytest.mark.parametrize(
+    ("dies", "method", "num_drafts"), covering([False, True], PROPOSERS.names(), NUM_DRAFTS)
+)
 @pytest.mark.timeout(0)
 def test_in_a_split_system(
     method: str,

@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4 weights": {"dtype": "bfloat16", "weights": "int4"},
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
+MORE_KINDS = ("float16", "bfloat16", "int4 weights")  # not in `make test`
 # In keys, those of `kernels/csrc/attention.h`: texts end on both sides of their borders.
 TILE, SPAN = 192, 576
 LENGTHS = (3, 17, 40, 90, TILE - 3, TILE + 5, SPAN - 2, SPAN + 30)
@@ -223,7 +224,13 @@ def make_system(alone: Alone, options: Mapping[str, Any], draw: random.Random) -
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.thorough if kind in MORE_KINDS else ())
+        for kind in KINDS
+    ],
+)
 @pytest.mark.timeout(0)
 def test_a_request_in_a_split_system_has_the_bits_it_has_alone(
     kind: str, patched: pytest.MonkeyPatch, record_property: Callable[[str, object], None]

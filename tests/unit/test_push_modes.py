@@ -114,11 +114,13 @@ def test_blocks_that_lie_by_heads_go_whole_and_before_token_1(async_scheduling: 
     )
     pushes = record_pushes(cluster)
     hand_over(cluster)
-    # A "layer" is all that there is to cut.
+    # A "layer" is all that there is to cut; a step launched ahead may push its layer before a whole
+    # chunk of the step before it.
     sent = [(p.first_block, len(p.block_ids), p.layers) for p in pushes]
-    assert sent == [(0, 1, WHOLE), (1, 1, WHOLE), (2, 2, (0, 1)), (2, 0, WHOLE)]
-    assert pushes[2].record is None
-    assert pushes[3].record is not None
+    expected = [(0, 1, WHOLE), (1, 1, WHOLE), (2, 2, (0, 1)), (2, 0, WHOLE)]
+    assert sorted(sent, key=str) == sorted(expected, key=str)
+    assert sent[-1] == expected[-1]
+    assert [push.record is not None for push in pushes] == [False, False, False, True]
     assert_clean(cluster)
 
 

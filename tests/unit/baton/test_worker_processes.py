@@ -99,7 +99,9 @@ def test_time_that_passes_counts_too() -> None:
     run(test, WorkLimits(cpu_s=5.0, wall_s=0.3, memory_bytes=2**26))
 
 
-def test_a_worker_that_stopped_is_ended() -> None:
+def test_a_worker_that_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.processes.worker_processes._GRACE_S", 0.5)
+
     async def test(workers: WorkerProcesses) -> None:
         sleeping = asyncio.create_task(workers.run(b"sleep(60)"))
         busy = await busy_worker()
@@ -108,7 +110,7 @@ def test_a_worker_that_stopped_is_ended() -> None:
             await sleeping
         await until_gone(busy.pid)
 
-    run(test, WorkLimits(cpu_s=5.0, wall_s=2.0, memory_bytes=2**26))
+    run(test, WorkLimits(cpu_s=5.0, wall_s=1.5, memory_bytes=2**26))
 
 
 async def busy_worker() -> psutil.Process:

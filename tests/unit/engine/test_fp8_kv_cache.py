@@ -98,6 +98,7 @@ def test_the_scales_of_a_checkpoint(tmp_path: Path) -> None:
     assert errors[1] > before * 3, "most numbers became too small"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("num_stages", "num_ranks"), [(2, 1), (2, 2)])
 def test_stages_know_the_scales_of_each_others_layers(
     tmp_path: Path, num_stages: int, num_ranks: int

@@ -85,10 +85,10 @@ def random_answers(seed: int, sizes: list[int]) -> Script:
 @pytest.mark.parametrize(
     ("server", "options"),
     [
-        ("grpc", {}),
+        pytest.param("grpc", {}, marks=pytest.mark.thorough),
         ("grpc", {"connections": 3}),
-        ("http", {"count_tokens_by": "logprobs"}),
-        ("http", {"count_tokens_by": "continuous-usage"}),
+        pytest.param("http", {"count_tokens_by": "logprobs"}, marks=pytest.mark.thorough),
+        pytest.param("http", {"count_tokens_by": "continuous-usage"}, marks=pytest.mark.thorough),
         ("http", {}),
         ("http that refuses", {}),
     ],

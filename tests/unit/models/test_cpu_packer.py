@@ -187,8 +187,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype | None, 
     [
         ("auto", torch.bfloat16),
         ("auto", torch.float32),  # looked at first: 16 bits are enough
-        ("fp32", torch.bfloat16),
-        ("int8", torch.bfloat16),
+        pytest.param("fp32", torch.bfloat16, marks=pytest.mark.thorough),
+        pytest.param("int8", torch.bfloat16, marks=pytest.mark.thorough),
         ("int4", torch.bfloat16),
     ],
     ids=str,

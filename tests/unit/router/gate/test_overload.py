@@ -103,6 +103,7 @@ def test_connections_at_work_never_refuse_everybody() -> None:
 # ------------------------------------------------------------------ the signals
 
 
+@pytest.mark.medium
 @asynchronous
 async def test_a_loop_that_is_held_up_time_and_again_is_late_and_one_pause_is_not() -> None:
     lag = LoopLag()
