@@ -37,8 +37,8 @@ setup: .venv/.ready ## create .venv and install the project for development
 demo: setup ## fetch a small model; start router, prefill and decode node; talk with it; show the receipts; stop
 	$(BIN)/python examples/demo.py
 
-# More than there are cores, for a fifth of their time tests wait for something.
-WORKERS ?= 3
+# A third one on two cores gains nothing: what waits is made up for by tests that compute longer.
+WORKERS ?= 2
 # A wait that ran into its limit is tried once more, as the machine may have stood still.
 PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun TimeoutError --numprocesses $(WORKERS) --dist worksteal
 # Tests of real processes mostly wait for them: more files at a time than there are cores.
@@ -47,7 +47,7 @@ PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --di
 unit: setup ## run the tests that need no process, no socket and no patience (a minute on two cores)
 	$(PYTEST) --no-processes -m "not medium and not large" tests/unit tests/contract
 
-test: setup ## run the tests that a change can break, all but the large ones (six minutes on two cores)
+test: setup ## run the tests that a change can break, all but the large ones (six and a half minutes on two cores)
 	$(PYTEST) -m "not large" --ignore tests/integration
 	$(PYTEST_PROCESSES) -m "not large" tests/integration
 
