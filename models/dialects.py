@@ -31,6 +31,7 @@ _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "no_rope_layers": (None,),
     "use_qk_norm": (None, False),
+    "attention_chunk_size": (None,),  # of Llama 4, whose layers attend within chunks
 }
 
 

@@ -318,6 +318,8 @@ REFUSED: dict[str, Any] = {
     "mlp_hidden_act": "tanh",
     "rope_parameters": {"rope_type": "spiral"},
 }
+# Of every architecture, whether its config has the field or not.
+REFUSED_BY_ALL: dict[str, Any] = {"attention_chunk_size": 64}
 
 
 def all_variants() -> list[tuple[str, str]]:

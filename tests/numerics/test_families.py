@@ -23,6 +23,7 @@ from models import MODELS, load_model
 from tests.numerics.family_checkpoints import (
     FAMILIES,
     REFUSED,
+    REFUSED_BY_ALL,
     Example,
     TinyCheckpoint,
     all_variants,
@@ -212,7 +213,7 @@ def test_fields_that_would_change_results_are_refused(
     of_text = values.get("text_config", values)
     refused = {name: value for name, value in REFUSED.items() if of_text.get(name) is not None}
     assert len(refused) >= 2
-    for name, value in (refused | dict(checkpoint.refused)).items():
+    for name, value in (REFUSED_BY_ALL | refused | dict(checkpoint.refused)).items():
         changed = _with(values, [*where, *name.split(".")], value)
         (tmp_path / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ModelLoadError, match=rf"\b{name.split('.')[-1]}\b") as caught:
