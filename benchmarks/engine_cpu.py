@@ -196,7 +196,9 @@ def run(
         timeout=RUN_LIMIT_S,
         env=environment,
     )
-    results: dict[str, float | str] = json.loads(done.stdout.strip().splitlines()[-1])
+    results: dict[str, float | str] = json.loads(
+        next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+    )
     return results
 
 
@@ -212,7 +214,7 @@ def measure(
                 continue
             try:
                 found = run(subject, python, folder, arguments)
-            except (subprocess.SubprocessError, ValueError, IndexError) as error:
+            except (subprocess.SubprocessError, ValueError, StopIteration) as error:
                 text = getattr(error, "stderr", None) or str(error)
                 missing[subject] = f"does not run: {text.strip().splitlines()[-1][:200]}"
                 continue

@@ -265,7 +265,7 @@ def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
         if batch not in contexts:
             options = api.llama_context_default_params()
             options.n_ctx = 8704 if batch == 1 else batch * 256
-            options.n_batch = 2048
+            options.n_batch = 8704  # of a call: it cuts them itself, into 512
             options.n_seq_max = batch
             options.n_threads = options.n_threads_batch = threads
             contexts[batch] = api.llama_init_from_model(model, options)
