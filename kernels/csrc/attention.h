@@ -9,7 +9,7 @@
  * A row's keys before its window and after itself weigh 0, and adding 0 changes no bit.
  * Pairs: where a CPU multiplies bfloat16 as it is (see halves.h), queries, keys, values and weights,
  * rounded, are multiplied so; by decodes and prompts alike. Where it has matrices (AMX), by them, also
- * by both alike. Many heads that share a key have tiles and spans of their own, see attention_shared.h.
+ * by both alike: decodes, and prompts of many heads that share a key, as attention_shared.h says.
  *
  * Refuses to know: how a piece is computed.
  */

@@ -33,7 +33,7 @@ _VERDICT_S = 2.0
 
 
 class Recovery:
-    """Of one call.
+    """Decide for one call whether it is tried again, when and on which pair.
 
     Args:
         remaining_s: seconds until its deadline; raises the error of a call that was ended.
