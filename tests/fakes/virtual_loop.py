@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import selectors
 from collections.abc import Callable, Iterator
 from contextvars import Context
@@ -31,6 +32,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self._num_calls = 0
+        self._timers: list[float] = []  # a heap; those that were cancelled, too
         super().__init__(_NeverWaits())
         self.errors: list[dict[str, Any]] = []
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
@@ -43,6 +45,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         self._num_calls += 1
         return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        heapq.heappush(self._timers, when)
+        return super().call_at(when, callback, *args, context=context)
+
+    @property
+    def idle_s(self) -> float:
+        """Until the next timer may be due; 0 when there is none."""
+        while self._timers and self._timers[0] <= self.time():
+            heapq.heappop(self._timers)
+        return self._timers[0] - self.time() if self._timers else 0.0
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from loadtest.load.clock import RunClock
 from loadtest.load.generate import Lengths
 from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.report.fault_report import FaultReport, fault_line, report_faults
+from loadtest.run import RunResult
 from loadtest.slo import Slo
 from tests.fakes.load_targets import TICK_S, Answer, ScriptedTarget, even, run_virtually
 
@@ -162,7 +163,7 @@ def test_a_router_that_does_not_answer_is_a_finding() -> None:
     assert found.audit.problems[0].startswith("127.0.0.1:1 does not answer")
 
 
-def costs(script: Any, *texts: str, rate: float = 20.0) -> list[FaultReport]:
+def run(script: Any, rate: float = 20.0) -> tuple[LoadPlan, RunResult]:
     plan = LoadPlan(
         load=OpenLoop(rate_per_s=rate, arrivals="constant"),
         input_lengths=Lengths(4),
@@ -172,7 +173,11 @@ def costs(script: Any, *texts: str, rate: float = 20.0) -> list[FaultReport]:
         slo=Slo.parse("ttft=0.2"),
         max_lag_s=2 * TICK_S,
     )
-    result = run_virtually(plan, ScriptedTarget(script))
+    return plan, run_virtually(plan, ScriptedTarget(script))
+
+
+def costs(ran: tuple[LoadPlan, RunResult], *texts: str) -> list[FaultReport]:
+    plan, result = ran
     events = [
         FaultEvent(fault=fault, began_s=fault.begin_s, ended_s=fault.end_s)
         for fault in map(Fault.parse, texts)
@@ -189,7 +194,7 @@ def test_what_a_fault_cost_is_what_the_server_did() -> None:
         slow = 8.5 <= scheduled_s < 11.0 and number % 2  # then every other one is late
         return even(0.5 if slow else 0.1, 0.01)(number, length)
 
-    [cost] = costs(script, "kill p0 @8s")
+    [cost] = costs(run(script), "kill p0 @8s")
     assert cost.baseline_share == 1.0
     assert cost.baseline_goodput_per_s == pytest.approx(20.0, abs=0.2)
     assert cost.window_s == 1.0
@@ -208,21 +213,22 @@ def test_what_was_not_hurt_or_does_not_recover_is_said() -> None:
     def script(number: int, length: int) -> Answer:
         return even(0.5 if number >= 300 else 0.1, 0.01)(number, length)  # from 15 s on
 
-    assert costs(script) == []
-    nothing, never = costs(script, "stop d0 @5-6s", "kill d0 @15s")
+    ran = run(script)
+    assert costs(ran) == []
+    nothing, never = costs(ran, "stop d0 @5-6s", "kill d0 @15s")
     assert (nothing.recovery_s, nothing.lowest_share, nothing.num_lost) == (0.0, 1.0, 0)
     assert "no dip" in fault_line(nothing)
     assert (never.recovery_s, never.lowest_share) == (None, 0.0)
     assert "not recovered" in fault_line(never)
-    [unknown] = costs(script, "kill d0 @1s")
+    [unknown] = costs(ran, "kill d0 @1s")
     assert (unknown.baseline_share, unknown.recovery_s) == (None, None)
     assert "nobody asked before it" in fault_line(unknown)
-    [few] = costs(script, "kill d0 @10s", rate=2.0)
+    [few] = costs(run(script, rate=2.0), "kill d0 @10s")
     assert few.window_s == pytest.approx(5.0)
 
 
 @pytest.mark.medium
 def test_the_line_of_a_fault_says_what_leaked() -> None:
-    [cost] = costs(even(0.1, 0.01), "kill p0 @8s")
+    [cost] = costs(run(even(0.1, 0.01)), "kill p0 @8s")
     assert "leaked" not in fault_line(cost)  # nobody looked
     assert fault_line(dataclasses.replace(cost, num_leaked=2)).endswith(", 2 blocks leaked")
