@@ -87,7 +87,7 @@ class DraftingExecutor:
         num_drafts = (first * 7 + len(request_id)) % (self._num_drafts + 1)
         known = self._outputs(request_id)[first : first + num_drafts]
         return tuple(
-            token_id ^ bool(self._wrong_every and position % self._wrong_every == 0)
+            abs(token_id - bool(self._wrong_every and position % self._wrong_every == 0))
             for position, token_id in enumerate(known, first)
         )
 
