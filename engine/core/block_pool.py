@@ -3,10 +3,11 @@
 A block is free or referenced, never both. Free blocks form a doubly linked list between two
 sentinels, so that any of them can be taken out in O(1):
 
-    head <-> oldest <-> ... <-> newest <-> tail        allocate at the head, free at the tail
+    head <-> newest blank <-> ... <-> oldest cached <-> ... <-> newest cached <-> tail
 
-Blocks that nobody has had yet are made when they are first wanted: a large cache that is mostly
-empty costs nothing. They are older than all others.
+Blocks are given out from the head on. Blank ones hold nothing that anybody could find; the newest
+is the warmest in the CPU's caches. Blocks that nobody has had yet are made when too few are blank:
+a large cache that is mostly empty costs nothing, and new memory has to be cleared first.
 
 A free block keeps its content and its hash until it is given out again, so that a later request
 with the same prefix can take it back (`touch`). Knows no request and no tensor.
@@ -81,6 +82,7 @@ class BlockPool:
         self.num_free = num_blocks
         self.num_evicted = 0
         self._blocks: list[KVCacheBlock] = []  # by id; the others were never given out
+        self._num_blank = 0  # in the free list: its first ones
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         self._head.next, self._tail.previous = self._tail, self._head
@@ -93,15 +95,16 @@ class BlockPool:
     def allocate(self, num_blocks: int, *, extents: bool = False) -> list[int] | None:
         """Give ``num_blocks`` block ids with one reference each, or None if too few are free.
 
-        The blocks that were freed longest ago go first; what they had cached is forgotten.
+        Blank ones go first, then those that were freed longest ago; what these had cached is
+        forgotten.
 
         Args:
-            extents: prefer blocks that follow each other in memory, among a few times as many that
-                were freed longest ago.
+            extents: prefer blocks that follow each other in memory: new ones, or among a few times
+                as many of those that would go first.
         """
         if num_blocks > self.num_free:
             return None
-        self._make_new(num_blocks)
+        self._make_new(num_blocks if extents else num_blocks - self._num_blank)
         if extents and num_blocks > 1 and len(self._blocks) == self.num_blocks:
             block_ids = self._take_extents(num_blocks)
         else:  # what was just made is one extent
@@ -129,19 +132,21 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference on each block; the last one frees it.
 
-        Blocks are freed in the order given, and the first freed is the first to be given out
-        again: callers give a request's tail first.
+        Callers give a request's tail first: of what is cached the first freed is the first to be
+        given out again, of what is blank the last.
         """
-        blocks, last = self._blocks, self._tail.previous
         for block_id in block_ids:
-            block = blocks[block_id]
+            block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is free already"
             block.ref_count -= 1
-            if block.ref_count == 0:
-                last.next, block.previous = block, last
-                last = block
-                self.num_free += 1
-        last.next, self._tail.previous = self._tail, last
+            if block.ref_count:
+                continue
+            is_blank = block.block_hash is None
+            previous = self._head if is_blank else self._tail.previous
+            block.previous, block.next = previous, previous.next
+            previous.next = block.next.previous = block
+            self._num_blank += is_blank
+            self.num_free += 1
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks are in the free list (and would leave it when touched)."""
@@ -199,6 +204,7 @@ class BlockPool:
         """Forget all cached content; blocks in use stay in use."""
         for block in self._blocks:
             block.block_hash, block.silent = None, False
+        self._num_blank = sum(block.ref_count == 0 for block in self._blocks)
         self._cached.clear()
         if self._events is not None:
             self._events.append(BlocksCleared())
@@ -234,6 +240,8 @@ class BlockPool:
     def check(self) -> None:
         """Assert the invariants; O(num_blocks), for tests and debug runs."""
         free_ids = {block.block_id for block in self._free_blocks()}
+        are_blank = [block.block_hash is None for block in self._free_blocks()]
+        assert are_blank == [place < self._num_blank for place in range(len(are_blank))]
         assert len(free_ids) + self.num_blocks - len(self._blocks) == self.num_free
         num_hashed = 0
         for block in self._blocks:
@@ -269,7 +277,8 @@ class BlockPool:
         """Put so many blocks that nobody has had at the head of the free list, while there are."""
         first = len(self._blocks)
         num_new = min(num_wanted, self.num_blocks - first)
-        if num_new:
+        if num_new > 0:
+            self._num_blank += num_new
             new = [KVCacheBlock(first + index) for index in range(num_new)]
             self._blocks += new
             for previous, block in itertools.pairwise([self._head, *new, self._head.next]):
@@ -303,7 +312,9 @@ class BlockPool:
         return block_ids
 
     def _give(self, block: KVCacheBlock) -> None:
-        if block.block_hash is not None:
+        if block.block_hash is None:
+            self._num_blank -= 1
+        else:
             self._forget(block)
             self.num_evicted += 1
         block.ref_count = 1

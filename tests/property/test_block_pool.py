@@ -15,7 +15,7 @@ PATHS = [b"", b"a", b"b", b"aa", b"ab", b"ba", b"aba"]
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Against a model: references, a list of free blocks, oldest first, and names.
+    """Against a model: references, a list of free blocks, the next one first, and names.
 
     A content's name is its path, ``ab`` behind ``a``; so that events can be checked for order.
     """
@@ -24,16 +24,21 @@ class BlockPoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS, record_events=True)
         self.references: Counter[int] = Counter()
-        self.free = list(range(NUM_BLOCKS))
+        self.free: list[int] = []
+        self.num_made = 0
         self.names: dict[int, bytes] = {}
         self.told: set[bytes] = set()  # what whoever listens to events believes
 
     @rule(num_blocks=st.integers(0, NUM_BLOCKS + 1))
     def allocate(self, num_blocks: int) -> None:
         block_ids = self.pool.allocate(num_blocks)
-        if num_blocks > len(self.free):
+        if num_blocks > len(self.free) + NUM_BLOCKS - self.num_made:
             assert block_ids is None
             return
+        num_blank = sum(block_id not in self.names for block_id in self.free)
+        num_new = max(min(num_blocks - num_blank, NUM_BLOCKS - self.num_made), 0)
+        self.free[:0] = range(self.num_made, self.num_made + num_new)
+        self.num_made += num_new
         assert block_ids == self.free[:num_blocks]
         del self.free[:num_blocks]
         self.references.update(block_ids)
@@ -57,7 +62,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.references[block_id] -= 1
             if not self.references[block_id]:
                 del self.references[block_id]
-                self.free.append(block_id)
+                self.free.insert(len(self.free) if block_id in self.names else 0, block_id)
 
     @precondition(lambda self: self.references)
     @rule(data=st.data(), start=st.sampled_from(PATHS), suffix=st.sampled_from(PATHS[1:]))
@@ -114,7 +119,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @invariant()
     def counts_add_up(self) -> None:
         self.pool.check()
-        assert self.pool.num_free == len(self.free)
+        assert self.pool.num_free == len(self.free) + NUM_BLOCKS - self.num_made
         assert self.pool.ref_counts() == dict(self.references)
         assert self.pool.num_references() == self.references.total()
 

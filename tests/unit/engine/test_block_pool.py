@@ -43,12 +43,32 @@ def test_a_block_is_free_only_when_its_last_holder_lets_go() -> None:
     pool.check()
 
 
-def test_blocks_are_given_out_again_in_the_order_in_which_they_were_freed() -> None:
-    pool = BlockPool(4)
-    pool.allocate(4)
+def test_cached_blocks_are_given_out_again_in_the_order_in_which_they_were_freed() -> None:
+    pool = cached_pool(b"a", b"b", b"c", b"d")
     pool.release([2, 0])
     pool.release([3])
     assert pool.allocate(3) == [2, 0, 3]
+
+
+def test_blank_blocks_go_first_and_of_them_the_one_that_was_freed_last() -> None:
+    pool = cached_pool(b"a", num_blocks=6)
+    assert pool.allocate(3) == [1, 2, 3]
+    pool.release([0])
+    pool.release([2, 3])
+    pool.release([1])
+    assert pool.allocate(5) == [1, 3, 2, 4, 5]
+    assert pool.allocate(1) == [0]
+    pool.check()
+
+
+def test_new_blocks_are_made_when_too_few_are_blank() -> None:
+    pool = BlockPool(8)
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.release([1, 0])
+    assert pool.allocate(2) == [0, 1]  # memory that was written before
+    pool.release([1, 0])
+    assert pool.allocate(3) == [3, 0, 1]
+    pool.check()
 
 
 @pytest.mark.parametrize("mistake", [BlockPool.hold, BlockPool.release])
@@ -83,7 +103,7 @@ def cached_pool(*hashes: bytes, num_blocks: int = 4) -> BlockPool:
     everything = pool.allocate(num_blocks)
     assert everything == list(range(num_blocks))
     block_ids = everything[: len(hashes)]
-    pool.release(everything[len(hashes) :])
+    pool.release(everything[: len(hashes) - 1 - num_blocks : -1])  # blank: the last goes first
     pool.cache(block_ids, hashes, None)
     pool.take_events()
     return pool

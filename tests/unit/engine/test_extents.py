@@ -59,7 +59,7 @@ def test_no_choice_of_that_many_blocks_has_fewer_runs(
 def test_the_pool_gives_extents_only_to_who_asks(extents: bool, expected: list[int]) -> None:
     pool = BlockPool(16)
     pool.allocate(16)
-    pool.release([5, 0, 9, 1, 7, 13, 11, 3])
+    pool.release([3, 11, 13, 7, 1, 9, 0, 5])  # the last goes first
     assert pool.allocate(2, extents=extents) == expected
     assert pool.num_free == 6
     pool.check()
@@ -69,6 +69,8 @@ def test_what_was_freed_last_is_not_taken_for_an_extent() -> None:
     pool = BlockPool(200)
     pool.allocate(200)
     old = list(range(0, 4 * WINDOW_FACTOR * 3, 2))  # no two of them adjoin
+    names = [BlockHash(index.to_bytes(2, "big")) for index in range(200)]
+    pool.cache(range(200), names, None)
     pool.release(old)
     pool.release([191, 192, 193])  # these do, but somebody may still come back for them
     assert set(pool.allocate(3, extents=True) or []) <= set(old)

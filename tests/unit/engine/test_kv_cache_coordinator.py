@@ -96,6 +96,7 @@ def test_each_group_drops_by_its_own_window_and_all_come_back_tail_first() -> No
     assert len(held) == 18
     null_block = 0
     request.num_computed_tokens = 12  # the next token looks back to 0, 10 and 8
+    manager.cache_blocks(request)
     manager.free_slid_out(request)
     assert request.block_ids[0::3] == held[0::3]
     assert request.block_ids[1::3] == [null_block] * 5 + held[16:17]

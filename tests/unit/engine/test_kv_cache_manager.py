@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from tests.fakes.engine_parts import make_request
 
@@ -42,10 +43,12 @@ def test_a_request_that_does_not_fit_gets_nothing_at_all() -> None:
     assert manager.block_pool.num_free == 1
 
 
-def test_free_gives_the_tail_back_first() -> None:
-    manager = KVCacheManager(3, 4)
-    request = make_request("a")
+def test_free_gives_the_tail_of_what_is_cached_back_first() -> None:
+    manager = KVCacheManager(3, 4, hasher=BlockHasher(4))
+    request = make_request("a", 12)
     held = list(manager.allocate(request, 12) or [])
+    request.num_computed_tokens = 12
+    manager.cache_blocks(request)
     manager.free(request)
     assert request.block_ids == []
     assert manager.block_pool.allocate(3) == held[::-1]

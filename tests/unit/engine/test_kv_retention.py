@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from baton.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.kv_retention import Find, FullAttention, SlidingWindow
 from tests.fakes.engine_parts import ContentRunner, make_request, make_scheduler, step
@@ -94,10 +95,11 @@ def test_a_request_gives_back_what_slid_out_and_keeps_what_it_looks_at() -> None
 
 
 def test_what_slid_out_together_is_given_out_again_tail_first() -> None:
-    manager = KVCacheManager(5, 1, sliding_windows=[1])
+    manager = KVCacheManager(5, 1, sliding_windows=[1], hasher=BlockHasher(1))
     request = make_request("a", 4)
     held = list(manager.allocate(request, 4) or [])
     request.num_computed_tokens = 4
+    manager.cache_blocks(request)
     manager.free_slid_out(request)
     assert manager.block_pool.allocate(4) == held[::-1]
 
