@@ -231,7 +231,7 @@ def test_talks_of_many_turns_build_on_what_was_generated(
 def test_evicted_prefixes_are_computed_again_and_a_reset_forgets_them(
     checkpoint: Checkpoint,
 ) -> None:
-    llm = make_llm(checkpoint, block_size=4, num_blocks=20)
+    llm = make_llm(checkpoint, block_size=4, num_blocks=18)
     prompts = family(5, 30, 14)
     expected = [checkpoint.expected(prompt) for prompt in prompts]
     num_cached = []
