@@ -15,6 +15,7 @@
 #define MIN_CHUNK (8 * MAX_ROWS)
 #define MOST_TILED ((MAX_CHUNK + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS)
 #define CHUNK_FLOATS (1 << 18)
+#define CHUNK_TILED (7 << 16) /* matrices take halves, or bytes */
 #define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
 #define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
 #define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
@@ -58,7 +59,8 @@ INLINE int64_t slice_start(const linear_call *c, int64_t s) {
 }
 
 INLINE int64_t chunk_rows(const linear_call *c) {
-    int64_t rows = min64(MAX_CHUNK, max64(MIN_CHUNK, CHUNK_FLOATS / c->depth));
+    int64_t most = in_tiles(c) ? CHUNK_TILED : CHUNK_FLOATS;
+    int64_t rows = min64(MAX_CHUNK, max64(MIN_CHUNK, most / c->depth));
     return in_tiles(c) ? rows / TILED_ROWS * TILED_ROWS : rows;
 }
 
@@ -106,20 +108,26 @@ INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t co
                         min64(BLOCK, c->depth - k), groups, rows_from(bits, to, room, r));
 }
 
+#define ORDERED 4 /* rows that are read side by side: more than a cache fetches ahead of are slow */
+
 /* Rows [begin, end) of a chunk of x into [step][row of the chunk][HALVES]. */
 static void order_rows(const linear_call *c, int64_t chunk, int64_t step_bytes, int64_t begin,
                        int64_t end, char *to) {
-    for (int64_t k = 0; k < c->depth; k += HALVES, to += step_bytes)
-        for (int64_t r = begin; r < end; r++) {
-            char *row = to + r * ROW_BYTES;
-            const void *from = at(BFLOAT16, c->x, (chunk + r) * c->x_stride + k);
-            if (k + HALVES <= c->depth) {
-                memcpy(row, from, ROW_BYTES);
-            } else {
-                memset(row, 0, ROW_BYTES);
-                memcpy(row, from, (c->depth - k) * 2);
+    for (int64_t first = begin; first < end; first += ORDERED) {
+        int64_t last = min64(first + ORDERED, end);
+        char *step = to;
+        for (int64_t k = 0; k < c->depth; k += HALVES, step += step_bytes)
+            for (int64_t r = first; r < last; r++) {
+                char *row = step + r * ROW_BYTES;
+                const void *from = at(BFLOAT16, c->x, (chunk + r) * c->x_stride + k);
+                if (k + HALVES <= c->depth) {
+                    memcpy(row, from, ROW_BYTES);
+                } else {
+                    memset(row, 0, ROW_BYTES);
+                    memcpy(row, from, (c->depth - k) * 2);
+                }
             }
-        }
+    }
 }
 
 /* Rows [begin, end) of a chunk of x into [slice][row of the chunk][X_STRIDE]. */
