@@ -55,10 +55,18 @@ INLINE void tiles_begin(int64_t bytes) {
 }
 INLINE void tiles_end(void) { _tile_release(); }
 
+/* What vectors do while matrices are multiplied, in as many pieces as there are steps; NULL: nothing. */
+typedef struct {
+    void (*piece)(void *of, int64_t size);
+    void *of;
+    int64_t size;
+} meanwhile;
+
 /* x: the rows' part of a step, x_step bytes from the next; tile: from row to row `stride` floats, as
  * many rows as the matrices have. */
 INLINE void tiles_product(int matrices, const char *w, const char *x, int64_t x_step,
-                          int64_t num_steps, float *tile, int64_t stride, int accumulate, fetch f) {
+                          int64_t num_steps, float *tile, int64_t stride, int accumulate, fetch f,
+                          meanwhile other) {
     const int64_t pitch = stride * sizeof(float);
     float *second = tile + TILE_ROWS * stride;
     if (accumulate) {
@@ -82,6 +90,7 @@ INLINE void tiles_product(int matrices, const char *w, const char *x, int64_t x_
         _tile_loadd(7, w + LANES * 4, PANEL * 4);
         for (int64_t byte = 0; byte < f.step; byte += 64) __builtin_prefetch(f.from + byte, 0, 2);
         f.from += f.step;
+        if (other.piece) other.piece(other.of, other.size);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (matrices > 1) {
@@ -102,6 +111,19 @@ INLINE void tiles_product(int matrices, const char *w, const char *x, int64_t x_
 #endif
 
 #if DOTS_HALVES
+
+/* A line of the output, rounded as store_rounded does. One that nobody reads soon goes past the cache,
+ * which would fetch it first. */
+INLINE void store_line(void *to, vec first, vec second, int passes_by) {
+    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
+                                         29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    __m512i low = (__m512i)rounded_bits(first), high = (__m512i)rounded_bits(second);
+    __m512i line = _mm512_permutex2var_epi16(low, odd, high);
+    if (passes_by)
+        _mm512_stream_si512(to, line);
+    else
+        _mm512_storeu_si512(to, line);
+}
 
 /* sum += the first of a lane's pair times the first of `two`, and the second times the second. */
 INLINE vec dot_pair(vec sum, const void *two, vec_u32 pairs) {

@@ -8,12 +8,14 @@
 #include "linear.h"
 
 #include "code_tiles.h"
+#include "finish.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
 #define MAX_CHUNK (30 * MAX_ROWS) /* rows of x that are packed at a time: all of them stay in L2 */
 #define MIN_CHUNK (8 * MAX_ROWS)
 #define MOST_TILED ((MAX_CHUNK + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS)
 #define CHUNK_FLOATS (1 << 18)
+#define CHUNK_TILED (7 << 16) /* matrices take halves, or bytes */
 #define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
 #define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
 #define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
@@ -57,7 +59,8 @@ INLINE int64_t slice_start(const linear_call *c, int64_t s) {
 }
 
 INLINE int64_t chunk_rows(const linear_call *c) {
-    int64_t rows = min64(MAX_CHUNK, max64(MIN_CHUNK, CHUNK_FLOATS / c->depth));
+    int64_t most = in_tiles(c) ? CHUNK_TILED : CHUNK_FLOATS;
+    int64_t rows = min64(MAX_CHUNK, max64(MIN_CHUNK, most / c->depth));
     return in_tiles(c) ? rows / TILED_ROWS * TILED_ROWS : rows;
 }
 
@@ -105,20 +108,26 @@ INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t co
                         min64(BLOCK, c->depth - k), groups, rows_from(bits, to, room, r));
 }
 
+#define ORDERED 4 /* rows that are read side by side: more than a cache fetches ahead of are slow */
+
 /* Rows [begin, end) of a chunk of x into [step][row of the chunk][HALVES]. */
 static void order_rows(const linear_call *c, int64_t chunk, int64_t step_bytes, int64_t begin,
                        int64_t end, char *to) {
-    for (int64_t k = 0; k < c->depth; k += HALVES, to += step_bytes)
-        for (int64_t r = begin; r < end; r++) {
-            char *row = to + r * ROW_BYTES;
-            const void *from = at(BFLOAT16, c->x, (chunk + r) * c->x_stride + k);
-            if (k + HALVES <= c->depth) {
-                memcpy(row, from, ROW_BYTES);
-            } else {
-                memset(row, 0, ROW_BYTES);
-                memcpy(row, from, (c->depth - k) * 2);
+    for (int64_t first = begin; first < end; first += ORDERED) {
+        int64_t last = min64(first + ORDERED, end);
+        char *step = to;
+        for (int64_t k = 0; k < c->depth; k += HALVES, step += step_bytes)
+            for (int64_t r = first; r < last; r++) {
+                char *row = step + r * ROW_BYTES;
+                const void *from = at(BFLOAT16, c->x, (chunk + r) * c->x_stride + k);
+                if (k + HALVES <= c->depth) {
+                    memcpy(row, from, ROW_BYTES);
+                } else {
+                    memset(row, 0, ROW_BYTES);
+                    memcpy(row, from, (c->depth - k) * 2);
+                }
             }
-        }
+    }
 }
 
 /* Rows [begin, end) of a chunk of x into [slice][row of the chunk][X_STRIDE]. */
@@ -193,10 +202,15 @@ INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *
     }
 }
 
+#if HAS_TILES
+static void finish_piece(void *left, int64_t num_rows) { finish_rows(left, num_rows); }
+#endif
+
 #if DOTS_HALVES
-/* The same where bfloat16 is multiplied as it is; tiles have memory for whole matrices. */
+/* The same where bfloat16 is multiplied as it is; tiles have memory for whole matrices. Finishes rows
+ * of `left`, if there is any, as soon as their sums are complete: while the next are multiplied. */
 INLINE void multiply_halves(const linear_call *c, int64_t panel, const void *then, row_blocks b,
-                            int64_t begin, int64_t end, const char *packed, float *tiles) {
+                            int64_t begin, int64_t end, const char *packed, float *tiles, unfinished *left) {
     char last_step[STEP_BYTES] __attribute__((aligned(64))) = {0};
     int64_t origin = block_start(b, begin), all = num_steps(c);
     int64_t x_step = packed_bytes(c, b.count) / all, full = c->depth / HALVES;
@@ -218,10 +232,12 @@ INLINE void multiply_halves(const linear_call *c, int64_t panel, const void *the
             if (end - begin > 1) f.from = next + (i - begin) * count * f.step;
 #if HAS_TILES
             if (b.size) {
+                meanwhile m = {left && left->ready ? finish_piece : NULL, left, ceil_div(TILED_ROWS, count)};
                 if (rows > TILE_ROWS)
-                    tiles_product(2, here, x, x_step, count, tile, PANEL, s > 0, f);
+                    tiles_product(2, here, x, x_step, count, tile, PANEL, s > 0, f, m);
                 else
-                    tiles_product(1, here, x, x_step, count, tile, PANEL, s > 0, f);
+                    tiles_product(1, here, x, x_step, count, tile, PANEL, s > 0, f, m);
+                if (left && s + count == all) left->ready += rows;
                 continue;
             }
 #endif
@@ -346,37 +362,14 @@ INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_bl
     }
 }
 
-/* What the sums still lack: scales and bias of the columns that begin at `column` of W. */
-INLINE void adjust(const linear_call *c, int64_t column, int64_t width, float *row) {
-    if (c->scales)
-        for (int64_t i = 0; i < width; i++) row[i] *= c->scales[column + i];
-    if (c->bias)
-        for (int64_t i = 0; i < width; i++) row[i] += c->bias[column + i];
-}
-
-/* A finished row of a tile into the output; `up` is its partner's where the layer is gated. */
-INLINE void finish(const linear_call *c, int type, int64_t row, int64_t column, float *tile, float *up) {
-    int64_t width = min64(PANEL, c->num_columns - column);
-    void *to = c->out + (row * c->out_stride + column) * size_of(type);
-    adjust(c, column, width, tile);
-    if (!up) {
-        write_row(type, tile, to, width);
-        return;
-    }
-    adjust(c, c->num_columns + column, width, up);
-    for (int64_t i = 0; i < PANEL; i += LANES) {
-        vec gate = round_all(type, activate(c->gated, round_all(type, load(FLOAT32, tile, i))));
-        vec gated = gated_half(c->gated, round_all(type, load(FLOAT32, up, i)));
-        store_as(type, to, i, gate * round_all(type, gated));
-    }
-}
-
 /* One panel of the output for the blocks [begin, end) of a chunk of rows. */
 INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chunk, row_blocks b,
                      int64_t begin, int64_t end, const void *packed) {
     float tiles[2][MOST_TILED * PANEL] __attribute__((aligned(64)));
-    int64_t first = block_start(b, begin), last = block_start(b, end);
-    for (int half = 0; half <= (c->gated != 0); half++) {
+    int64_t first = block_start(b, begin), rows = block_start(b, end) - first;
+    int halves = c->gated != 0;
+    unfinished left = {c, panel * PANEL, chunk + first, 0, tiles[0], halves ? tiles[1] : NULL};
+    for (int half = 0; half <= halves; half++) {
         int64_t here = panel + half * num_panels(c), next = panel + 1;
         if (c->gated && !half) next = panel + num_panels(c);
         const void *then = at(type, c->w, next * filled_depth(c) * PANEL);
@@ -384,20 +377,13 @@ INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chun
             multiply_codes(c, type, here, b, begin, end, packed, tiles[half]);
 #if DOTS_HALVES
         else if (type == BFLOAT16 && in_halves(c))
-            multiply_halves(c, here, then, b, begin, end, packed, tiles[half]);
+            multiply_halves(c, here, then, b, begin, end, packed, tiles[half], half < halves ? NULL : &left);
 #endif
         else
             multiply(c, type, here, then, b, begin, end, packed, tiles[half]);
     }
-    for (int64_t r = 0; r < last - first; r++) {
-        float *up = c->gated ? tiles[1] + r * PANEL : NULL;
-        if (c->out_type == BFLOAT16)
-            finish(c, BFLOAT16, chunk + first + r, panel * PANEL, tiles[0] + r * PANEL, up);
-        else if (c->out_type == FLOAT16)
-            finish(c, FLOAT16, chunk + first + r, panel * PANEL, tiles[0] + r * PANEL, up);
-        else
-            finish(c, FLOAT32, chunk + first + r, panel * PANEL, tiles[0] + r * PANEL, up);
-    }
+    left.ready = chunk + first + rows - left.row;
+    finish_rows(&left, rows);
 }
 
 static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row_blocks b,
@@ -482,6 +468,7 @@ int baton_linear(const linear_call *c) {
             failed = rows_of(c, c->num_rows * thread / team, c->num_rows * (thread + 1) / team);
         else
             panels_of(c, packed);
+        finish_end();
     }
     return failed;
 }
@@ -504,6 +491,7 @@ int baton_grouped_linear(const grouped_call *c) {
         own.w = at(own.w_type, own.w, g * w_size);
         own.out += g * c->out_group_stride * size_of(own.out_type);
         failed += rows_of(&own, 0, own.num_rows);
+        finish_end();
     }
     return failed;
 }
@@ -518,6 +506,7 @@ void baton_linear_panels(const linear_call *c, int64_t begin, int64_t end, const
     row_blocks b = cut(c, c->num_rows);
     for (int64_t panel = begin; panel < end; panel++)
         any_panel_of(c, panel, 0, b, 0, b.num_blocks, is_direct(c) ? c->x : packed);
+    finish_end();
 }
 
 linear_call baton_linear_part(const linear_call *c, int64_t i) {

@@ -11,6 +11,9 @@
 
 #define NUM_SLOTS 4
 #define HUGE_PAGE (2 << 20)
+#define LARGE (HUGE_PAGE / 8) /* what is read in strides through so many pages gets a huge one */
+
+void baton_huge_pages(void *p, int64_t bytes);
 
 void *baton_scratch(int slot, int64_t bytes) {
     static __thread void *memory[NUM_SLOTS];
@@ -18,8 +21,11 @@ void *baton_scratch(int slot, int64_t bytes) {
     if (sizes[slot] < bytes) {
         free(memory[slot]);
         sizes[slot] = 0;
-        if (posix_memalign(&memory[slot], 64, bytes)) memory[slot] = NULL;
+        int is_large = bytes >= LARGE;
+        if (is_large) bytes = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+        if (posix_memalign(&memory[slot], is_large ? HUGE_PAGE : 64, bytes)) memory[slot] = NULL;
         if (memory[slot]) sizes[slot] = bytes;
+        if (memory[slot] && is_large) baton_huge_pages(memory[slot], bytes);
     }
     return memory[slot];
 }

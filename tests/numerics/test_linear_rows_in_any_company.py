@@ -68,3 +68,20 @@ def test_norms_and_the_gated_middle(dtype: torch.dtype) -> None:
     check(lambda x: native.gated_mul(x, "gelu_tanh"), rows)
     check(lambda x: native.gated_mul(x, "gelu"), rows)
     check(lambda x: native.soft_cap(x, 3.0), rows)
+
+
+@pytest.mark.parametrize("format_", [WeightFormat.BF16, WeightFormat.INT8, WeightFormat.INT4])
+@pytest.mark.parametrize("in_features", [1024, 2700])
+def test_more_rows_than_are_packed_at_a_time(format_: WeightFormat, in_features: int) -> None:
+    """Outputs of more than a MiB, too, which are written past the cache."""
+    native = dispatch.native_ops()
+    assert native is not None
+    rows = torch.randn(1100, in_features).to(torch.bfloat16)
+    weight = torch.randn(1024, in_features)
+    packed = PackedWeight.pack(weight, None, format_, native.panel_width)
+    some = [*range(0, 1100, 97), 351, 352, 1098, 1099]
+    for op in (native.packed_linear, native.packed_gated_linear):
+        together = op(rows, packed)
+        for row in some:
+            assert torch.equal(op(rows[row : row + 1], packed)[0], together[row]), row
+        assert torch.equal(op(rows[700:], packed), together[700:])
