@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,18 @@ def median_of(runs: Sequence[Numbers]) -> Numbers:
 
 
 def seed_of(round_number: int, rate: float) -> int:
-    """The same for all servers in a round; no prompt comes twice to one server."""
+    """The same for all servers in a round; no two rounds or rates have the same prompts."""
     return 1000 * round_number + round(rate * 10)
 
 
 def measure_once(
-    server: Server, job: Job, arguments: argparse.Namespace, round_number: int
+    server: Server, job: Job, arguments: argparse.Namespace, earlier: Mapping[str, list[Numbers]]
 ) -> dict[str, Numbers]:
-    """One start of one server under each rate; raises RuntimeError or CalledProcessError."""
+    """One start of one server under each rate; raises RuntimeError or CalledProcessError.
+
+    Args:
+        earlier: its runs up to now, by rate.
+    """
     found = {}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
         folder = Path(name)
@@ -112,7 +117,7 @@ def measure_once(
                     url,
                     rate=rate,
                     num_prompts=arguments.num_prompts,
-                    seed=seed_of(round_number, rate),
+                    seed=seed_of(len(earlier.get(f"{rate:g}", [])), rate),
                     path=path,
                 )
                 play(command, generator_cores(job.cores), folder / "generator.log")
@@ -145,18 +150,22 @@ def play(command: list[str], cores: list[int], log: Path) -> None:
 
 
 def measure(
-    job: Job, arguments: argparse.Namespace, runs: Runs, missing: dict[str, str], console: Console
+    job: Job,
+    arguments: argparse.Namespace,
+    runs: Runs,
+    missing: dict[str, str],
+    console: Console,
+    save: Callable[[], None],
 ) -> None:
-    """Add the rounds to the runs, servers in turns, and why servers are missing."""
-    done = max((len(own) for rates in runs.values() for own in rates.values()), default=0)
-    for number in range(done, done + arguments.rounds):
+    """Add the rounds to the runs, servers in turns, and why servers are missing; save each."""
+    for number in range(arguments.rounds):
         turn = number % len(arguments.servers)
         for name in arguments.servers[turn:] + arguments.servers[:turn]:
             if name in missing:
                 continue
             fresh = Job(job.folder, job.dtype, free_address(), job.cores)
             try:
-                found = measure_once(SERVERS[name], fresh, arguments, number)
+                found = measure_once(SERVERS[name], fresh, arguments, runs.get(name, {}))
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                 missing[name] = str(error)[-400:]
                 console.print(f"{name}: {missing[name]}")
@@ -164,6 +173,7 @@ def measure(
             for rate, numbers in found.items():
                 runs.setdefault(name, {}).setdefault(rate, []).append(numbers)
                 console.print(name, f"{rate}/s", json.dumps(numbers), soft_wrap=True)
+            save()
 
 
 def summarize(runs: Runs) -> dict[str, dict[str, Numbers]]:
@@ -228,24 +238,30 @@ def main() -> int:
     work = WORKS[arguments.shape]
     cores = tuple(sorted(os.sched_getaffinity(0))[:NUM_CORES])
     job = Job(make_served(arguments.shape), work.dtype, free_address(), cores)
-    measure(job, arguments, runs, missing, console)
-    medians = summarize(runs)
-    show(console, medians)
-    if arguments.save:
+    settings = {
+        "prompt_tokens": PROMPT_TOKENS,
+        "output_tokens": OUTPUT_TOKENS,
+        "num_cores": len(cores),
+        "generator_has_own_cores": not set(cores) & set(generator_cores(cores)),
+    }
+
+    def save() -> None:
+        if not arguments.save:
+            return
         shapes[arguments.shape] = {
             "dtype": work.dtype,
             "num_prompts": arguments.num_prompts,
-            "medians": medians,
+            "medians": summarize(runs),
             "missing": {name: why for name, why in missing.items() if name not in runs},
             "runs": runs,
         }
-        settings = {
-            "prompt_tokens": PROMPT_TOKENS,
-            "output_tokens": OUTPUT_TOKENS,
-            "num_cores": len(cores),
-            "generator_has_own_cores": not set(cores) & set(generator_cores(cores)),
-        }
         write_results("served", environment, {"settings": settings, "shapes": shapes})
+
+    # Or what was started would outlive us.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    measure(job, arguments, runs, missing, console, save)
+    save()
+    show(console, summarize(runs))
     return 0
 
 
