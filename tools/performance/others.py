@@ -94,4 +94,10 @@ LM_EVAL = Source(
     ),
 )
 
-AREAS = (Area(title="By other programs", sources=(AGREEMENT, LM_EVAL, SERVED)),)
+AREAS = (
+    Area(
+        title="By other programs",
+        sources=(AGREEMENT, LM_EVAL, SERVED),
+        log=("2026-11-26: served over HTTP beside vLLM",),
+    ),
+)

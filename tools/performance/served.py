@@ -59,6 +59,12 @@ def _beside_peers(shape: str, rate: str, column: str) -> Row:
     )
 
 
+_SPLIT_READS_TWICE = (
+    "a colocated step reads the weights once for a prompt's chunk and all decodes; split, decodes"
+    " take a core for themselves, whose steps read them again."
+)
+
+
 def _of_colocated(shape: str, rate: str, column: str) -> Row:
     def measure(document: Json) -> Found:
         servers = at(document, "shapes", shape, "medians", rate)
@@ -73,6 +79,7 @@ def _of_colocated(shape: str, rate: str, column: str) -> Row:
         what=f"{_SHAPES[shape]}, {rate}/s: {_COLUMNS[column]}, split / colocated",
         target=">= 1" if more else f"<= {MOST_ITL_OF_COLOCATED:g}",
         measure=measure,
+        holds_back=_SPLIT_READS_TWICE if more else "",
     )
 
 
