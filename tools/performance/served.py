@@ -60,8 +60,8 @@ def _beside_peers(shape: str, rate: str, column: str) -> Row:
 
 
 _SPLIT_READS_TWICE = (
-    "probably that a colocated step reads the weights once for a prompt's chunk and all decodes; split, decodes"
-    " take a core for themselves, whose steps read them again."
+    "probably that a colocated step reads the weights once for a prompt's chunk and all decodes;"
+    " split, decodes take a core for themselves, whose steps read them again."
 )
 
 
