@@ -180,23 +180,38 @@ def openvino(folder: Path, threads: int, weights: str) -> Generate:
     return generate
 
 
+def vocabulary_of(folder: Path, size: int) -> tuple[list[str], list[str], int]:
+    """Tokens, merges, and how many tokens, the first, are special: the tokenizer's, if it has all.
+
+    Else, as for checkpoints that nobody sends text to, bytes.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    document = json.loads((folder / "tokenizer.json").read_text())
+    own: dict[str, int] = document["model"]["vocab"]
+    if len(own) == size:
+        merges = [" ".join(pair) for pair in document["model"]["merges"]]
+        return sorted(own, key=own.__getitem__), merges, len(document["added_tokens"])
+    names = (f"<{index}>" for index in range(257, size))
+    return [*sorted(ByteLevel.alphabet()), "th", *names], ["t h"], 0
+
+
 def write_gguf(folder: Path, whole: Path, kept: str) -> None:
-    """The checkpoint as a file of GGUF, matrices in BF16, or all in F32; a vocabulary of bytes."""
+    """The checkpoint as a file of GGUF, matrices in BF16, or all in F32, with a vocabulary."""
     import gguf
     import torch
     from safetensors import safe_open
-    from tokenizers.pre_tokenizers import ByteLevel
 
     config = json.loads((folder / "config.json").read_text())
     part = whole.with_suffix(".part")
     writer = gguf.GGUFWriter(part, "qwen3")
-    size = config["vocab_size"]
-    tokens = [*sorted(ByteLevel.alphabet()), "th", *(f"<{index}>" for index in range(257, size))]
+    tokens, merges, num_specials = vocabulary_of(folder, config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * size)
-    writer.add_token_merges(["t h"])
+    normal = [gguf.TokenType.NORMAL] * (len(tokens) - num_specials)
+    writer.add_token_types([gguf.TokenType.CONTROL] * num_specials + normal)
+    writer.add_token_merges(merges)
     writer.add_eos_token_id(2)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

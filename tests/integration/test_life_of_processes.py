@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton import AsyncClient, SamplingParams
+from baton import AsyncClient, Client, SamplingParams
 from baton.api.errors import NodeUnavailableError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
@@ -29,13 +29,13 @@ pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
 
 @contextlib.contextmanager
 def baton_up(
-    folder: Path, listen: str = ""
+    folder: Path, listen: str = "", *more: str, num_children: int = 3
 ) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A ready `baton up` and its children."""
     process = subprocess.Popen(
         [sys.executable, "-m", "baton", "up", "--model", str(DEMO_MODEL),
          "--listen", listen or free_address(), "--http-listen", free_address(),
-         "--kv-cache-memory", "64M", "--log-folder", str(folder)],
+         "--kv-cache-memory", "64M", "--log-folder", str(folder), *more],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
@@ -46,7 +46,7 @@ def baton_up(
                 break
             assert time.monotonic() < give_up_at
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(psutil.Process(process.pid).children()) == 3
+        assert len(psutil.Process(process.pid).children()) == num_children
         yield process, children
     finally:
         process.kill()
@@ -69,6 +69,15 @@ def test_ending_up_leaves_nothing(number: signal.Signals, tmp_path: Path) -> Non
         if number is not signal.SIGKILL:
             assert process.wait(15) == 0
     assert shared_memory() <= before
+
+
+def test_one_node_does_both_where_no_prefill_node_is_wanted(tmp_path: Path) -> None:
+    address = free_address()
+    with baton_up(tmp_path, address, "--prefill", "0", num_children=2), Client(address) as client:
+        completion = client.generate([1, 2, 3], SOME)
+    assert len(completion.token_ids) == SOME.max_tokens
+    assert completion.receipt is not None
+    assert (completion.receipt.prefill_node, completion.receipt.decode_node) == ("", "d0")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

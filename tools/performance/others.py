@@ -1,8 +1,9 @@
-"""Rows about what other programs say of Baton: lm-eval, and two generators of load."""
+"""Rows about what other programs say of Baton: lm-eval, and three generators of load."""
 
 from __future__ import annotations
 
 from tools.performance.rows import Area, Found, Json, Row, Source, at, number
+from tools.performance.served import SERVED
 
 WITHIN = 0.05  # of each other
 MOST_LOGPROB_DIFFERENCE = 1e-4
@@ -93,4 +94,10 @@ LM_EVAL = Source(
     ),
 )
 
-AREAS = (Area(title="By other programs", sources=(AGREEMENT, LM_EVAL)),)
+AREAS = (
+    Area(
+        title="By other programs",
+        sources=(AGREEMENT, LM_EVAL, SERVED),
+        log=("2026-11-26: served over HTTP beside vLLM",),
+    ),
+)

@@ -31,7 +31,7 @@ class UpOptions:
     """Options of `baton up`; raises ConfigError naming the field."""
 
     model: str = option(help="Model folder, GGUF file, or hub id.")
-    prefill: int = option(1, least=1, help="Prefill nodes.")
+    prefill: int = option(1, least=0, help="Prefill nodes; 0: decode nodes compute prompts, too.")
     decode: int = option(1, least=1, help="Decode nodes.")
     listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     http_listen: str = same_option(RouterConfig, "http_listen")

@@ -1,0 +1,294 @@
+"""How each server of served.py is started, and what its checkpoint and tokenizer are.
+
+Refuses to know: the load, and what is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from string import ascii_lowercase
+
+from engine_cpu import BUILD, ROOT, WORKS, make_checkpoint, python_of
+from loadtest_fleet import baton_environment, free_address
+
+NAME = "served"  # under which each serves the model
+SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as the checkpoints' configs say
+MAX_MODEL_LEN = 2048
+KV_GIB = 2
+NUM_SLOTS = 32  # of llama.cpp, which divides its context between them
+READY_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One start of one server.
+
+    Attributes:
+        folder: of the checkpoint.
+        address: host:port to serve HTTP on.
+        cores: all that it may use.
+    """
+
+    folder: Path
+    dtype: str
+    address: str
+    cores: tuple[int, ...]
+
+    @property
+    def port(self) -> str:
+        return self.address.rpartition(":")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server: its command, raises FileNotFoundError if it is not there; and its variables."""
+
+    command: Callable[[Job], list[str]]
+    environment: Callable[[Job], dict[str, str]]
+
+
+# ---------------------------------------------------------------- what is served
+
+
+def words() -> Iterator[str]:
+    """All words of letters, the shortest first."""
+    length = 1
+    while True:
+        yield from map("".join, product(ascii_lowercase, repeat=length))
+        length += 1
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a BPE tokenizer that has so many tokens: bytes, and words behind a space.
+
+    Each merge adds one letter to a shorter word, so a text of such words is read in one way, which
+    is one token for each. Generators that draw tokens and send their text count as the server does.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = [*SPECIALS, *sorted(ByteLevel.alphabet())]
+    new = list(islice(words(), vocab_size - len(tokens)))
+    tokens += [f"Ġ{word}" for word in new]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": number, "content": text, "special": True, **added}
+            for number, text in enumerate(SPECIALS)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": byte_level | {"use_regex": True},
+        "post_processor": None,
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: number for number, token in enumerate(tokens)},
+            "merges": [[f"Ġ{word[:-1]}", word[-1]] for word in new],
+        },
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+    }
+    contents = {"tokenizer.json": document, "tokenizer_config.json": settings}
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def make_served(shape: str) -> Path:
+    """The checkpoint of engine_cpu.py with a tokenizer for its whole vocabulary, made once."""
+    work = WORKS[shape]
+    source = make_checkpoint(work)
+    folder = BUILD.parent / "served" / work.folder
+    if not (folder / "tokenizer.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / "config.json", folder)
+        weights = folder / "model.safetensors"
+        weights.unlink(missing_ok=True)
+        weights.symlink_to(source / "model.safetensors")
+        size = work.shape["vocab_size"]
+        assert isinstance(size, int)
+        write_tokenizer(folder, size)
+    return folder
+
+
+def as_gguf(job: Job) -> Path:
+    """The checkpoint as llama.cpp reads it, made once; raises CalledProcessError."""
+    kind = "f32" if job.dtype == "float32" else "bf16"
+    path = job.folder.parent / f"{job.folder.name}-{kind}.gguf"
+    if not path.exists():
+        program = (
+            "import sys; from pathlib import Path; sys.path.append(sys.argv[1]); "
+            "from engine_cpu_subjects import write_gguf; "
+            "write_gguf(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])"
+        )
+        words = [str(Path(__file__).parent), str(job.folder), str(path), kind]
+        python = str(python_of("llamacpp"))
+        subprocess.run([python, "-P", "-c", program, *words], check=True, stdout=sys.stderr)
+    return path
+
+
+# ---------------------------------------------------------------- the servers
+
+
+def baton(*options: str) -> Callable[[Job], list[str]]:
+    """`baton up`, which divides the cores between its nodes."""
+
+    def command(job: Job) -> list[str]:
+        return [
+            *(sys.executable, "-m", "baton", "up", "--model", str(job.folder)),
+            *("--listen", free_address(), "--http-listen", job.address),
+            *("--served-model-name", NAME, "--dtype", job.dtype),
+            *("--kv-cache-memory", f"{KV_GIB}G", *options),
+        ]
+
+    return command
+
+
+def own_environment(job: Job) -> dict[str, str]:
+    return baton_environment()
+
+
+def vllm(job: Job) -> list[str]:
+    return [
+        *(str(python_of("vllm").with_name("vllm")), "serve", str(job.folder)),
+        *("--host", "127.0.0.1", "--port", job.port, "--served-model-name", NAME),
+        *("--dtype", job.dtype, "--max-model-len", str(MAX_MODEL_LEN)),
+    ]
+
+
+def vllm_environment(job: Job) -> dict[str, str]:
+    """Both cores compute: by itself it would keep one for its HTTP server."""
+    return {
+        **others_environment(),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(len(job.cores)),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+    }
+
+
+def others_environment() -> dict[str, str]:
+    """Without our folders; with what vLLM's command line asks for, its own name.
+
+    The release for CPUs is named vllm-cpu, and looks for a vllm whose version says "cpu".
+    """
+    folder = BUILD.parent / "served" / "vllm_name"
+    known = folder / "vllm-0+cpu.dist-info"
+    known.mkdir(parents=True, exist_ok=True)
+    (known / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
+    return {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def llama_server() -> Path:
+    """Where it is: beside llama.cpp's other files, or on PATH; raises FileNotFoundError."""
+    own = BUILD / "peers" / "llamacpp" / "bin" / "llama-server"
+    found = str(own) if own.exists() else shutil.which("llama-server")
+    if not found:
+        raise FileNotFoundError(f"no llama-server at {own.relative_to(ROOT)} or on PATH")
+    return Path(found)
+
+
+def llamacpp(job: Job) -> list[str]:
+    program = llama_server()
+    threads = str(len(job.cores))
+    return [
+        *(str(program), "--model", str(as_gguf(job)), "--alias", NAME),
+        *("--host", "127.0.0.1", "--port", job.port),
+        *("--parallel", str(NUM_SLOTS), "--ctx-size", str(NUM_SLOTS * 1024)),
+        *("--threads", threads, "--threads-batch", threads),
+    ]
+
+
+SERVERS = {
+    "baton colocated": Server(baton("--prefill", "0"), own_environment),
+    "baton split": Server(baton(), own_environment),
+    "vllm": Server(vllm, vllm_environment),
+    "llamacpp": Server(llamacpp, lambda job: dict(os.environ)),
+}
+
+
+# ---------------------------------------------------------------- their life
+
+
+@contextmanager
+def running(server: Server, job: Job, log: Path) -> Iterator[str]:
+    """Start it and wait until it has answered; inside, it serves at the URL.
+
+    Raises:
+        RuntimeError: it ends, or does not answer in time; the message is its log's end.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            server.command(job),
+            cwd=log.parent,
+            env=server.environment(job),
+            preexec_fn=lambda: os.sched_setaffinity(0, job.cores),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        url = f"http://{job.address}"
+        give_up_at = time.monotonic() + READY_TIMEOUT_S
+        while not answers(url):
+            if process.poll() is not None or time.monotonic() > give_up_at:
+                raise RuntimeError(last_words(log))
+            time.sleep(0.5)
+        yield url
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End it and what it started."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def answers(url: str) -> bool:
+    """Ask for one token."""
+    body = {"model": NAME, "prompt": " hello", "max_tokens": 1}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def last_words(log: Path, num_lines: int = 5) -> str:
+    """The end of what a program said."""
+    lines: Sequence[str] = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return "\n".join(lines[-num_lines:])
