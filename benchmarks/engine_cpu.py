@@ -124,7 +124,7 @@ TARGETS = {
     "prefill 2048": 672.0,
 }
 INT8_TARGET_RATIO = 1.5  # to our own float32 decode
-# GCC before 12.4 (13.3, 14) holds that loading a configuration of matrices reads 8 of its 64 bytes,
+# GCC 12.2 holds that loading a configuration of matrices reads 8 of its 64 bytes,
 # and drops what llama.cpp writes to the others, so that its first product ends in a fault.
 LOADS_ALL_OF_A_CONFIGURATION = """\
 #if defined(__cplusplus) && defined(__AMX_TILE__)
