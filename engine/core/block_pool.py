@@ -108,7 +108,7 @@ class BlockPool:
         if extents and num_blocks > 1 and len(self._blocks) == self.num_blocks:
             block_ids = self._take_extents(num_blocks)
         else:  # what was just made is one extent
-            block_ids = self._take_oldest(num_blocks)
+            block_ids = self._take_first(num_blocks)
         self.num_free -= num_blocks
         return block_ids
 
@@ -284,7 +284,7 @@ class BlockPool:
             for previous, block in itertools.pairwise([self._head, *new, self._head.next]):
                 previous.next, block.previous = block, previous
 
-    def _take_oldest(self, num_blocks: int) -> list[int]:
+    def _take_first(self, num_blocks: int) -> list[int]:
         """Unlink the head of the free list, at once."""
         block_ids = []
         block = self._head.next
@@ -297,8 +297,8 @@ class BlockPool:
         return block_ids
 
     def _take_extents(self, num_blocks: int) -> list[int]:
-        """Unlink blocks that follow each other in memory, out of the older half of the list."""
-        # The newer half only if there is no other way.
+        """Unlink blocks that follow each other in memory, out of the first half of the list."""
+        # The second half only if there is no other way.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
         candidates, block = [], self._head
         for _ in range(window):

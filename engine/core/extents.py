@@ -1,6 +1,6 @@
 """Extents: blocks that follow each other in memory, so that a transfer copies few, long ranges.
 
-    oldest free blocks   40 41 7 90 8 9 42 ...      wanted: 5
+    first free blocks    40 41 7 90 8 9 42 ...      wanted: 5
     runs among them      [7 8 9] [40 41 42] [90]    given:  7 8 9, 40 41
 
 Refuses to know: what blocks hold, and in what state they are.
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 
 # How many times the wanted number of blocks is looked at: the more, the longer the extents, and
-# the further from "what was freed longest ago goes first".
+# the further from the order in which blocks would go.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # many blocks find long runs among themselves
 
 
 def window_size(num_blocks: int) -> int:
-    """How many of the oldest free blocks to choose among."""
+    """How many of the first free blocks to choose among."""
     return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
 
 

@@ -13,7 +13,14 @@
 #define HUGE_PAGE (2 << 20)
 #define LARGE (HUGE_PAGE / 8) /* what is read in strides through so many pages gets a huge one */
 
-void baton_huge_pages(void *p, int64_t bytes);
+/* Ask for huge pages under [p, p + bytes): weights are read in one stream. A wish, no more. */
+void baton_huge_pages(void *p, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) & -(uintptr_t)HUGE_PAGE;
+    uintptr_t end = ((uintptr_t)p + bytes) & -(uintptr_t)HUGE_PAGE;
+    if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#endif
+}
 
 void *baton_scratch(int slot, int64_t bytes) {
     static __thread void *memory[NUM_SLOTS];
@@ -28,13 +35,4 @@ void *baton_scratch(int slot, int64_t bytes) {
         if (memory[slot] && is_large) baton_huge_pages(memory[slot], bytes);
     }
     return memory[slot];
-}
-
-/* Ask for huge pages under [p, p + bytes): weights are read in one stream. A wish, no more. */
-void baton_huge_pages(void *p, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) & -(uintptr_t)HUGE_PAGE;
-    uintptr_t end = ((uintptr_t)p + bytes) & -(uintptr_t)HUGE_PAGE;
-    if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
-#endif
 }
