@@ -32,6 +32,7 @@ from engine.worker.drafting.make_drafting import (
     make_drafting,
 )
 from engine.worker.graph_capture import make_captured_runner
+from engine.worker.host.allocator import keep_freed_memory
 from engine.worker.host.cores import use_cores
 from engine.worker.host.host_memory import read_host_memory
 from engine.worker.host.memory_check import check_memory
@@ -96,6 +97,8 @@ class Worker:
             packer=choose_packer(config, device, self.dtype),
             ranks=ranks,
         )
+        if device.type == "cpu":
+            keep_freed_memory()
         self.model_config = model.config
         drafter = load_drafter(config, model_folder, model, self.dtype, device)
         config = fit_num_drafts(config, drafter)
