@@ -1,7 +1,9 @@
 /* Memory that a thread keeps from call to call: fresh pages would cost more than the work in them.
+ * It is free when the thread ends: callers come and go, and each brings a team of its own.
  *
  * Refuses to know: what is put there.
  */
+#include <pthread.h>
 #include <stdlib.h>
 #ifdef __linux__
 #include <sys/mman.h>
@@ -22,10 +24,36 @@ void baton_huge_pages(void *p, int64_t bytes) {
 #endif
 }
 
+typedef struct {
+    void *memory[NUM_SLOTS];
+    int64_t sizes[NUM_SLOTS];
+    int is_known; /* to what runs when the thread ends */
+} thread_scratch;
+
+static pthread_key_t at_end;
+static pthread_once_t has_key = PTHREAD_ONCE_INIT;
+
+static void free_all(void *of_thread) {
+    thread_scratch *own = of_thread;
+    for (int slot = 0; slot < NUM_SLOTS; slot++) {
+        free(own->memory[slot]);
+        own->memory[slot] = NULL;
+        own->sizes[slot] = 0;
+    }
+    own->is_known = 0;
+}
+
+static void make_key(void) { pthread_key_create(&at_end, free_all); }
+
 void *baton_scratch(int slot, int64_t bytes) {
-    static __thread void *memory[NUM_SLOTS];
-    static __thread int64_t sizes[NUM_SLOTS];
+    static __thread thread_scratch own;
+    void **memory = own.memory;
+    int64_t *sizes = own.sizes;
     if (sizes[slot] < bytes) {
+        if (!own.is_known) {
+            pthread_once(&has_key, make_key);
+            own.is_known = pthread_setspecific(at_end, &own) == 0;
+        }
         free(memory[slot]);
         sizes[slot] = 0;
         int is_large = bytes >= LARGE;
