@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -180,94 +181,13 @@ def openvino(folder: Path, threads: int, weights: str) -> Generate:
     return generate
 
 
-def vocabulary_of(folder: Path, size: int) -> tuple[list[str], list[str], int]:
-    """Tokens, merges, and how many tokens, the first, are special: the tokenizer's, if it has all.
-
-    Else, as for checkpoints that nobody sends text to, bytes.
-    """
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    document = json.loads((folder / "tokenizer.json").read_text())
-    own: dict[str, int] = document["model"]["vocab"]
-    if len(own) == size:
-        merges = [" ".join(pair) for pair in document["model"]["merges"]]
-        return sorted(own, key=own.__getitem__), merges, len(document["added_tokens"])
-    names = (f"<{index}>" for index in range(257, size))
-    return [*sorted(ByteLevel.alphabet()), "th", *names], ["t h"], 0
-
-
-def write_gguf(folder: Path, whole: Path, kept: str) -> None:
-    """The checkpoint as a file of GGUF, matrices in BF16, or all in F32, with a vocabulary."""
-    import gguf
-    import torch
-    from safetensors import safe_open
-
-    config = json.loads((folder / "config.json").read_text())
-    part = whole.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, "qwen3")
-    tokens, merges, num_specials = vocabulary_of(folder, config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    normal = [gguf.TokenType.NORMAL] * (len(tokens) - num_specials)
-    writer.add_token_types([gguf.TokenType.CONTROL] * num_specials + normal)
-    writer.add_token_merges(merges)
-    writer.add_eos_token_id(2)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    rope = config.get("rope_parameters") or config
-    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
-    with safe_open(str(folder / "model.safetensors"), "pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 - it is no dict
-            tensor, called = tensors.get_tensor(name), names.get_name(name, (".weight",))
-            assert called, name
-            if kept == "bf16" and tensor.dim() > 1:
-                raw = tensor.bfloat16().view(torch.uint8).numpy()
-                writer.add_tensor(called, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
-            else:
-                writer.add_tensor(called, tensor.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    part.rename(whole)
-
-
-def as_gguf(folder: Path, weights: str) -> Path:
-    """The checkpoint as a file of GGUF beside itself, in a type of weights."""
-    import llama_cpp
-
-    kept = "bf16" if weights else "f32"
-    whole = folder.parent / f"{folder.name}-{kept}.gguf"
-    if not whole.exists():
-        write_gguf(folder, whole, kept)
-    if weights in ("", "bf16"):
-        return whole
-    path = folder.parent / f"{folder.name}-{weights}.gguf"
-    if not path.exists():
-        options = llama_cpp.llama_model_quantize_default_params()
-        kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q4_K_S"}[weights]
-        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-        options.pure = True  # no tensor in a larger type, as others have none
-        part = path.with_suffix(".part")
-        failed = llama_cpp.llama_model_quantize(str(whole).encode(), str(part).encode(), options)
-        assert not failed, failed
-        part.rename(path)
-    return path
-
-
 def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
     """llama.cpp, built here for this CPU; the checkpoint is converted beside itself."""
     import llama_cpp as api
     import numpy as np
+
+    sys.path.append(str(Path(__file__).parent))
+    from gguf_checkpoints import as_gguf
 
     path = as_gguf(folder, weights)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]

@@ -1,4 +1,4 @@
-"""Families of models on a CPU: experts against a dense model, latent attention, and transformers.
+"""Families of models on a CPU: experts against a dense model, latents, transformers and llama.cpp.
 
 One row per family, random float32 weights of some hundred million parameters (or fewer, see
 ``--layers``). Engines run alone, each in a process of its own, and take turns; the best of the
@@ -23,12 +23,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from engine_cpu import python_of, reason_of
 from environment import record_environment, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "families"
 CASES = ("prefill 512", "decode 1", "decode 8")
-ENGINES = ("baton", "transformers")
+PEERS = ("transformers", "llamacpp")
 SHORT_CONTEXT = 32
 RUN_LIMIT_S = 1800
 
@@ -97,41 +98,53 @@ def make_checkpoint(row: str, num_layers: int) -> Path:
     return folder
 
 
-def run(script: Path, words: Sequence[object], num_threads: int) -> dict[str, float]:
+def run(
+    script: Path, words: Sequence[object], num_threads: int, python: Path = Path(sys.executable)
+) -> dict[str, float]:
     """The last line that a script prints; raises SubprocessError or ValueError."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    if python == Path(sys.executable):
+        folders = (ROOT, ROOT / "kernels", ROOT / "benchmarks")
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     done = subprocess.run(
-        [sys.executable, str(script), *map(str, words)],
+        [str(python), "-P", str(script), *map(str, words)],
         check=True,
         capture_output=True,
         text=True,
         timeout=RUN_LIMIT_S,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": str(num_threads),
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels"))),
-        },
+        env=environment,
     )
     results: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
     return results
 
 
-def measure(rows: Sequence[str], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Tokens per second by row, engine and case; rows and engines take turns."""
+def measure(
+    rows: Sequence[str], pythons: dict[str, Path], arguments: argparse.Namespace
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Tokens per second by row, engine and case, in turns; and why a row of a peer is missing."""
     script = Path(__file__).parent / "engine_cpu_subjects.py"
-    best: dict[str, dict[str, Any]] = {row: {engine: {} for engine in ENGINES} for row in rows}
+    best: dict[str, dict[str, Any]] = {row: {engine: {} for engine in pythons} for row in rows}
+    missing: dict[str, str] = {}
     for _ in range(arguments.rounds):
         for row in rows:
             folder = make_checkpoint(row, arguments.layers)
-            for engine in ENGINES:
+            for engine, python in pythons.items():
                 words = (
                     "--subject", engine, "--model", folder, "--threads", arguments.threads,
                     "--tokens", arguments.tokens, "--repetitions", 1, "--cases", *CASES,
                 )  # fmt: skip
                 cases = best[row][engine]
-                for case, rate in run(script, words, arguments.threads).items():
+                try:
+                    found = run(script, words, arguments.threads, python)
+                except (subprocess.SubprocessError, ValueError) as error:
+                    if engine == "baton":
+                        raise
+                    missing[f"{row}, {engine}"] = reason_of(error)
+                    continue
+                for case, rate in found.items():
                     cases[case] = round(max(rate, cases.get(case, 0.0)), 1)
                 print(row, engine, cases, file=sys.stderr)
-    return best
+    return best, missing
 
 
 def measure_attention(row: str, arguments: argparse.Namespace) -> dict[str, float]:
@@ -202,11 +215,13 @@ def report(
     table = Table("family", "engine", *CASES, title="tokens per second")
     ratios: dict[str, dict[str, float]] = {}
     for row, engines in best.items():
-        ours, theirs = engines["baton"], engines["transformers"]
         for engine, cases in engines.items():
-            table.add_row(row, engine, *(str(cases[case]) for case in CASES))
-        ratios[row] = {case: round(ours[case] / theirs[case], 2) for case in CASES}
-        table.add_row(row, "ratio", *map(str, ratios[row].values()))
+            table.add_row(row, engine, *(str(cases.get(case, "-")) for case in CASES))
+        for engine in PEERS:
+            if theirs := engines.get(engine):
+                over = {case: round(engines["baton"][case] / theirs[case], 2) for case in CASES}
+                ratios[f"{row} over {engine}"] = over
+                table.add_row(row, f"over {engine}", *map(str, over.values()))
     console.print(table)
     for row in EXPERT_ROWS:
         if row in best and DENSE_ROW in best:
@@ -228,6 +243,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--context", type=int, default=4096, help="of the rows of attention")
     parser.add_argument("--rows", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        default=list(PEERS),
+        help="llamacpp is built if need be",
+    )
     parser.add_argument("--dry", action="store_true", help="write no results")
     parser.add_argument("--attention-of", help=argparse.SUPPRESS)  # what it starts itself with
     arguments = parser.parse_args()
@@ -239,11 +261,16 @@ def main() -> None:
     environment = record_environment()
     missing = [row for row in arguments.rows if SHAPES[row][0] not in MODELS.names()]
     rows = [row for row in arguments.rows if row not in missing]
-    best = measure(rows, arguments)
+    pythons = {"baton": Path(sys.executable)}
+    for peer in arguments.peers:
+        pythons[peer] = Path(sys.executable) if peer == "transformers" else python_of(peer)
+    best, silent = measure(rows, pythons, arguments)
     attention = {row: measure_attention(row, arguments) for row in ATTENTION_ROWS if row in rows}
     ratios = report(Console(highlight=False, width=120), best, attention)
     if missing:
         print(f"not supported: {', '.join(missing)}", file=sys.stderr)
+    for row, reason in silent.items():
+        print(f"{row}: {reason}", file=sys.stderr)
     if arguments.dry:
         return
     write_results(
@@ -260,6 +287,7 @@ def main() -> None:
             "ratios": ratios,
             "attention": attention,
             "not_supported": missing,
+            "missing": silent,
         },
     )
 

@@ -139,7 +139,7 @@ def as_gguf(job: Job) -> Path:
     if not path.exists():
         program = (
             "import sys; from pathlib import Path; sys.path.append(sys.argv[1]); "
-            "from engine_cpu_subjects import write_gguf; "
+            "from gguf_checkpoints import write_gguf; "
             "write_gguf(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])"
         )
         words = [str(Path(__file__).parent), str(job.folder), str(path), kind]

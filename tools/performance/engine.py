@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 from tools.performance.rows import Area, Found, Json, Row, Source, at, judge, number, ratio, value
 
@@ -413,16 +414,20 @@ def _over_dense(family: str, case: str) -> Row:
     )
 
 
-def _family_over_transformers(document: Json) -> Found:
+def _families_over(peer: str, document: Json) -> Found:
     ratios = {
-        (family, case): number(cases, case)
+        (family.removesuffix(f" over {peer}"), case): number(cases, case)
         for family, cases in at(document, "ratios").items()
-        if not family.endswith(" over dense")
+        if family.endswith(f" over {peer}")
         for case in cases
     }
     worst = min(ratios, key=lambda row: ratios[row])
-    text = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}, worst: {', '.join(worst)}"
-    return Found(text, min(ratios.values()) > 1)
+    num_slower = sum(ratio <= 1 for ratio in ratios.values())
+    text = (
+        f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}, worst: {', '.join(worst)};"
+        f" {len(ratios) - num_slower} of {len(ratios)} faster"
+    )
+    return Found(text, not num_slower)
 
 
 def _long_attention(family: str) -> Row:
@@ -440,13 +445,17 @@ def _long_attention(family: str) -> Row:
 FAMILIES = Source(
     name="families",
     command="benchmarks/families.py",
-    intro="Families of models, float32, random weights, beside `transformers` in the same run.",
+    intro="Families of models, float32, random weights, beside `transformers` and llama.cpp in one run,"
+    " each with the same checkpoint.",
     rows=(
-        Row(
-            what="every family and case: tokens per second / `transformers`'",
-            target="> 1",
-            measure=_family_over_transformers,
-            holds_back="prompts over latents, which `transformers` expands and we do not.",
+        *(
+            Row(
+                what=f"every family and case: tokens per second / {name}",
+                target="> 1",
+                measure=partial(_families_over, peer),
+                holds_back="see the log.",
+            )
+            for peer, name in (("transformers", "`transformers`'"), ("llamacpp", "llama.cpp's"))
         ),
         *(
             _over_dense(family, case)
