@@ -13,8 +13,6 @@ need is at the end of its own.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +27,7 @@ from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.kv_layers import LayerKV, PagedKV
 from baton.kv_manifest import KVGroup, KVKind, KVManifest, KVOrder, array_offsets
+from baton_kernels.huge_pages import huge_pages
 from engine.core.kv_cache_groups import KVCacheGroup, group_layers, smallest_block_size
 from models.base import LayerCache
 from models.config import ModelConfig
@@ -357,9 +356,7 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
         return torch.zeros(shape, dtype=spec.tensor_dtype, device=device)
     num_bytes = num_blocks * spec.block_bytes
     try:
-        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = huge_pages(num_bytes)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"kv_cache_bytes: {num_bytes} bytes cannot be had: {error}") from error
-    with contextlib.suppress(AttributeError, OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=spec.tensor_dtype).view(shape)
+    return memory.view(spec.tensor_dtype).view(shape)

@@ -374,14 +374,14 @@ class PackedWeight:
         in_features: int,
         format: WeightFormat,
         width: int,
-        prepare: Callable[[Tensor], None] = lambda panels: None,
+        empty: Callable[..., Tensor] = torch.empty,
         *,
         layout: CodeLayout | None = None,
     ) -> PackedWeight:
         """Allocate one whose rows are to be written; what fills up its last panel is there.
 
         Args:
-            prepare: given the panels' memory before it is written.
+            empty: allocates what is streamed.
             layout: of codes; None: as `pack_rows` makes them.
         """
         num_panels = -(-out_features // width)
@@ -391,15 +391,14 @@ class PackedWeight:
         if format.code_bits:
             assert layout is not None
             steps = -(-in_features // _STEP) * format.code_bits // _QUAD
-            panels = torch.empty(num_panels, steps, width, _QUAD, dtype=format.element)
+            panels = empty(num_panels, steps, width, _QUAD, dtype=format.element)
             filling = 128 if format.code_bits == 8 else 8 | 8 << 4
-            groups = _empty_groups(num_panels, in_features, width, layout)
+            groups = _empty_groups(num_panels, in_features, width, layout, empty)
         elif format == WeightFormat.BF16:
             pairs = -(-in_features // _PAIR)
-            panels = torch.empty(num_panels, pairs, width, _PAIR, dtype=format.element)
+            panels = empty(num_panels, pairs, width, _PAIR, dtype=format.element)
         else:
-            panels = torch.empty(num_panels, in_features, width, dtype=format.element)
-        prepare(panels)
+            panels = empty(num_panels, in_features, width, dtype=format.element)
         panels[-1:] = filling
         group_size = INPUT_BLOCK if layout is None else layout.group_size
         is_e2m1 = layout is not None and layout.is_e2m1
@@ -413,11 +412,10 @@ class PackedWeight:
         bias: Tensor | None,
         format: WeightFormat,
         width: int,
-        prepare: Callable[[Tensor], None] = lambda panels: None,
     ) -> PackedWeight:
         """Pack ``weight``, ``[out_features, in_features]``, see ``empty``; neither is kept."""
         out_features, in_features = weight.shape
-        packed = cls.empty(out_features, in_features, format, width, prepare)
+        packed = cls.empty(out_features, in_features, format, width)
         packed.write_rows(0, weight)
         return replace(packed, bias=None if bias is None else bias.float())
 
@@ -511,20 +509,22 @@ def _put_rows(panels: Tensor, ids: Tensor, rows: Tensor) -> None:
     panels.transpose(1, 2)[ids // width, ids % width] = rows
 
 
-def _empty_groups(num_panels: int, in_features: int, width: int, layout: CodeLayout) -> Groups:
+def _empty_groups(
+    num_panels: int, in_features: int, width: int, layout: CodeLayout, empty: Callable[..., Tensor]
+) -> Groups:
     """Allocate the groups' numbers; what fills up the last panel is 0."""
 
-    def empty(size: int, dtype: torch.dtype | None) -> Tensor | None:
+    def numbers_of(size: int, dtype: torch.dtype | None) -> Tensor | None:
         if dtype is None:
             return None
-        numbers = torch.empty(num_panels, -(-in_features // size), width, dtype=dtype)
+        numbers = empty(num_panels, -(-in_features // size), width, dtype=dtype)
         numbers[-1:] = 0
         return numbers
 
-    scales = empty(layout.group_size, layout.scales)
+    scales = numbers_of(layout.group_size, layout.scales)
     assert scales is not None
-    minima = empty(layout.group_size, layout.minima)
-    factors = empty(SUPER_GROUP, layout.factors)
+    minima = numbers_of(layout.group_size, layout.minima)
+    factors = numbers_of(SUPER_GROUP, layout.factors)
     return Groups(
         scales, minima, factors, None if factors is None or minima is None else factors.clone()
     )

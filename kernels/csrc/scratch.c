@@ -15,8 +15,8 @@
 #define HUGE_PAGE (2 << 20)
 #define LARGE (HUGE_PAGE / 8) /* what is read in strides through so many pages gets a huge one */
 
-/* Ask for huge pages under [p, p + bytes): weights are read in one stream. A wish, no more. */
-void baton_huge_pages(void *p, int64_t bytes) {
+/* Ask for huge pages under [p, p + bytes). A wish, no more. */
+static void ask_for_huge_pages(void *p, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) & -(uintptr_t)HUGE_PAGE;
     uintptr_t end = ((uintptr_t)p + bytes) & -(uintptr_t)HUGE_PAGE;
@@ -60,7 +60,7 @@ void *baton_scratch(int slot, int64_t bytes) {
         if (is_large) bytes = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
         if (posix_memalign(&memory[slot], is_large ? HUGE_PAGE : 64, bytes)) memory[slot] = NULL;
         if (memory[slot]) sizes[slot] = bytes;
-        if (memory[slot] && is_large) baton_huge_pages(memory[slot], bytes);
+        if (memory[slot] && is_large) ask_for_huge_pages(memory[slot], bytes);
     }
     return memory[slot];
 }

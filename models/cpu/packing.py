@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import baton_kernels as ops
 from baton_kernels import CodeLayout, GroupedIntegers, WeightFormat
 from baton_kernels.dispatch import native_ops
+from baton_kernels.huge_pages import WeightMemory
 from baton_kernels.native.ops import NativeOps
 from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
@@ -85,6 +86,7 @@ class _Packing:
         self._packed: dict[nn.Module, ops.PackedWeight] = {}
         self._latents: dict[nn.Module, PackedLatentProjection] = {}
         self._embedding: NarrowEmbedding | PackedEmbedding | None = None
+        self._memory = WeightMemory()
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """See ``PackingModel``; of a tied embedding the head is made."""
@@ -179,7 +181,7 @@ class _Packing:
             parts[0].shape[1],
             format_,
             _WIDTH if native is None else native.panel_width,
-            *([] if native is None else [native.prefer_huge_pages]),
+            self._memory.empty,
             layout=layout,
         )
 

@@ -258,7 +258,6 @@ class TapeEntry(Structure):
 # Function: (result, arguments), as in kernels/csrc.
 _SIGNATURES = {
     "baton_panel": (c_int, []),
-    "baton_huge_pages": (None, [c_void_p, c_int64]),
     "baton_run_tape": (c_int, [c_int64, POINTER(TapeEntry)]),
     "baton_linear": (c_int, [POINTER(LinearCall)]),
     "baton_grouped_linear": (c_int, [POINTER(GroupedLinearCall)]),

@@ -715,10 +715,6 @@ class NativeOps:
         """Have every `collect` of every rank of a group fail from now on; from any thread."""
         self._library.baton_abort_ranks(group)
 
-    def prefer_huge_pages(self, tensor: Tensor) -> None:
-        """Tell the kernel that ``tensor`` is read from end to end."""
-        self._library.baton_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
-
 
 def load_native_ops() -> NativeOps | None:
     """Load the ops, or return None (with one line in the log) where the library is missing."""

@@ -1,0 +1,55 @@
+"""Memory of the host in huge pages, for what is read in long streams or in far jumps.
+
+Refuses to know: what is kept there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+_HUGE_PAGE = 2**21
+_CHUNK = 64 * 2**20
+_LINE = 64  # where a tensor may begin
+
+
+def huge_pages(num_bytes: int) -> Tensor:
+    """Bytes that are 0, `[num_bytes]`, from a huge page's beginning on.
+
+    They take no memory until they are written, then in huge pages where the kernel has some and
+    allows them on request.
+
+    Raises:
+        OSError, OverflowError: there is no room for so many.
+    """
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    everything = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -everything.data_ptr() % _HUGE_PAGE
+    return everything[begin : begin + num_bytes]
+
+
+class WeightMemory:
+    """Hands out tensors that lie one behind another in huge pages.
+
+    A tensor of its own has them only where it covers whole ones: of some MiB, half of it.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As ``torch.empty``; the memory is free when all tensors of its chunk are."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(*shape, dtype=dtype)
+        if num_bytes > len(self._chunk):
+            self._chunk = huge_pages(max(_CHUNK, num_bytes))
+        tensor = self._chunk[:num_bytes].view(dtype).view(*shape)
+        self._chunk = self._chunk[-(-num_bytes // _LINE) * _LINE :]
+        return tensor
