@@ -148,9 +148,9 @@ INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *
     if (tiled) {
         const meanwhile idle = {NULL};
         if (rows > TILE_ROWS)
-            tiles_product(2, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, nothing, idle);
+            tiles_product(2, 2, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, nothing, idle);
         else
-            tiles_product(1, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, nothing, idle);
+            tiles_product(1, 2, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, nothing, idle);
         return;
     }
 #endif

@@ -64,8 +64,8 @@ typedef struct {
 } meanwhile;
 
 /* x: the rows' part of a step, x_step bytes from the next; tile: from row to row `stride` floats, as
- * many rows as the matrices have. */
-INLINE void tiles_product(int matrices, const char *w, const char *x, int64_t x_step,
+ * many rows as the matrices have. `level`: of the cache that is fetched into, 1 or 2; a constant. */
+INLINE void tiles_product(int matrices, int level, const char *w, const char *x, int64_t x_step,
                           int64_t num_steps, float *tile, int64_t stride, int accumulate, fetch f,
                           meanwhile other) {
     const int64_t pitch = stride * sizeof(float);
@@ -89,7 +89,7 @@ INLINE void tiles_product(int matrices, const char *w, const char *x, int64_t x_
         _tile_loadd(4, x, ROW_BYTES);
         _tile_loadd(6, w, PANEL * 4);
         _tile_loadd(7, w + LANES * 4, PANEL * 4);
-        for (int64_t byte = 0; byte < f.step; byte += 64) __builtin_prefetch(f.from + byte, 0, 2);
+        for (int64_t byte = 0; byte < f.step; byte += 64) __builtin_prefetch(f.from + byte, 0, level == 1 ? 3 : 2);
         f.from += f.step;
         if (other.piece) other.piece(other.of, other.size);
         _tile_dpbf16ps(0, 4, 6);

@@ -19,6 +19,7 @@
 #define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
 #define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
 #define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
+#define FETCH_NEXT 2048  /* of a few rows into L1, where matrices read it: their next step */
 #define SUPER 256 /* inputs whose groups' scales have a factor in common */
 #define WIDEN_FROM 3     /* blocks of rows that pay for converting a slice of bf16 or int8 once */
 #define SLICE_STEPS 8    /* of HALVES inputs: so much of a panel of bf16 stays in L1 */
@@ -233,10 +234,13 @@ INLINE void multiply_halves(const linear_call *c, int64_t panel, const void *the
 #if HAS_TILES
             if (b.size) {
                 meanwhile m = {left && left->ready ? finish_piece : NULL, left, ceil_div(TILED_ROWS, count)};
+                if (end - begin == 1 && rows <= TILE_ROWS) f.from = here + FETCH_NEXT;
                 if (rows > TILE_ROWS)
-                    tiles_product(2, here, x, x_step, count, tile, PANEL, s > 0, f, m);
+                    tiles_product(2, 2, here, x, x_step, count, tile, PANEL, s > 0, f, m);
+                else if (end - begin > 1)
+                    tiles_product(1, 2, here, x, x_step, count, tile, PANEL, s > 0, f, m);
                 else
-                    tiles_product(1, here, x, x_step, count, tile, PANEL, s > 0, f, m);
+                    tiles_product(1, 1, here, x, x_step, count, tile, PANEL, s > 0, f, m);
                 if (left && s + count == all) left->ready += rows;
                 continue;
             }
