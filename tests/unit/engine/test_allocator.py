@@ -14,7 +14,7 @@ from engine.worker.host.allocator import keep_freed_memory
 MEBIBYTE = 2**20
 
 
-def faults_of(call: Callable[[], None]) -> int:
+def faults_of(call: Callable[[], object]) -> int:
     """New pages that a call got."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     call()
