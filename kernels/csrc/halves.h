@@ -89,7 +89,7 @@ INLINE void tiles_product(int matrices, int level, const char *w, const char *x,
         _tile_loadd(4, x, ROW_BYTES);
         _tile_loadd(6, w, PANEL * 4);
         _tile_loadd(7, w + LANES * 4, PANEL * 4);
-        for (int64_t byte = 0; byte < f.step; byte += 64) __builtin_prefetch(f.from + byte, 0, level == 1 ? 3 : 2);
+        for (int64_t byte = 0; byte < f.step; byte += 64) fetch_into(level, f.from + byte);
         f.from += f.step;
         if (other.piece) other.piece(other.of, other.size);
         _tile_dpbf16ps(0, 4, 6);

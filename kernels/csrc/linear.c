@@ -19,7 +19,7 @@
 #define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
 #define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
 #define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
-#define FETCH_NEXT 2048  /* of a few rows into L1, where matrices read it: their next step */
+#define FETCH_NEXT 2048  /* into L1, of what matrices of a few rows read, or one row of floats */
 #define SUPER 256 /* inputs whose groups' scales have a factor in common */
 #define WIDEN_FROM 3     /* blocks of rows that pay for converting a slice of bf16 or int8 once */
 #define SLICE_STEPS 8    /* of HALVES inputs: so much of a panel of bf16 stays in L1 */
@@ -186,7 +186,8 @@ INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *
         int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
         const void *w = at(type, c->w, (panel * filled_depth(c) + k) * PANEL);
         /* Alone, a slice is its own stream; else the next slice comes while this one is used. */
-        fetch f = {(const char *)w + FETCH_AHEAD, PANEL * size_of(type)};
+        const int64_t ahead = type == FLOAT32 && c->num_rows == 1 ? FETCH_NEXT : FETCH_AHEAD;
+        fetch f = {(const char *)w + ahead, PANEL * size_of(type)};
         const char *next = s == last ? then : at(type, w, size * PANEL);
         if (widens) widen_panel(type, w, size, wide);
         if (end - begin > 1) f.step = ceil_div(f.step, end - begin);

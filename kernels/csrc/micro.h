@@ -19,6 +19,14 @@ typedef struct {
     int64_t step;
 } fetch;
 
+/* A line into the cache of a level, 1 or 2; a constant. */
+INLINE void fetch_into(int level, const char *from) {
+    if (level == 1)
+        __builtin_prefetch(from, 0, 3);
+    else
+        __builtin_prefetch(from, 0, 2);
+}
+
 /* sum[rows] += an input of each row times a row of w. */
 INLINE void add_products(int rows, const float *x, vec first, vec second, vec sum[][2]) {
 #pragma GCC unroll 12
@@ -40,8 +48,10 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
     }
     for (int64_t k = 0; k < size; k++) {
         const char *here = at(type, w, k * PANEL);
-        __builtin_prefetch(f.from + k * f.step, 0, 2);
-        if (f.step > 64) __builtin_prefetch(f.from + k * f.step + 64, 0, 2);
+        /* One row of floats waits for memory alone. */
+        const int level = rows == 1 && type == FLOAT32 ? 1 : 2;
+        fetch_into(level, f.from + k * f.step);
+        if (f.step > 64) fetch_into(level, f.from + k * f.step + 64);
         if (type == BFLOAT16) {
             vec_u32 left = load_pairs(here, 0), right = load_pairs(here, LANES);
             add_products(rows, x + k, first_of(left), first_of(right), sum);
