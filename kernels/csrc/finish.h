@@ -52,11 +52,24 @@ INLINE void finish_all(int type, unfinished *u, int64_t count) {
 }
 
 #if DOTS_HALVES
-/* The same of whole lines of bfloat16, which may lack no more than a gate. */
-INLINE void finish_lines(unfinished *u, int64_t count) {
+/* LANES sums and their neighbours as one line of bfloat16, or two of floats. */
+INLINE void store_lines(int type, char *to, vec first, vec second, int passes_by) {
+    if (type == BFLOAT16) {
+        store_line(to, first, second, passes_by);
+    } else if (passes_by) {
+        _mm512_stream_ps((float *)to, (__m512)first);
+        _mm512_stream_ps((float *)to + LANES, (__m512)second);
+    } else {
+        store((float *)to, first);
+        store((float *)to + LANES, second);
+    }
+}
+
+/* The same of whole lines of bfloat16 or floats, which may lack no more than a gate. */
+INLINE void finish_lines(int type, unfinished *u, int64_t count) {
     const linear_call *c = u->call;
-    int64_t step = c->out_stride * 2;
-    char *to = c->out + u->row * step + u->column * 2;
+    int64_t step = c->out_stride * size_of(type);
+    char *to = c->out + u->row * step + u->column * size_of(type);
     int is_line = (uintptr_t)to % 64 == 0 && step % 64 == 0;
     int passes_by = is_line && c->num_rows * step >= PASSES_BY;
     for (int64_t r = 0; r < count; r++, to += step) {
@@ -64,9 +77,9 @@ INLINE void finish_lines(unfinished *u, int64_t count) {
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
             sums[i] = load(FLOAT32, u->tile, r * PANEL + i * LANES);
-            if (u->up) sums[i] = gate_of(c, BFLOAT16, sums[i], load(FLOAT32, u->up, r * PANEL + i * LANES));
+            if (u->up) sums[i] = gate_of(c, type, sums[i], load(FLOAT32, u->up, r * PANEL + i * LANES));
         }
-        store_line(to, sums[0], sums[1], passes_by);
+        store_lines(type, to, sums[0], sums[1], passes_by);
     }
 }
 #endif
@@ -76,8 +89,11 @@ static __attribute__((noinline)) void finish_rows(unfinished *u, int64_t count) 
     const linear_call *c = u->call;
     count = min64(count, u->ready);
 #if DOTS_HALVES
-    if (c->out_type == BFLOAT16 && !c->scales && !c->bias && u->column + PANEL <= c->num_columns)
-        finish_lines(u, count);
+    int is_whole = !c->scales && !c->bias && u->column + PANEL <= c->num_columns;
+    if (is_whole && c->out_type == BFLOAT16)
+        finish_lines(BFLOAT16, u, count);
+    else if (is_whole && c->out_type == FLOAT32)
+        finish_lines(FLOAT32, u, count);
     else
 #endif
         if (c->out_type == BFLOAT16)
