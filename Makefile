@@ -47,7 +47,7 @@ PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --di
 unit: setup ## run the tests that need no process, no socket and no patience (a minute on two cores)
 	$(PYTEST) --no-processes -m "not medium and not large" tests/unit tests/contract
 
-test: setup ## run the tests that a change can break, all but the large ones (six to eight minutes on two cores)
+test: setup ## run the tests that a change can break, all but the large ones (five to eight minutes on two cores)
 	$(PYTEST) -m "not large" --ignore tests/integration
 	$(PYTEST_PROCESSES) -m "not large" tests/integration
 
