@@ -28,6 +28,7 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata, as
 from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.dispatch import native_ops
+from baton_kernels.huge_pages import WeightMemory
 from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
 from environment import record_environment, write_results
 
@@ -197,13 +198,12 @@ def measure_linear(repetitions: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     native = native_ops()
     assert native is not None, "no native kernels: see the log"
+    memory = WeightMemory()
     for in_features, out_features in SHAPES:
         weights = torch.randn(NUM_LAYERS, out_features, in_features)
         packed = {
             format_.value: [
-                ops.PackedWeight.pack(
-                    weight, None, format_, native.panel_width, native.prefer_huge_pages
-                )
+                ops.PackedWeight.pack(weight, None, format_, native.panel_width, memory.empty)
                 for weight in weights
             ]
             for format_ in ops.WeightFormat

@@ -412,10 +412,11 @@ class PackedWeight:
         bias: Tensor | None,
         format: WeightFormat,
         width: int,
+        empty: Callable[..., Tensor] = torch.empty,
     ) -> PackedWeight:
         """Pack ``weight``, ``[out_features, in_features]``, see ``empty``; neither is kept."""
         out_features, in_features = weight.shape
-        packed = cls.empty(out_features, in_features, format, width)
+        packed = cls.empty(out_features, in_features, format, width, empty)
         packed.write_rows(0, weight)
         return replace(packed, bias=None if bias is None else bias.float())
 

@@ -445,8 +445,8 @@ def _long_attention(family: str) -> Row:
 FAMILIES = Source(
     name="families",
     command="benchmarks/families.py",
-    intro="Families of models, float32, random weights, beside `transformers` and llama.cpp in one run,"
-    " each with the same checkpoint.",
+    intro="Families of models, float32, random weights, beside `transformers` and llama.cpp in one"
+    " run, each with the same checkpoint.",
     rows=(
         *(
             Row(
