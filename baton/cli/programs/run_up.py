@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
+import time
 
 from rich.console import Console
 from rich.live import Live
@@ -12,15 +12,18 @@ from rich.table import Table
 from baton.access.tls_options import TlsOptions
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 
+_CHECK_S = 0.5  # whether all processes still run
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
 
 
 def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
     """Run it; returns the exit code of `baton up`. Raises BatonError."""
-    stopping = threading.Event()
+    told = False
 
     def stop(number: int, frame: object) -> None:
-        stopping.set()
+        # No event: whoever waits for it holds its lock for moments, and this runs on that thread.
+        nonlocal told
+        told = True
         raise KeyboardInterrupt
 
     # Also where SIGINT is ignored from the start, as for background jobs of a script.
@@ -32,7 +35,8 @@ def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
             try:
                 wait_ready(deployment, console, ready_timeout_s)
                 _say_ready(config, console)
-                while not stopping.wait(0.5):
+                while not told:
+                    time.sleep(_CHECK_S)
                     deployment.check(may_leave=True)
             except KeyboardInterrupt:
                 console.print(
