@@ -12,6 +12,7 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of mallopt(3)
 _HUGE_PAGE = 2**21
 _MADV_HUGEPAGE = 14  # `mmap.MADV_HUGEPAGE`, on Linux
 KEPT_BYTES = 2**30
+_ROOM = KEPT_BYTES // 2  # more that is free at once would be given back
 
 
 def keep_freed_memory() -> bool:
@@ -38,11 +39,11 @@ def keep_freed_memory() -> bool:
             return False
     # The heap grows by so much address space, and keeps it: memory that was asked for and never
     # written is none.
-    room = malloc(KEPT_BYTES)
+    room = malloc(_ROOM)
     if not room:
         return False
     begin = -(-room // _HUGE_PAGE) * _HUGE_PAGE
-    end = (room + KEPT_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = (room + _ROOM) // mmap.PAGESIZE * mmap.PAGESIZE
     madvise(begin, end - begin, _MADV_HUGEPAGE)  # a wish
     free(room)
     return True

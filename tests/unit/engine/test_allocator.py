@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,16 @@ def test_a_thread_that_steps_has_it_too() -> None:
     thread.join()
 
     assert found[0] < 24 * MEBIBYTE // 4096 // 4
+
+
+def test_the_end_of_the_heap_is_in_huge_pages() -> None:
+    """Of the kernel they are a wish; that it was asked is what its flags say."""
+    smaps = Path("/proc/self/smaps").read_text(encoding="ascii")
+
+    areas = smaps.split("[heap]")[1:]
+    flags = [next(x for x in area.splitlines() if x.startswith("VmFlags:")) for area in areas]
+
+    assert any("hg" in words.split() for words in flags)
 
 
 def test_calling_it_again_takes_no_more_memory() -> None:
