@@ -10,7 +10,6 @@ import mmap
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of mallopt(3)
 _HUGE_PAGE = 2**21
-_MADV_HUGEPAGE = 14  # `mmap.MADV_HUGEPAGE`, on Linux
 KEPT_BYTES = 2**30
 _ROOM = KEPT_BYTES // 2  # more that is free at once would be given back
 
@@ -44,6 +43,6 @@ def keep_freed_memory() -> bool:
         return False
     begin = -(-room // _HUGE_PAGE) * _HUGE_PAGE
     end = (room + _ROOM) // mmap.PAGESIZE * mmap.PAGESIZE
-    madvise(begin, end - begin, _MADV_HUGEPAGE)  # a wish
+    madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # a wish
     free(room)
     return True
