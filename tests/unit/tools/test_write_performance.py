@@ -206,28 +206,6 @@ def test_the_gpu_suite_is_read_as_it_writes(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("rates", "expected"),
-    [
-        ({"baton": 35.0}, ["35.0 tok/s", "yes"]),
-        ({"baton": 34.0}, ["34.0 tok/s", "**missed**"]),
-        (
-            {"baton": 34.0, "transformers": 17.0},
-            ["34.0 tok/s; 2.00 of transformers's", "**missed**"],
-        ),
-        ({"baton": 20.0, "openvino": 16.0}, ["20.0 tok/s; 1.25 of openvino's", "yes"]),
-        ({"baton": 40.0, "openvino": 50.0}, ["40.0 tok/s; 0.80 of openvino's", "**missed**"]),
-    ],
-)
-def test_other_engines_count_where_they_ran_beside_ours(
-    rates: dict[str, float], expected: list[str], tmp_path: Path
-) -> None:
-    document = {"tokens_per_second": {name: {"decode 1": rate} for name, rate in rates.items()}}
-    page = page_of(document, tmp_path, *engine.ENGINE_CPU.rows)
-    found, verdict = cells(page, "decode 1, float32")[2:]
-    assert [found.removesuffix(" beside it"), verdict] == expected
-
-
 @pytest.mark.parametrize(("high", "verdict"), [(-0.001, "yes"), (0.004, "**missed**")])
 def test_a_split_is_not_better_while_its_interval_has_0_in_it(
     high: float, verdict: str, tmp_path: Path
