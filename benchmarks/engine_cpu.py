@@ -218,7 +218,8 @@ def run(
         "--repetitions": arguments.repetitions,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    # -P: what lies beside the script would shadow packages of theirs ("kernels").
+    # What lies beside the script (-P), or where we are called, would shadow packages of theirs
+    # ("kernels").
     done = subprocess.run(
         [str(python), "-P", str(script), *words, "--cases", *arguments.cases.split(",")],
         check=True,
@@ -226,6 +227,7 @@ def run(
         text=True,
         timeout=RUN_LIMIT_S,
         env=environment,
+        cwd=BUILD,
     )
     results: dict[str, float | str] = json.loads(
         next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
