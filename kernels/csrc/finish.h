@@ -11,12 +11,18 @@
 /* Bytes of an output from which no cache keeps it until it is read. */
 #define PASSES_BY (1 << 20)
 
-/* What the sums still lack: scales and bias of the columns that begin at `column` of W. */
-INLINE void adjust(const linear_call *c, int64_t column, int64_t width, float *row) {
-    if (c->scales)
-        for (int64_t i = 0; i < width; i++) row[i] *= c->scales[column + i];
-    if (c->bias)
-        for (int64_t i = 0; i < width; i++) row[i] += c->bias[column + i];
+/* Rows of a panel that are left to finish, one after another. */
+typedef struct {
+    const linear_call *call;
+    int64_t column, row, ready; /* ready: so many rows have their sums */
+    float *tile, *up;          /* up: its partner's where the layer is gated, or NULL */
+} unfinished;
+
+/* Sums with what they still lack, the scales and bias of the columns from `column` of W on. */
+INLINE vec adjusted(const linear_call *c, int64_t column, vec sums) {
+    if (c->scales) sums *= load(FLOAT32, c->scales, column);
+    if (c->bias) sums += load(FLOAT32, c->bias, column);
+    return sums;
 }
 
 /* The gate of sums, times what it gates; each rounded on the way. */
@@ -25,48 +31,25 @@ INLINE vec gate_of(const linear_call *c, int type, vec sums, vec up) {
     return gate * round_all(type, gated_half(c->gated, round_all(type, up)));
 }
 
-/* A finished row of a tile into the output; `up` is its partner's where the layer is gated. */
-INLINE void finish(const linear_call *c, int type, int64_t row, int64_t column, float *tile, float *up) {
-    int64_t width = min64(PANEL, c->num_columns - column);
-    void *to = c->out + (row * c->out_stride + column) * size_of(type);
-    adjust(c, column, width, tile);
-    if (!up) {
-        write_row(type, tile, to, width);
-        return;
-    }
-    adjust(c, c->num_columns + column, width, up);
-    for (int64_t i = 0; i < PANEL; i += LANES)
-        store_as(type, to, i, gate_of(c, type, load(FLOAT32, tile, i), load(FLOAT32, up, i)));
-}
-
-/* Rows of a panel that are left to finish, one after another. */
-typedef struct {
-    const linear_call *call;
-    int64_t column, row, ready; /* ready: so many rows have their sums */
-    float *tile, *up;          /* up: its partner's where the layer is gated, or NULL */
-} unfinished;
-
-INLINE void finish_all(int type, unfinished *u, int64_t count) {
-    for (int64_t r = 0; r < count; r++)
-        finish(u->call, type, u->row + r, u->column, u->tile + r * PANEL, u->up ? u->up + r * PANEL : NULL);
-}
-
-#if DOTS_HALVES
-/* LANES sums and their neighbours as one line of bfloat16, or two of floats. */
+/* LANES sums and their neighbours: a line of bfloat16, or two of floats, where a vector is a line. */
 INLINE void store_lines(int type, char *to, vec first, vec second, int passes_by) {
+#if DOTS_HALVES
     if (type == BFLOAT16) {
         store_line(to, first, second, passes_by);
-    } else if (passes_by) {
+        return;
+    }
+    if (type == FLOAT32 && passes_by) {
         _mm512_stream_ps((float *)to, (__m512)first);
         _mm512_stream_ps((float *)to + LANES, (__m512)second);
-    } else {
-        store((float *)to, first);
-        store((float *)to + LANES, second);
+        return;
     }
+#endif
+    store_as(type, to, 0, first);
+    store_as(type, to, LANES, second);
 }
 
-/* The same of whole lines of bfloat16 or floats, which may lack no more than a gate. */
-INLINE void finish_lines(int type, unfinished *u, int64_t count) {
+/* Rows of a whole panel. */
+INLINE void finish_whole(int type, unfinished *u, int64_t count) {
     const linear_call *c = u->call;
     int64_t step = c->out_stride * size_of(type);
     char *to = c->out + u->row * step + u->column * size_of(type);
@@ -76,32 +59,46 @@ INLINE void finish_lines(int type, unfinished *u, int64_t count) {
         vec sums[2];
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
-            sums[i] = load(FLOAT32, u->tile, r * PANEL + i * LANES);
-            if (u->up) sums[i] = gate_of(c, type, sums[i], load(FLOAT32, u->up, r * PANEL + i * LANES));
+            int64_t column = u->column + i * LANES, place = r * PANEL + i * LANES;
+            sums[i] = adjusted(c, column, load(FLOAT32, u->tile, place));
+            if (!u->up) continue;
+            vec up = adjusted(c, c->num_columns + column, load(FLOAT32, u->up, place));
+            sums[i] = gate_of(c, type, sums[i], up);
         }
         store_lines(type, to, sums[0], sums[1], passes_by);
     }
 }
-#endif
+
+/* Rows of a panel that the last columns do not fill, which has no gate. */
+INLINE void finish_part(int type, unfinished *u, int64_t count) {
+    const linear_call *c = u->call;
+    int64_t width = c->num_columns - u->column;
+    for (int64_t r = 0; r < count; r++) {
+        float *row = u->tile + r * PANEL;
+        if (c->scales)
+            for (int64_t i = 0; i < width; i++) row[i] *= c->scales[u->column + i];
+        if (c->bias)
+            for (int64_t i = 0; i < width; i++) row[i] += c->bias[u->column + i];
+        write_row(type, row, c->out + ((u->row + r) * c->out_stride + u->column) * size_of(type), width);
+    }
+}
+
+INLINE void finish_any(int type, unfinished *u, int64_t count) {
+    if (u->column + PANEL <= u->call->num_columns)
+        finish_whole(type, u, count);
+    else
+        finish_part(type, u, count);
+}
 
 /* The next `count` rows, or as many as are ready. Who has finished all calls finish_end, too. */
 static __attribute__((noinline)) void finish_rows(unfinished *u, int64_t count) {
-    const linear_call *c = u->call;
     count = min64(count, u->ready);
-#if DOTS_HALVES
-    int is_whole = !c->scales && !c->bias && u->column + PANEL <= c->num_columns;
-    if (is_whole && c->out_type == BFLOAT16)
-        finish_lines(BFLOAT16, u, count);
-    else if (is_whole && c->out_type == FLOAT32)
-        finish_lines(FLOAT32, u, count);
+    if (u->call->out_type == BFLOAT16)
+        finish_any(BFLOAT16, u, count);
+    else if (u->call->out_type == FLOAT16)
+        finish_any(FLOAT16, u, count);
     else
-#endif
-        if (c->out_type == BFLOAT16)
-        finish_all(BFLOAT16, u, count);
-    else if (c->out_type == FLOAT16)
-        finish_all(FLOAT16, u, count);
-    else
-        finish_all(FLOAT32, u, count);
+        finish_any(FLOAT32, u, count);
     u->row += count, u->ready -= count, u->tile += count * PANEL;
     if (u->up) u->up += count * PANEL;
 }
