@@ -238,7 +238,10 @@ def run(
 def measure(
     pythons: dict[str, Path], folder: Path, arguments: argparse.Namespace
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """The best tokens per second of each engine and case, and why engines are missing."""
+    """The best tokens per second of each engine and case, and why engines are missing.
+
+    An interrupt (Ctrl-C) skips the engine that is running.
+    """
     best: dict[str, dict[str, float]] = {subject: {} for subject in pythons}
     missing: dict[str, str] = {}
     for _ in range(arguments.rounds):
@@ -247,6 +250,9 @@ def measure(
                 continue
             try:
                 found = run(subject, python, folder, arguments)
+            except KeyboardInterrupt:
+                missing[subject] = "interrupted"
+                continue
             except (subprocess.SubprocessError, ValueError, StopIteration) as error:
                 missing[subject] = reason_of(error)
                 continue
