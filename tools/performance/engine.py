@@ -204,7 +204,7 @@ def _beside(pair: str, ours: str, case: str, least: float) -> Row:
 
     def measure(document: Json) -> Found:
         found = number(document, "ratio_to_best_peer", pair, case)
-        rate = number(document, "tokens_per_second", f"baton {ours}", case)
+        rate = number(document, "tokens_per_second", f"baton {ours}".strip(), case)
         return Found(f"{found:.2f} ({rate:.1f} tok/s)", judge(found, least, None, None))
 
     return Row(

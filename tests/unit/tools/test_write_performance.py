@@ -206,6 +206,22 @@ def test_the_gpu_suite_is_read_as_it_writes(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("rate", "verdict"), [(110.0, "yes"), (101.0, "**missed**")])
+def test_an_engine_is_compared_with_the_best_beside_it(
+    rate: float, verdict: str, tmp_path: Path
+) -> None:
+    document = {
+        "tokens_per_second": {"baton": {"prefill 512": rate}},
+        "ratio_to_best_peer": {"float32": {"prefill 512": rate / 100}},
+        "share_of_limit": {"baton": {"prefill 512": 0.9}},
+    }
+    page = page_of(document, tmp_path, *engine.ENGINE_CPU[0].rows)
+    row = "prefill 512, float32: over the best peer's"
+    assert cells(page, row)[2:] == [f"{rate / 100:.2f} ({rate} tok/s)", verdict]
+    share = "prefill 512, float32: share of the rate of a large product in float32"
+    assert cells(page, share)[3] == "yes"
+
+
 @pytest.mark.parametrize(("high", "verdict"), [(-0.001, "yes"), (0.004, "**missed**")])
 def test_a_split_is_not_better_while_its_interval_has_0_in_it(
     high: float, verdict: str, tmp_path: Path
