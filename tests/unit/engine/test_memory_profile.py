@@ -106,7 +106,8 @@ def test_one_line_says_where_the_memory_goes(tmp_path: Path) -> None:
     assert sum(parts) == pytest.approx(total, abs=0.05)
     weights, _, activations, _, _ = parts
     assert weights == pytest.approx(0.09, abs=0.01)  # 6 matrices of 32 x 2**17 floats
-    assert 0.12 <= activations < 1  # 0.125, of which two digits are told
+    # 0.125 in all: what loading freed stays in the heap, counts as others' and is used first.
+    assert 0.06 <= activations < 1
 
 
 def test_the_dummy_step_leaves_no_trace(folder: str) -> None:
