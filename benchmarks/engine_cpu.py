@@ -195,7 +195,7 @@ def reason_of(error: Exception) -> str:
     """Why an engine gave nothing: the signal that ended it, if one did, and what it said last."""
     text = getattr(error, "stderr", None) or str(error)
     last = [line for line in text.strip().splitlines() if line.strip()][-1:]
-    said = last[0].strip()[:200] if last else "nothing"
+    said = last[0].replace(f"{ROOT}/", "").strip()[:200] if last else "nothing"
     code = getattr(error, "returncode", 0)
     if code < 0:
         return f"does not run: ended by {signal.Signals(-code).name}, its last line was: {said}"
@@ -240,7 +240,7 @@ def measure(
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """The best tokens per second of each engine and case, and why engines are missing.
 
-    An interrupt (Ctrl-C) skips the engine that is running.
+    An interrupt (Ctrl-C) ends the run and keeps what was measured.
     """
     best: dict[str, dict[str, float]] = {subject: {} for subject in pythons}
     missing: dict[str, str] = {}
@@ -251,8 +251,8 @@ def measure(
             try:
                 found = run(subject, python, folder, arguments)
             except KeyboardInterrupt:
-                missing[subject] = "interrupted"
-                continue
+                missing |= {name: "interrupted" for name, cases in best.items() if not cases}
+                return {name: cases for name, cases in best.items() if cases}, missing
             except (subprocess.SubprocessError, ValueError, StopIteration) as error:
                 missing[subject] = reason_of(error)
                 continue
@@ -325,10 +325,11 @@ def measure_limits(threads: int) -> dict[str, float]:
         return 2 * 2048**3 / least_s(lambda: first @ second) / 1e9
 
     has_units = not cpu_features().isdisjoint(UNITS_OF_BFLOAT16)
+    float32 = gflops(torch.float32)
     return {
         "read GB/s": round(memory.nbytes / least_s(memory.sum) / 1e9, 1),
-        "float32 GFLOP/s": round(gflops(torch.float32), 1),
-        "bfloat16 GFLOP/s": round(gflops(torch.bfloat16 if has_units else torch.float32), 1),
+        "float32 GFLOP/s": round(float32, 1),
+        "bfloat16 GFLOP/s": round(gflops(torch.bfloat16) if has_units else float32, 1),
     }
 
 
