@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -22,7 +23,7 @@ from itertools import islice, product
 from pathlib import Path
 from string import ascii_lowercase
 
-from engine_cpu import BUILD, ROOT, WORKS, make_checkpoint, python_of
+from engine_cpu import BUILD, WORKS, build_environment, make_checkpoint, python_of
 from loadtest_fleet import baton_environment, free_address
 
 NAME = "served"  # under which each serves the model
@@ -205,12 +206,44 @@ def others_environment() -> dict[str, str]:
 
 
 def llama_server() -> Path:
-    """Where it is: beside llama.cpp's other files, or on PATH; raises FileNotFoundError."""
-    own = BUILD / "peers" / "llamacpp" / "bin" / "llama-server"
-    found = str(own) if own.exists() else shutil.which("llama-server")
-    if not found:
-        raise FileNotFoundError(f"no llama-server at {own.relative_to(ROOT)} or on PATH")
-    return Path(found)
+    """llama.cpp's server, built once, for this CPU, from what its package for Python is built from.
+
+    Raises:
+        subprocess.CalledProcessError: that, or its source, cannot be had.
+    """
+    python = python_of("llamacpp")
+    program = python.with_name("llama-server")
+    if program.exists():
+        return program
+    read_version = "from importlib.metadata import version; print(version('llama-cpp-python'))"
+    words = [str(python), "-c", read_version]
+    version = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
+        folder = Path(name)
+        source, build = folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp", folder / "build"
+        pip = [str(python), "-m", "pip", "--quiet"]
+        cmake = str(python.with_name("cmake"))
+        make = [cmake, "--build", str(build), "--target", "llama-server", "--parallel"]
+        commands: list[list[str]] = [
+            [*pip, "install", "cmake"],
+            [
+                *(*pip, "download", "--no-deps", "--no-binary", "llama-cpp-python"),
+                *("--dest", str(folder), f"llama-cpp-python=={version}"),
+            ],
+            [
+                *("tar", "--extract", "--directory", str(folder)),
+                *("--file", str(folder / f"llama_cpp_python-{version}.tar.gz")),
+            ],
+            [
+                *(cmake, "-S", str(source), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"),
+                *("-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"),
+            ],
+            [*make, str(os.cpu_count())],
+        ]
+        for command in commands:
+            subprocess.run(command, check=True, stdout=sys.stderr, env=build_environment(folder))
+        shutil.copy(build / "bin" / program.name, program)
+    return program
 
 
 def llamacpp(job: Job) -> list[str]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.block_hash import BlockHash
-from engine.core.extents import choose_extents, window_size
+from engine.core.extents import SHORT_EXTENT, choose_extents, count_extents, window_size
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
@@ -99,15 +99,14 @@ class BlockPool:
         forgotten.
 
         Args:
-            extents: prefer blocks that follow each other in memory: new ones, or among a few times
-                as many of those that would go first.
+            extents: prefer blocks that follow each other in memory, among a few times as many of
+                those that would go first; and new ones, which do, to blank ones that do not.
         """
         if num_blocks > self.num_free:
             return None
-        self._make_new(num_blocks if extents else num_blocks - self._num_blank)
-        if extents and num_blocks > 1 and len(self._blocks) == self.num_blocks:
-            block_ids = self._take_extents(num_blocks)
-        else:  # what was just made is one extent
+        block_ids = self._take_extents(num_blocks) if extents and num_blocks > 1 else None
+        if block_ids is None:
+            self._make_new(num_blocks if extents else num_blocks - self._num_blank)
             block_ids = self._take_first(num_blocks)
         self.num_free -= num_blocks
         return block_ids
@@ -296,15 +295,25 @@ class BlockPool:
         self._head.next, block.previous = block, self._head
         return block_ids
 
-    def _take_extents(self, num_blocks: int) -> list[int]:
-        """Unlink blocks that follow each other in memory, out of the first half of the list."""
+    def _take_extents(self, num_blocks: int) -> list[int] | None:
+        """Unlink blocks that follow each other in memory, out of the first half of the list.
+
+        While there are new ones, blank ones alone; None if these are too few or too far apart.
+        """
         # The second half only if there is no other way.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
+        have_all = len(self._blocks) == self.num_blocks
+        if not have_all:
+            window = min(window, self._num_blank)
+            if window < num_blocks:
+                return None
         candidates, block = [], self._head
         for _ in range(window):
             block = block.next
             candidates.append(block.block_id)
         block_ids = choose_extents(candidates, num_blocks)
+        if not have_all and count_extents(block_ids) * SHORT_EXTENT > num_blocks:
+            return None
         for block_id in block_ids:
             block = self._blocks[block_id]
             block.previous.next, block.next.previous = block.next, block.previous

@@ -16,6 +16,7 @@ import numpy as np
 # the further from the order in which blocks would go.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # many blocks find long runs among themselves
+SHORT_EXTENT = 8  # blocks; shorter ones cost a transfer more than clearing new memory
 
 
 def window_size(num_blocks: int) -> int:
@@ -45,3 +46,8 @@ def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
         start = starts[longest_first[run]]
         chosen += ordered[start : start + length].tolist()
     return chosen
+
+
+def count_extents(block_ids: Sequence[int]) -> int:
+    """Return how many runs of consecutive ids these are, one at least."""
+    return 1 + int(np.count_nonzero(np.diff(block_ids) != 1))

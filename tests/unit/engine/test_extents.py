@@ -89,6 +89,21 @@ def test_an_extent_forgets_what_its_blocks_had_cached_and_only_that() -> None:
     pool.check()
 
 
+def test_blocks_of_a_prompt_that_ended_are_given_to_the_next_before_new_ones() -> None:
+    pool = BlockPool(64)
+    first = pool.allocate(8, extents=True)
+    pool.release(reversed(first or []))
+    assert pool.allocate(8, extents=True) == first
+
+
+def test_new_blocks_are_given_where_blank_ones_are_far_apart() -> None:
+    pool = BlockPool(64)
+    first = pool.allocate(32, extents=True) or []
+    pool.release(first[::2])
+    assert pool.allocate(8, extents=True) == list(range(32, 40))
+    pool.check()
+
+
 def test_the_pool_stays_right_when_extents_come_and_go() -> None:
     draw = random.Random(0)
     pool, held = BlockPool(64), list[list[int]]()
