@@ -22,7 +22,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.block_hash import BlockHash
-from engine.core.extents import SHORT_EXTENT, choose_extents, count_extents, window_size
+from engine.core.extents import (
+    FEW_EXTENTS,
+    SHORT_EXTENT,
+    choose_extents,
+    count_extents,
+    window_size,
+)
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
@@ -312,7 +318,7 @@ class BlockPool:
             block = block.next
             candidates.append(block.block_id)
         block_ids = choose_extents(candidates, num_blocks)
-        if not have_all and count_extents(block_ids) * SHORT_EXTENT > num_blocks:
+        if not have_all and (count_extents(block_ids) - FEW_EXTENTS) * SHORT_EXTENT > num_blocks:
             return None
         for block_id in block_ids:
             block = self._blocks[block_id]
