@@ -86,7 +86,7 @@ typedef struct {
 #define EMPTY_STATE ((softmax_state){-INFINITY, 0})
 
 float baton_weigh(float scale, double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
-                  softmax_state *state);
+                  softmax_state *state, char *halves, int64_t step);
 void baton_join(softmax_state *state, float *sums, softmax_state span, const float *span_sums,
                 int64_t num, int64_t stride);
 float baton_divisor(softmax_state state, const float *sinks, int64_t head);

@@ -284,9 +284,9 @@ INLINE void weigh_tile(int paired, const attention_call *c, const decode_state *
                        int64_t num) {
     for (int64_t h = 0; h < d->group; h++) {
         float *scores = d->scores + h * TILE, *sums = d->sums + h * d->padded_value;
-        float factor = baton_weigh(paired ? c->scale : 1, c->soft_cap, scores, skip, num, num, d->states + h);
-        for (int64_t i = 0; paired && i < num; i += LANES)
-            store_as(BFLOAT16, scores, i, load(FLOAT32, scores, i));
+        /* Halves lie in place: none is written beyond the scores that were read. */
+        float factor = baton_weigh(paired ? c->scale : 1, c->soft_cap, scores, skip, num, num, d->states + h,
+                                   paired ? (char *)scores : NULL, ROW_BYTES);
         if (factor != 1)
             for (int64_t j = 0; j < d->padded_value; j++) sums[j] *= factor;
     }

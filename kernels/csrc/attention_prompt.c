@@ -174,12 +174,11 @@ INLINE void attend_pairs(int tiled, const attention_call *c, const piece *p, con
         int64_t position = first + (b.start + r) / group, low = skip;
         float *scores = t->scores + r * X_STRIDE;
         if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
+        char *weights = t->weights + r * ROW_BYTES;
         factors[r] = baton_weigh(c->scale, c->soft_cap, scores, low, position + 1 - tile, num,
-                                 t->states + b.start + r);
-        for (int64_t i = ceil_div(num, LANES) * LANES; i < end; i += LANES) store(scores + i, (vec){0});
-        for (int64_t i = begin; i < end; i += LANES)
-            store_as(BFLOAT16, t->weights + (i / HALVES * MOST_ROWS + r) * ROW_BYTES, i % HALVES,
-                     load(FLOAT32, scores, i));
+                                 t->states + b.start + r, weights, MOST_ROWS * ROW_BYTES);
+        for (int64_t i = ceil_div(num, LANES) * LANES; i < end; i += LANES)
+            store_as(BFLOAT16, weights + i / HALVES * MOST_ROWS * ROW_BYTES, i % HALVES, (vec){0});
     }
     for (int64_t j = 0; j < padded; j += PANEL) {
         float *sums = t->sums + b.start * padded + j * b.room;
@@ -243,7 +242,7 @@ static void attend_block(const attention_call *c, const piece *p, const tiles *t
         int64_t position = first + (b.start + r) / group, low = skip;
         if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
         factors[r] = baton_weigh(1, c->soft_cap, t->scores + r * X_STRIDE, low, position + 1 - tile,
-                                 num, t->states + b.start + r);
+                                 num, t->states + b.start + r, NULL, 0);
     }
     for (int64_t j = 0; j < padded; j += PANEL) {
         float *sums = t->sums + b.start * padded + j * b.room;

@@ -134,7 +134,7 @@ INLINE void weigh_rows(const attention_call *c, const piece *p, shared *s, float
         int64_t position = first + (start + r) / s->group, low = skip;
         if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
         float factor = baton_weigh(scale, c->soft_cap, s->scores + r * SCORE_STRIDE, low,
-                                   position + 1 - tile, num, s->states + start + r);
+                                   position + 1 - tile, num, s->states + start + r, NULL, 0);
         float *sums = s->sums + (start + r) * s->stride;
         if (factor != 1)
             for (int64_t j = 0; j < s->stride; j += LANES) store(sums + j, load(FLOAT32, sums, j) * factor);

@@ -91,7 +91,7 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, code
     read_row(type, from, values, size);
     for (int64_t i = 0; i < BLOCK; i += LANES) {
         vec x = load(FLOAT32, values, i), absolute = choose(x < 0.0f, -x, x);
-        largest = choose(absolute > largest, absolute, largest);
+        largest = larger(absolute, largest);
         lost += x * 0.0f; /* no number must not become one */
     }
     float limit = largest_lane(largest), inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;

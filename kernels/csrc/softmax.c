@@ -6,28 +6,35 @@
  */
 #include "attention.h"
 
-/* Scores of a tile, [num] with room for whole vectors, times `scale` become weights; those outside
- * [from, to) become 0. Returns what the sums of earlier tiles must be multiplied by. */
+/* Scores of a tile, [num] with room for whole vectors, times `scale` become weights, in place or, as
+ * bfloat16, at `halves`, from HALVES keys to the next `step` bytes; those outside [from, to) become 0.
+ * Returns what the sums of earlier tiles must be multiplied by. */
 float baton_weigh(float scale, double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
-                  softmax_state *state) {
+                  softmax_state *state, char *halves, int64_t step) {
     float before = state->top;
-    vec largest = splat(before), total = {0};
-    if (scale != 1)
-        for (int64_t i = 0; i < num; i += LANES) store(scores + i, load(FLOAT32, scores, i) * scale);
-    if (soft_cap > 0)
-        for (int64_t i = 0; i < num; i += LANES)
-            store(scores + i, soften(load(FLOAT32, scores, i), soft_cap));
+    vec largest = splat(-INFINITY), total = {0};
+    if (soft_cap > 0 || scale < 0) {
+        for (int64_t i = 0; i < num; i += LANES) {
+            vec score = load(FLOAT32, scores, i) * scale;
+            store(scores + i, soft_cap > 0 ? soften(score, soft_cap) : score);
+        }
+        scale = 1;
+    }
     for (int64_t i = 0; i < min64(from, num); i++) scores[i] = -INFINITY;
     for (int64_t i = max64(to, 0); i < ceil_div(num, LANES) * LANES; i++) scores[i] = -INFINITY;
     for (int64_t i = 0; i < num; i += LANES) {
         vec score = load(FLOAT32, scores, i);
-        largest = choose(score > largest, score, largest);
+        largest = larger(score, largest);
     }
-    float top = largest_lane(largest);
+    float top = largest_lane(largest) * scale; /* of products, too: rounding keeps their order */
+    if (!(top > before)) top = before;
     float base = top == -INFINITY ? 0 : top; /* where no key counts */
     for (int64_t i = 0; i < num; i += LANES) {
-        vec weight = exp_of_negative(load(FLOAT32, scores, i) - base);
-        store(scores + i, weight);
+        vec weight = exp_of_negative(multiply_add(load(FLOAT32, scores, i), splat(scale), splat(-base)));
+        if (halves)
+            store_as(BFLOAT16, halves + i / HALVES * step, i % HALVES, weight);
+        else
+            store(scores + i, weight);
         total += weight;
     }
     float factor = before == top ? 1 : before == -INFINITY ? 0 : exp_fast(splat(before - top))[0];

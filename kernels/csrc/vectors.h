@@ -342,6 +342,14 @@ INLINE vec keep(vec_i32 mask, vec x) { return (vec)(mask & (vec_i32)x); }
 INLINE vec choose(vec_i32 mask, vec x, vec other) {
     return (vec)((mask & (vec_i32)x) | (~mask & (vec_i32)other));
 }
+/* The larger of both; the second where one is no number. */
+INLINE vec larger(vec first, vec second) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)first, (__m512)second);
+#else
+    return choose(first > second, first, second);
+#endif
+}
 
 /* As to_bf16 rounds, with zeros in the lower half of each lane. */
 INLINE vec_u32 rounded_bits(vec x) {
