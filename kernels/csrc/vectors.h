@@ -432,7 +432,22 @@ INLINE vec exp_fast(vec x) {
 }
 
 /* The same of x <= 0, and 0 from where a float ends. */
-INLINE vec exp_of_negative(vec x) { return keep(~(x < splat(-87.3f)), exp_within(x)); }
+INLINE vec exp_of_negative(vec x) {
+#if defined(__AVX512F__)
+    /* 2^t, of t's whole part by an instruction and of the rest by a polynomial (1.6e-7). */
+    vec t = x * 1.44269504f;
+    vec whole = (vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vec rest = t - whole, p = rest * 1.32647925e-3f + 9.67151392e-3f;
+    p = p * rest + 5.55073358e-2f;
+    p = p * rest + 0.240222424f;
+    p = p * rest + 0.693147004f;
+    p = p * rest + 1.0f;
+    __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)whole);
+#else
+    return keep(~(x < splat(-87.3f)), exp_within(x));
+#endif
+}
 
 /* Below -88 it is 0 in float32, but the exponential has ended. */
 INLINE vec silu(vec x) { return keep(~(x < -88.0f), x / (exp_fast(-x) + 1.0f)); }
