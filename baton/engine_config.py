@@ -69,6 +69,11 @@ class EngineConfig:
         help="Cores to run on, such as 0-3,8, which ranks divide; numa: each rank those of a NUMA "
         "node; empty: all that it may. Threads that computed before stay where they are.",
     )
+    core_locks: str = option(
+        "",
+        help="Folder in which the nodes of one machine say which of their cores, those of "
+        "--cpu-list, have nothing to do: others compute there meanwhile. For a CPU and one rank.",
+    )
     tensor_parallel_size: int = option(
         1,
         least=1,
@@ -239,6 +244,8 @@ class EngineConfig:
         check_limits(self)
         if self.cpu_list != NUMA:
             parse_cpu_list(self.cpu_list)
+        if self.core_locks and self.cpu_list in ("", NUMA):
+            raise ConfigError("core_locks: cpu_list must say which cores are this node's own")
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if 0 < self.max_num_batched_tokens < self.max_num_requests:

@@ -56,6 +56,7 @@ class LocalDeploymentConfig:
         insecure: listen beyond loopback also where TLS or authentication is missing.
         ray_address: of a Ray cluster that places the nodes, and their ranks if they are told so;
             empty: that of RAY_ADDRESS, or a new one on this machine; None: all run here.
+        lend_cores: nodes compute on each other's cores while these have nothing to do.
     """
 
     model: str
@@ -73,6 +74,7 @@ class LocalDeploymentConfig:
     tls_folder: Path | None = None
     insecure: bool = False
     ray_address: str | None = None
+    lend_cores: bool = True
 
     def tls_of(self, name: str) -> TlsOptions:
         """Return the certificate of this name in the folder."""
@@ -290,18 +292,38 @@ class LocalDeployment:
         own = {"prefill": config.prefill_args, "decode": config.decode_args}
         num_ranks = [num_ranks_of([*config.node_args, *own[command]]) for command, _ in names]
         cores = list(divide_cores(sorted(os.sched_getaffinity(0)), num_ranks))
+        locks = self._core_locks(cores, num_ranks)
         for (command, name), share in zip(names, cores, strict=True):
             own_args = own[command]
+            lent = ["--core-locks", locks, "--cpu-list", ",".join(map(str, share))] if locks else []
             self._start(
                 name,
                 [
                     command, "--model", config.model, "--router", router,
                     "--name", name, *_options_of(config.tls_of(name)), *where,
                     "--num-threads", "1" if where else str(len(share)), "--drain-timeout-s", "0",
-                    *config.node_args, *own_args,
+                    *lent, *config.node_args, *own_args,
                 ],
                 None if where else share,
             )  # fmt: skip
+
+    def _core_locks(self, cores: Sequence[Sequence[int]], num_ranks: Sequence[int]) -> str:
+        """Return the folder of the locks by which nodes lend cores; empty: they do not.
+
+        Args:
+            cores: of each node; they lend what no other has, too.
+        """
+        config = self.config
+        arguments = [*config.node_args, *config.prefill_args, *config.decode_args]
+        are_placed = self._cluster is not None or any(
+            argument.partition("=")[0] == "--cpu-list" for argument in arguments
+        )
+        every = [core for share in cores for core in share]
+        are_shared = max(num_ranks) > 1 or len(set(every)) < len(every)
+        if not config.lend_cores or are_placed or are_shared or len(cores) == 1:
+            return ""
+        folder = tempfile.TemporaryDirectory(prefix="baton-cores-")
+        return self._stack.enter_context(folder)
 
     def _start(self, name: str, arguments: list[str], cores: list[int] | None) -> None:
         self.children.append(self._spawn(name, arguments, cores))
@@ -325,6 +347,9 @@ class LocalDeployment:
             return Child(name, placed, log, arguments, cores)
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
+        lends = "--core-locks" in arguments
+        if lends:  # threads look for work so often before they sleep: briefly, on lent cores
+            environment.setdefault("GOMP_SPINCOUNT", "50000")
         with log.open("ab") as output:  # after a restart the log goes on
             process = subprocess.Popen(
                 [*PYTHON_MODULE, "baton", *arguments, *more_arguments],
@@ -336,7 +361,7 @@ class LocalDeployment:
                 # Ctrl-C reaches the whole foreground group; the children are ended by us, in order.
                 start_new_session=True,
             )
-        if cores is not None:
+        if cores is not None and not lends:  # else it finds its place itself
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.pid, cores)
         return Child(name, process, log, arguments, cores)

@@ -288,6 +288,7 @@ class Engine:
     def _compute(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
         """One step, here and now."""
         if not scheduled.scheduled:
+            self.executor.rest()
             return StepResult()
         self.last_scheduled = scheduled
         plan, hooks = self._scheduler.plan(scheduled, after_layer)

@@ -207,6 +207,9 @@ class SimExecutor:
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
         return {}
 
+    def rest(self) -> None:
+        pass
+
     def check_health(self) -> None:
         pass
 

@@ -69,6 +69,9 @@ class Executor(Protocol):
             The connections, by rank; once in an executor's life.
         """
 
+    def rest(self) -> None:
+        """There is nothing to submit for now: cores that are shared may compute for others."""
+
     def check_health(self) -> None:
         """Raise EngineDeadError when a worker is gone, a step has failed, or a call was late."""
 

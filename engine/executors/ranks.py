@@ -223,6 +223,9 @@ class RanksExecutor:
         self._others.answers(time.monotonic() + START_TIMEOUT_S)
         return {rank.rank: rank.beside for rank in self._others.ranks}
 
+    def rest(self) -> None:
+        """Ranks keep their cores."""
+
     def check_health(self) -> None:
         if self._others.failure is not None:
             raise self._others.failure

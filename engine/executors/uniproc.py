@@ -77,6 +77,9 @@ class UniprocExecutor:
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
         return {}
 
+    def rest(self) -> None:
+        self.worker.rest()
+
     def check_health(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(self._failure)
@@ -84,6 +87,7 @@ class UniprocExecutor:
     def close(self) -> None:
         if self.thread is not None:
             self.thread.shutdown()
+        self.worker.close()
 
 
 def worker_of(executor: Executor) -> Worker:

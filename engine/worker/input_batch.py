@@ -58,6 +58,11 @@ class PreparedStep:
     sampling_rows: Tensor
     unknown: tuple[Tensor, Tensor] | None
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether it computes tokens that it does not sample behind."""
+        return len(self.model.input_ids) > len(self.model.last_token_rows)
+
 
 class _Buffer:
     """One host tensor, and the same memory as an array."""

@@ -35,7 +35,9 @@ from engine.worker.graph_capture import make_captured_runner
 from engine.worker.host.allocator import keep_freed_memory
 from engine.worker.host.cores import use_cores
 from engine.worker.host.host_memory import read_host_memory
+from engine.worker.host.lent_cores import LentCores, lent_cores
 from engine.worker.host.memory_check import check_memory
+from engine.worker.input_batch import PreparedStep
 from engine.worker.kv_cache import (
     KVMemory,
     allocate_kv_cache,
@@ -134,6 +136,7 @@ class Worker:
             warm_up(model, spec, config, device, backends, self.max_model_len)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
         self.runner = self._make_runner(model, drafter, backends, ranks)
+        self._lent_cores: LentCores | None = lent_cores(config) if device.type == "cpu" else None
 
     def _make_runner(
         self, model: CausalLM, drafter: AnyDrafter | None, backends: BackendNames, ranks: Ranks
@@ -162,7 +165,23 @@ class Worker:
     def launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
         """Begin to compute a prepared step, on whichever thread."""
         make_current(self.device)  # of this thread, which need not be the one that loaded
+        if self._lent_cores is not None:
+            self._lent_cores.borrow()
+            if isinstance(step, PreparedStep) and step.has_prompts:  # cores come and go meanwhile
+                after_layer = self._lent_cores.between_layers(hooks.after_layer)
+                hooks = replace(hooks, after_layer=after_layer)
         return self.runner.launch(step, hooks)
+
+    def rest(self) -> None:
+        """There is nothing to launch for now."""
+        if self._lent_cores is not None:
+            self._lent_cores.rest()
+
+    def close(self) -> None:
+        """Nothing is launched any more."""
+        if self._lent_cores is not None:
+            self._lent_cores.close()
+            self._lent_cores = None
 
 
 def _scales_of_all_stages(

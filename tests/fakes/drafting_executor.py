@@ -102,6 +102,9 @@ class DraftingExecutor:
     def close(self) -> None:
         self._executor.close()
 
+    def rest(self) -> None:
+        self._executor.rest()
+
     def check_health(self) -> None:
         self._executor.check_health()
 

@@ -51,6 +51,10 @@ class UpOptions:
         "which it implies), such as auto or HOST:6379; empty: with --executor ray the one that "
         "RAY_ADDRESS names, or a new one on this machine.",
     )
+    lend_cores: bool = option(
+        True,
+        help="On a CPU, have nodes compute on each other's cores while these have nothing to do.",
+    )
     node_args: str = option("", help="More options of every node, as one string.")
     prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
@@ -115,6 +119,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         insecure=options.insecure,
         drain_timeout_s=options.drain_timeout_s,
         ray_address=options.ray_address if with_ray else None,
+        lend_cores=options.lend_cores,
     )
 
 

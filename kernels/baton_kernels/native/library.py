@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import re
-from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -249,6 +249,15 @@ class CollectiveCall(Structure):
     )
 
 
+class PlacesCall(Structure):
+    """``places_call`` in cores.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "num_threads num_own_threads num_bytes"),
+        *_fields(c_char_p, "own lent"),
+    )
+
+
 class TapeEntry(Structure):
     """``tape_entry`` in tape.c."""
 
@@ -278,6 +287,7 @@ _SIGNATURES = {
     "baton_store_latent": (c_int, [POINTER(LatentStoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
     "baton_collective": (c_int, [POINTER(CollectiveCall)]),
+    "baton_place_threads": (c_int, [POINTER(PlacesCall)]),
     "baton_abort_ranks": (None, [POINTER(RankGroup)]),
     "baton_find_run": (c_int64, [c_void_p, c_int64, c_int64, c_int64]),
 }

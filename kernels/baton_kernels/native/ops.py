@@ -31,6 +31,7 @@ from baton_kernels.native.library import (
     LinearCall,
     NormCall,
     PackCall,
+    PlacesCall,
     RankGroup,
     RecurrenceCall,
     RouteCall,
@@ -710,6 +711,26 @@ class NativeOps:
         )
         self._run(self._library.baton_collective, call, tensor, out)
         return True
+
+    def place_threads(
+        self, num_own_threads: int, own: frozenset[int], num_more: int, lent: frozenset[int]
+    ) -> bool:
+        """Place the threads that compute for the calling one, which is the first of them.
+
+        Args:
+            num_own_threads: so many run on the cores ``own``.
+            num_more: so many more, which run on the cores ``lent``.
+
+        Returns:
+            whether all of them are where they should be.
+        """
+        size = (max(own | lent) // 64 + 1) * 8  # whole words, as the kernel has them
+        own_set, lent_set = (
+            sum(1 << core for core in cores).to_bytes(size, "little") for cores in (own, lent)
+        )
+        num_threads = num_own_threads + num_more
+        call = PlacesCall(num_threads, num_own_threads, size, own_set, lent_set)
+        return not self._library.baton_place_threads(call)
 
     def abort_ranks(self, group: RankGroup) -> None:
         """Have every `collect` of every rank of a group fail from now on; from any thread."""

@@ -1,0 +1,157 @@
+"""Cores of a machine that their node does not use just now, lent to its other nodes.
+
+    0-7.busy    in a folder that the nodes share: locked by whose cores these are, while it has work
+    0-7.lent    locked by the one that computes there meanwhile
+
+Nobody waits. Who finds its cores lent computes at once, beside what still runs there: a layer of a
+prompt, or a decode step. Locks end with their process, so nothing is left behind by one that dies.
+
+Refuses to know: what is computed, what nodes are.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from baton.engine_config import EngineConfig, parse_cpu_list
+from baton_kernels.dispatch import native_ops
+from baton_kernels.native.ops import NativeOps
+
+logger = logging.getLogger(__name__)
+
+_BUSY, _LENT = ".busy", ".lent"
+AfterLayer = Callable[[int], None]
+
+
+class LentCores:
+    """One node's part: its own cores, and those of others that it computes on.
+
+    Used by the thread that computes, whose team's size it sets. Its own cores are lent until the
+    first `borrow`.
+
+    Args:
+        folder: of the machine's locks, which exists.
+        own: the node's cores, by the name that its locks get, such as ``0-7``.
+        ops: that place threads.
+
+    Raises OSError when the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, own: str, ops: NativeOps) -> None:
+        self._folder, self._name, self._ops = folder, own, ops
+        self._own = parse_cpu_list(own)
+        self._num_own_threads = torch.get_num_threads()
+        self._busy = _open(folder / f"{own}{_BUSY}")
+        self._is_busy = False
+        self._others: dict[str, _Share] = {}
+        self._borrowed: list[_Share] = []
+
+    def borrow(self) -> None:
+        """Say that there is work, and compute on the cores of nodes that have none."""
+        if not self._is_busy:
+            self._is_busy = _lock(self._busy)  # else somebody looks just now
+            self._find_others()
+        kept = [share for share in self._borrowed if not share.is_busy()]
+        new = (share for share in self._others.values() if share not in self._borrowed)
+        self._use(kept + [share for share in new if share.take()])
+
+    def rest(self) -> None:
+        """Say that there is nothing to compute: the own cores are lent, others' given back."""
+        self._use([])
+        if self._is_busy:
+            fcntl.flock(self._busy, fcntl.LOCK_UN)
+            self._is_busy = False
+
+    def between_layers(self, after_layer: AfterLayer | None) -> AfterLayer:
+        """Return what calls `borrow` after each layer, and what is called there anyway."""
+
+        def borrow_too(layer: int) -> None:
+            self.borrow()
+            if after_layer is not None:
+                after_layer(layer)
+
+        return borrow_too
+
+    def close(self) -> None:
+        """Give back and lend everything, for good."""
+        self.rest()
+        os.close(self._busy)
+        for share in self._others.values():
+            share.close()
+        self._others.clear()
+
+    def _use(self, shares: list[_Share]) -> None:
+        """Compute on these and on the own cores from now on."""
+        if shares == self._borrowed:
+            return
+        for share in self._borrowed:
+            if share not in shares:
+                share.give_back()
+        self._borrowed = shares
+        lent = frozenset[int]().union(*(share.cores for share in shares))
+        torch.set_num_threads(self._num_own_threads + len(lent))
+        if lent:
+            self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent)
+
+    def _find_others(self) -> None:
+        for path in self._folder.glob(f"*{_BUSY}"):
+            name = path.stem
+            if name != self._name and name not in self._others:
+                self._others[name] = _Share(self._folder, name)
+
+
+class _Share:
+    """Another node's cores."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.cores = parse_cpu_list(name)
+        self._busy, self._lent = _open(folder / f"{name}{_BUSY}"), _open(folder / f"{name}{_LENT}")
+
+    def is_busy(self) -> bool:
+        """Whether the one whose cores these are computes."""
+        if not _lock(self._busy, fcntl.LOCK_SH):
+            return True
+        fcntl.flock(self._busy, fcntl.LOCK_UN)
+        return False
+
+    def take(self) -> bool:
+        """Borrow them; False if they are busy, or somebody else has."""
+        return not self.is_busy() and _lock(self._lent)
+
+    def give_back(self) -> None:
+        fcntl.flock(self._lent, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        os.close(self._busy)
+        os.close(self._lent)
+
+
+def lent_cores(config: EngineConfig) -> LentCores | None:
+    """Return the part of a node that lends and borrows; None if it is not to, or cannot."""
+    if not config.core_locks:
+        return None
+    ops = native_ops()
+    if ops is None or config.num_ranks > 1:
+        logger.warning("core_locks: needs native kernels and one rank; cores stay as they are")
+        return None
+    logger.info("cores %s are lent while idle, by locks in %s", config.cpu_list, config.core_locks)
+    return LentCores(Path(config.core_locks), config.cpu_list, ops)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock it unless somebody else has; whether that worked."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,28 @@
+/* Where the threads of a team run: the first ones on cores of their own, the others on lent ones.
+ * Linux; elsewhere threads run where they like.
+ * Refuses to know: who lends, and what is computed.
+ */
+#if defined(__linux__)
+#define _GNU_SOURCE
+#include <sched.h>
+#endif
+#include "vectors.h"
+
+/* Sets of cores: a bit for each, `num_bytes` long. */
+typedef struct {
+    int64_t num_threads, num_own_threads, num_bytes;
+    const void *own, *lent;
+} places_call;
+
+/* Returns how many threads could not be placed. */
+int baton_place_threads(const places_call *c) {
+    int failed = 0;
+#if defined(__linux__)
+#pragma omp parallel num_threads(c->num_threads) reduction(+ : failed)
+    {
+        const void *cores = omp_get_thread_num() < c->num_own_threads ? c->own : c->lent;
+        failed += sched_setaffinity(0, c->num_bytes, cores) != 0;
+    }
+#endif
+    return failed;
+}

@@ -1,0 +1,152 @@
+"""Unit tests of LentCores: who computes where, with real locks and real threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from baton.api.errors import ConfigError
+from baton.engine_config import EngineConfig
+from baton_kernels.dispatch import native_ops
+from engine.worker.host.lent_cores import LentCores
+
+Placed = tuple[int, frozenset[int], int, frozenset[int]]
+
+
+class FakeOps:
+    """Notes where threads are placed: a test's machine may have one core."""
+
+    def __init__(self) -> None:
+        self.placed: list[Placed] = []
+
+    def place_threads(self, *place: Any) -> bool:
+        self.placed.append(cast("Placed", place))
+        return True
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def node(folder: Path, cores: str, ops: FakeOps | None = None) -> LentCores:
+    torch.set_num_threads(1)  # which another node of this process may have changed
+    return LentCores(folder, cores, cast("Any", ops or FakeOps()))
+
+
+def test_a_node_computes_on_cores_of_one_that_rests_until_that_one_has_work(tmp_path: Path) -> None:
+    ops = FakeOps()
+    own, other = node(tmp_path, "0", ops), node(tmp_path, "2-3")
+    own.borrow()
+    assert torch.get_num_threads() == 3
+    assert ops.placed == [(1, frozenset({0}), 2, frozenset({2, 3}))]
+    other.borrow()  # and takes nothing: this one has work
+    own.borrow()
+    assert torch.get_num_threads() == 1
+    other.rest()
+    own.borrow()
+    assert torch.get_num_threads() == 3
+
+
+def test_who_rests_keeps_nothing_of_others(tmp_path: Path) -> None:
+    own, _ = node(tmp_path, "0"), node(tmp_path, "1")
+    third = node(tmp_path, "2")
+    own.borrow()
+    assert torch.get_num_threads() == 3
+    own.rest()
+    assert torch.get_num_threads() == 1
+    third.borrow()
+    assert torch.get_num_threads() == 3
+
+
+def test_cores_are_lent_to_one_at_a_time(tmp_path: Path) -> None:
+    first, second, _ = node(tmp_path, "0"), node(tmp_path, "1"), node(tmp_path, "2")
+    first.borrow()
+    assert torch.get_num_threads() == 3
+    second.borrow()
+    torch.set_num_threads(1)
+    first.borrow()  # gives back those of the second, and keeps the third's
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    second.borrow()
+    assert torch.get_num_threads() == 1
+
+
+def test_cores_come_and_go_between_layers(tmp_path: Path) -> None:
+    own, other = node(tmp_path, "0"), node(tmp_path, "1")
+    layers: list[int] = []
+    after_layer = own.between_layers(layers.append)
+    own.borrow()
+    other.borrow()
+    after_layer(0)
+    assert torch.get_num_threads() == 1
+    other.rest()
+    after_layer(1)
+    own.between_layers(None)(2)
+    assert torch.get_num_threads() == 2
+    assert layers == [0, 1]
+
+
+def test_what_a_process_held_that_was_killed_is_lent(tmp_path: Path) -> None:
+    own = node(tmp_path, "0")
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:  # no test runs here
+        try:
+            dying = node(tmp_path, "1")
+            dying.borrow()
+            os.write(write, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.read(read, 1)
+    own.borrow()
+    assert torch.get_num_threads() == 1
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    own.borrow()
+    assert torch.get_num_threads() == 2
+
+
+def test_a_node_that_closes_lends_for_good(tmp_path: Path) -> None:
+    own, other = node(tmp_path, "0"), node(tmp_path, "1")
+    other.borrow()
+    other.close()
+    own.borrow()
+    assert torch.get_num_threads() == 2
+
+
+def test_lending_needs_to_know_which_cores_are_the_nodes_own() -> None:
+    with pytest.raises(ConfigError, match="core_locks: cpu_list must say"):
+        EngineConfig(core_locks="somewhere")
+
+
+PLACES = """
+import os, torch
+from pathlib import Path
+from baton_kernels.dispatch import native_ops
+first, second = sorted(os.sched_getaffinity(0))[:2]
+ops = native_ops()
+assert ops.place_threads(1, frozenset({first}), 1, frozenset({second}))
+places = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
+assert {first} in places and {second} in places, places
+assert os.sched_getaffinity(0) == {first}
+assert not ops.place_threads(1, frozenset({first}), 1, frozenset({4000}))
+"""
+
+
+@pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_threads_run_where_they_are_placed() -> None:
+    subprocess.run([sys.executable, "-c", PLACES], check=True)
