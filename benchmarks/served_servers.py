@@ -220,7 +220,10 @@ def llama_server() -> Path:
     version = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
         folder = Path(name)
-        source, build = folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp", folder / "build"
+        source, build = (
+            folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp",
+            folder / "build",
+        )
         pip = [str(python), "-m", "pip", "--quiet"]
         cmake = str(python.with_name("cmake"))
         make = [cmake, "--build", str(build), "--target", "llama-server", "--parallel"]

@@ -16,7 +16,7 @@ import numpy as np
 # the further from the order in which blocks would go.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # many blocks find long runs among themselves
-# More extents than a few, shorter than so many blocks, cost a transfer more than clearing new memory.
+# More extents than a few, shorter than so many blocks, cost a transfer more than new memory does.
 FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 

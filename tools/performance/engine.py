@@ -283,6 +283,7 @@ def _of_06b(kind: str) -> Source:
 ENGINE_CPU = (
     _of_125m("x86-64-v3"),
     _of_06b("x86-64-v4-amx"),
+    _of_06b("x86-64-v4-bf16"),
     _of_06b("x86-64-v3"),
 )
 
