@@ -59,9 +59,9 @@ def _beside_peers(shape: str, rate: str, column: str) -> Row:
     )
 
 
-_SPLIT_READS_TWICE = (
-    "probably that a colocated step reads the weights once for a prompt's chunk and all decodes;"
-    " split, decodes take a core for themselves, whose steps read them again."
+_WHY_SPLIT_IS_BEHIND = (
+    "both nodes write a prompt's KV into memory that nobody had had, and few requests decode at a"
+    " time; see the log."
 )
 
 
@@ -79,7 +79,7 @@ def _of_colocated(shape: str, rate: str, column: str) -> Row:
         what=f"{_SHAPES[shape]}, {rate}/s: {_COLUMNS[column]}, split / colocated",
         target=">= 1" if more else f"<= {MOST_ITL_OF_COLOCATED:g}",
         measure=measure,
-        holds_back=_SPLIT_READS_TWICE if more else "",
+        holds_back=_WHY_SPLIT_IS_BEHIND if more else "",
     )
 
 
