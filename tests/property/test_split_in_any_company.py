@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import engine.worker.worker
+from baton.api.errors import PoisonRequestError
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import PREEMPTION
@@ -238,7 +239,8 @@ def test_a_request_in_a_split_system_has_the_bits_it_has_alone(
     options = {"num_threads": 1, **KINDS[kind]}
     alone = Alone(options)
     draw = random.Random(kind)
-    num_left, num_kills, num_retried = num_requests(240) // len(KINDS), 0, 0
+    num_left = num_requests(240) // len(KINDS)
+    num_kills = num_retried = num_refused = 0
     while num_left > 0:
         num_now = min(num_left, 25)
         num_left -= num_now
@@ -254,12 +256,19 @@ def test_a_request_in_a_split_system_has_the_bits_it_has_alone(
             system.abandon()
         for client, expected in crowd.asked:
             client.check()
-            assert client.error is None
-            assert tuple(client.token_ids) == expected.token_ids
-            assert tuple(client.logprobs) == expected.logprobs
+            num = len(client.token_ids)
+            if isinstance(client.error, PoisonRequestError):  # two nodes died under it
+                num_refused += 1
+            else:
+                assert client.error is None
+                assert num == len(expected.token_ids)
+            assert tuple(client.token_ids) == expected.token_ids[:num]
+            assert tuple(client.logprobs) == expected.logprobs[:num]
         num_kills += crowd.num_kills
         num_retried += sum(client.num_attempts > 1 for client, _ in crowd.asked)
     record_property("nodes killed", num_kills)
     record_property("requests retried", num_retried)
+    record_property("requests refused", num_refused)
     assert num_kills > 0
     assert num_retried > 0, "no request was computed twice"
+    assert num_refused * 50 <= num_requests(240), "hardly any dies twice"
