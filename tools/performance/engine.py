@@ -281,6 +281,7 @@ def _of_06b(kind: str) -> Source:
 
 # What each kind of CPU was measured on, the instruction sets that kernels are built for.
 ENGINE_CPU = (
+    _of_125m("x86-64-v4-bf16"),
     _of_125m("x86-64-v3"),
     _of_06b("x86-64-v4-amx"),
     _of_06b("x86-64-v4-bf16"),
