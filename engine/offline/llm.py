@@ -226,6 +226,8 @@ class LLM:
             self._dead = True
             path = dump_crash(self.engine, error)
             raise EngineDeadError(f"the engine cannot continue: {error}; see {path}") from error
+        if not self.engine.has_work:
+            self.engine.executor.rest()
         num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from baton.api.errors import PoisonRequestError
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from engine.core.metrics import EngineMetrics
@@ -137,18 +136,8 @@ def test_in_a_split_system(
             system.close()
         finally:
             system.abandon()
-        for client, expected in crowd.asked:
-            client.check()
-            num = len(client.token_ids)
-            if isinstance(client.error, PoisonRequestError):  # two nodes died under it
-                assert dies
-                num_refused += 1
-            else:
-                assert client.error is None
-                assert num == len(expected.token_ids)
-            assert tuple(client.token_ids) == expected.token_ids[:num]
-            assert tuple(client.logprobs) == expected.logprobs[:num]
-            num_tokens += len(client.token_ids)
+        num_refused += crowd.check()
+        num_tokens += sum(len(client.token_ids) for client, _ in crowd.asked)
         num_kills += crowd.num_kills
     record_property("tokens", num_tokens)
     record_property("nodes killed", num_kills)

@@ -122,6 +122,22 @@ class Crowd:
         self.num_kills = 0
         self.struck: set[str] = set()  # requests that a node died under
 
+    def check(self) -> int:
+        """Compare all with what they are alone; returns how many two nodes died under."""
+        num_refused = 0
+        for client, expected in self.asked:
+            client.check()
+            num = len(client.token_ids)
+            if isinstance(client.error, PoisonRequestError):
+                assert self.num_kills
+                num_refused += 1
+            else:
+                assert client.error is None
+                assert num == len(expected.token_ids)
+            assert tuple(client.token_ids) == expected.token_ids[:num]
+            assert tuple(client.logprobs) == expected.logprobs[:num]
+        return num_refused
+
     def call(self) -> None:
         longest = MAX_MODEL_LEN - self.max_tokens
         length = min(self.draw.choice(LENGTHS) + self.draw.randrange(5), longest)
@@ -254,16 +270,7 @@ def test_a_request_in_a_split_system_has_the_bits_it_has_alone(
             system.close()
         finally:
             system.abandon()
-        for client, expected in crowd.asked:
-            client.check()
-            num = len(client.token_ids)
-            if isinstance(client.error, PoisonRequestError):  # two nodes died under it
-                num_refused += 1
-            else:
-                assert client.error is None
-                assert num == len(expected.token_ids)
-            assert tuple(client.token_ids) == expected.token_ids[:num]
-            assert tuple(client.logprobs) == expected.logprobs[:num]
+        num_refused += crowd.check()
         num_kills += crowd.num_kills
         num_retried += sum(client.num_attempts > 1 for client, _ in crowd.asked)
     record_property("nodes killed", num_kills)

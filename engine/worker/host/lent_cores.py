@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig, parse_cpu_list
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
@@ -49,6 +50,7 @@ class LentCores:
         self._num_own_threads = torch.get_num_threads()
         self._busy = _open(folder / f"{own}{_BUSY}")
         self._is_busy = False
+        self._may_borrow = True
         self._others: dict[str, _Share] = {}
         self._borrowed: list[_Share] = []
 
@@ -57,6 +59,8 @@ class LentCores:
         if not self._is_busy:
             self._is_busy = _lock(self._busy)  # else somebody looks just now
             self._find_others()
+        if not self._may_borrow:
+            return
         kept = [share for share in self._borrowed if not share.is_busy()]
         new = (share for share in self._others.values() if share not in self._borrowed)
         self._use(kept + [share for share in new if share.take()])
@@ -95,15 +99,26 @@ class LentCores:
                 share.give_back()
         self._borrowed = shares
         lent = frozenset[int]().union(*(share.cores for share in shares))
+        if lent and not self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent):
+            logger.warning("may not run on cores that are lent here: computing on its own alone")
+            for share in shares:
+                share.give_back()
+            self._borrowed, self._may_borrow, lent = [], False, frozenset()
         torch.set_num_threads(self._num_own_threads + len(lent))
-        if lent:
-            self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent)
 
     def _find_others(self) -> None:
         for path in self._folder.glob(f"*{_BUSY}"):
             name = path.stem
-            if name != self._name and name not in self._others:
-                self._others[name] = _Share(self._folder, name)
+            if name == self._name or name in self._others:
+                continue
+            try:
+                share = _Share(self._folder, name)
+            except (ConfigError, OSError):  # no list of cores, or another user's
+                continue
+            if share.cores.isdisjoint(self._own):
+                self._others[name] = share
+            else:
+                share.close()
 
 
 class _Share:
@@ -133,7 +148,10 @@ class _Share:
 
 
 def lent_cores(config: EngineConfig) -> LentCores | None:
-    """Return the part of a node that lends and borrows; None if it is not to, or cannot."""
+    """Return the part of a node that lends and borrows; None if it is not to, or cannot.
+
+    Raises ConfigError when the folder of the locks cannot be written to.
+    """
     if not config.core_locks:
         return None
     ops = native_ops()
@@ -141,7 +159,12 @@ def lent_cores(config: EngineConfig) -> LentCores | None:
         logger.warning("core_locks: needs native kernels and one rank; cores stay as they are")
         return None
     logger.info("cores %s are lent while idle, by locks in %s", config.cpu_list, config.core_locks)
-    return LentCores(Path(config.core_locks), config.cpu_list, ops)
+    try:
+        return LentCores(Path(config.core_locks), config.cpu_list, ops)
+    except OSError as error:
+        raise ConfigError(
+            f"core_locks: cannot write to {config.core_locks}: {error.strerror}"
+        ) from error
 
 
 def _open(path: Path) -> int:

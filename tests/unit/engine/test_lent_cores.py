@@ -16,7 +16,7 @@ import torch
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton_kernels.dispatch import native_ops
-from engine.worker.host.lent_cores import LentCores
+from engine.worker.host.lent_cores import LentCores, lent_cores
 
 Placed = tuple[int, frozenset[int], int, frozenset[int]]
 
@@ -24,12 +24,13 @@ Placed = tuple[int, frozenset[int], int, frozenset[int]]
 class FakeOps:
     """Notes where threads are placed: a test's machine may have one core."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_place: bool = True) -> None:
         self.placed: list[Placed] = []
+        self.may_place = may_place
 
     def place_threads(self, *place: Any) -> bool:
         self.placed.append(cast("Placed", place))
-        return True
+        return self.may_place
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +126,31 @@ def test_a_node_that_closes_lends_for_good(tmp_path: Path) -> None:
     other.close()
     own.borrow()
     assert torch.get_num_threads() == 2
+
+
+def test_a_node_that_may_not_run_on_lent_cores_leaves_them_to_others(tmp_path: Path) -> None:
+    own, _ = node(tmp_path, "0", FakeOps(may_place=False)), node(tmp_path, "1")
+    third = node(tmp_path, "2")
+    own.borrow()
+    own.borrow()
+    assert torch.get_num_threads() == 1
+    third.borrow()
+    assert torch.get_num_threads() == 2
+
+
+def test_what_is_no_nodes_cores_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "something.busy").touch()
+    own, _ = node(tmp_path, "0-1"), node(tmp_path, "1-2")
+    torch.set_num_threads(1)
+    own.borrow()
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
+def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    config = EngineConfig(core_locks=str(tmp_path / "nowhere"), cpu_list="0")
+    with pytest.raises(ConfigError, match=r"core_locks: cannot write to .*nowhere"):
+        lent_cores(config)
 
 
 def test_lending_needs_to_know_which_cores_are_the_nodes_own() -> None:
