@@ -74,7 +74,7 @@ class LocalDeploymentConfig:
     tls_folder: Path | None = None
     insecure: bool = False
     ray_address: str | None = None
-    lend_cores: bool = True
+    lend_cores: bool = False
 
     def tls_of(self, name: str) -> TlsOptions:
         """Return the certificate of this name in the folder."""

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from baton import AsyncClient, SamplingParams
 from baton.cli.app import app
 from baton.local_deployment import LocalDeployment
+from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 
@@ -23,7 +24,8 @@ def audit(address: str) -> str:
 
 def test_every_block_has_an_owner_while_requests_come_and_go(deployment: LocalDeployment) -> None:
     address = deployment.config.listen
-    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    # More than are computed while it is asked: leaving the stream ends the request.
+    params = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
 
     async def run() -> list[str]:
         outputs: list[str] = []
@@ -32,8 +34,10 @@ def test_every_block_has_an_owner_while_requests_come_and_go(deployment: LocalDe
             contextlib.aclosing(client.stream([5, 6, 7] * 100, params)) as deltas,
         ):
             async for delta in deltas:
-                if len(outputs) < 5 and delta.token_ids:
+                if delta.token_ids:
                     outputs.append(await asyncio.to_thread(audit, address))
+                if len(outputs) == 5:
+                    break
         return outputs
 
     outputs = asyncio.run(run())
@@ -41,4 +45,4 @@ def test_every_block_has_an_owner_while_requests_come_and_go(deployment: LocalDe
     assert any("RUNNING" in output for output in outputs)
     for output in outputs:
         assert output.count("of them with an owner") == 2
-    assert "RUNNING" not in audit(address)
+    wait_until(lambda: "RUNNING" not in audit(address))
