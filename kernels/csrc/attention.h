@@ -23,6 +23,7 @@
 #define TILE 192        /* keys whose scores are kept at a time; a multiple of every PANEL */
 #define SPAN (3 * TILE) /* keys of a decode that one thread takes at a time */
 #define PROMPT_ROWS 384 /* query rows (tokens x heads) that share packed keys */
+#define MOST_WEIGHED TILED_ROWS /* rows whose scores become weights together */
 #define SERIAL_WORK 65536
 
 typedef struct {
@@ -53,6 +54,23 @@ INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t po
                   position % c->block_size * c->token_stride);
 }
 
+/* Where the keys [from, to) of the tile lie. Those before the piece and behind it are never looked at: its
+ * first and last stand for them. */
+INLINE void find_keys(const attention_call *c, const piece *p, int64_t tile, int64_t from, int64_t to,
+                      const void **keys) {
+    int64_t begin = max64(from, min64(to, p->begin - tile)), end = max64(begin, min64(to, p->end - tile));
+    for (int64_t i = begin, stop; i < end; i = stop) {
+        const char *key = cache_row(c, p, tile + i, 0);
+        stop = min64(end, i + c->block_size - (tile + i) % c->block_size);
+        for (int64_t n = i; n < stop; n++) keys[n] = at(c->cache_type, key, (n - i) * c->token_stride);
+    }
+    const void *first = cache_row(c, p, p->begin, 0), *last = cache_row(c, p, p->end - 1, 0);
+    for (int64_t i = from; i < begin; i++) keys[i] = first;
+    for (int64_t i = end; i < to; i++) keys[i] = last;
+}
+/* From a key to its value. */
+INLINE int64_t value_offset(const attention_call *c) { return c->kv_stride * size_of(c->cache_type); }
+
 /* Whether queries and keys, weights and values are multiplied by matrices. */
 INLINE int in_tiles(const attention_call *c) {
     return HAS_TILES && c->type == BFLOAT16 && baton_has_tiles();
@@ -74,19 +92,45 @@ INLINE vec_u32 pair_up(const void *first, const void *second, int64_t index) {
     return widened((const uint16_t *)first + index) | widened((const uint16_t *)second + index) << 16;
 }
 
+#if DOTS_HALVES
+/* The same of PANEL numbers, to `to`. */
+INLINE void store_paired(float *to, const void *first, const void *second, int64_t index) {
+    const __m512i low = (__m512i)(vec_u32){0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007,
+                                  0x280008, 0x290009, 0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f};
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    __m512i one = _mm512_loadu_si512((const uint16_t *)first + index);
+    __m512i other = _mm512_loadu_si512((const uint16_t *)second + index);
+    store(to, (vec)_mm512_permutex2var_epi16(one, low, other));
+    store(to + LANES, (vec)_mm512_permutex2var_epi16(one, high, other));
+}
+#endif
+
 /* Floats of a sum of values: value_dim filled up to whole vectors. */
 INLINE int64_t padded_sum(const attention_call *c) { return ceil_div(c->value_dim, LANES) * LANES; }
 /* Floats of a partial result per head: the largest score, the sum of weights, the weighted sum. */
 INLINE int64_t partial_size(const attention_call *c) { return 2 + padded_sum(c); }
 
-/* What a row has gathered: its largest score, and the sum of its weights relative to it. */
+/* What a row has gathered: its largest score, as a power of two, and the sum of its weights relative to
+ * it. */
 typedef struct {
     float top, total;
 } softmax_state;
 #define EMPTY_STATE ((softmax_state){-INFINITY, 0})
 
-float baton_weigh(float scale, double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
-                  softmax_state *state, char *halves, int64_t step);
+/* Rows of scores of one tile. */
+typedef struct {
+    float *scores; /* from row to row `stride` floats; in place weights, unless there are */
+    int64_t stride;
+    char *halves; /* weights as bfloat16, from row to row `row_bytes`, from HALVES keys to the next `step` */
+    int64_t row_bytes, step;
+    struct {
+        int64_t from, to; /* keys that it sees, of the tile's */
+    } seen[MOST_WEIGHED];
+    softmax_state *states;
+    float factors[MOST_WEIGHED]; /* what sums of earlier tiles must be multiplied by */
+} score_rows;
+
+void baton_weigh(float scale, double soft_cap, score_rows *rows, int64_t num_rows, int64_t num);
 void baton_join(softmax_state *state, float *sums, softmax_state span, const float *span_sums,
                 int64_t num, int64_t stride);
 float baton_divisor(softmax_state state, const float *sinks, int64_t head);

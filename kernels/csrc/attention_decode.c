@@ -214,23 +214,10 @@ LOOPS_OF(float16, FLOAT16, 0)
 
 typedef void loop(const decode_state *, const void *const *, const void *const *, int64_t, int64_t);
 
-/* Pointers to keys (first AHEAD) and values (last AHEAD) of a tile and what is fetched meanwhile;
- * the piece's first and last row stand for what the piece does not have. */
+/* Where keys (first AHEAD) and values (last AHEAD) of a tile and what is fetched meanwhile lie. */
 static void find_rows(const attention_call *c, const piece *p, int64_t tile, const void **rows) {
-    int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
-    int64_t token_bytes = c->token_stride * size_of(c->cache_type);
-    int64_t skip = max64(0, p->begin - tile), num = min64(AHEAD, p->end - tile);
-    for (int64_t i = skip; i < num;) {
-        int64_t stop = min64(num, i + c->block_size - (tile + i) % c->block_size);
-        const char *key = cache_row(c, p, tile + i, 0);
-        for (; i < stop; i++, key += token_bytes) {
-            rows[i] = key;
-            rows[AHEAD + i] = key + kv_bytes;
-        }
-    }
-    for (int64_t i = 0; i < skip; i++) rows[i] = rows[skip], rows[AHEAD + i] = rows[AHEAD + skip];
-    for (int64_t i = num; i < AHEAD; i++)
-        rows[i] = rows[num - 1], rows[AHEAD + i] = rows[AHEAD + num - 1];
+    find_keys(c, p, tile, 0, AHEAD, rows);
+    for (int64_t i = 0; i < AHEAD; i++) rows[AHEAD + i] = (const char *)rows[i] + value_offset(c);
 }
 
 /* Into the output, or into `partial` ([group, 2 + padded]) where there are more spans. */
@@ -282,13 +269,19 @@ INLINE void take_query(int type, int paired, const attention_call *c, const piec
 /* The scores [skip, num) of a tile become weights, and what earlier tiles gave is scaled. */
 INLINE void weigh_tile(int paired, const attention_call *c, const decode_state *d, int64_t skip,
                        int64_t num) {
-    for (int64_t h = 0; h < d->group; h++) {
-        float *scores = d->scores + h * TILE, *sums = d->sums + h * d->padded_value;
+    for (int64_t start = 0; start < d->group; start += MOST_WEIGHED) {
+        int64_t heads = min64(MOST_WEIGHED, d->group - start);
+        float *scores = d->scores + start * TILE;
         /* Halves lie in place: none is written beyond the scores that were read. */
-        float factor = baton_weigh(paired ? c->scale : 1, c->soft_cap, scores, skip, num, num, d->states + h,
-                                   paired ? (char *)scores : NULL, ROW_BYTES);
-        if (factor != 1)
-            for (int64_t j = 0; j < d->padded_value; j++) sums[j] *= factor;
+        score_rows s = {scores, TILE, paired ? (char *)scores : NULL, TILE * sizeof(float), ROW_BYTES};
+        s.states = d->states + start;
+        for (int64_t h = 0; h < heads; h++) s.seen[h].from = skip, s.seen[h].to = num;
+        baton_weigh(paired ? c->scale : 1, c->soft_cap, &s, heads, num);
+        for (int64_t h = 0; h < heads; h++) {
+            float *sums = d->sums + (start + h) * d->padded_value;
+            if (s.factors[h] != 1)
+                for (int64_t j = 0; j < d->padded_value; j++) sums[j] *= s.factors[h];
+        }
     }
 }
 

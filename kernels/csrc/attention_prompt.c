@@ -66,13 +66,13 @@ int64_t prompt_scratch_bytes(const attention_call *c) {
     return (int64_t)place(c, NULL, &t);
 }
 
-/* LANES keys from `position` on into columns of a panel; keys that the piece does not have are
- * never read, and their columns never looked at. */
-INLINE void pack_keys(int type, const attention_call *c, const piece *p, int64_t position,
-                      float *to) {
-    const void *rows[LANES];
-    for (int64_t i = 0; i < LANES; i++)
-        rows[i] = cache_row(c, p, max64(p->begin, min64(position + i, p->end - 1)), 0);
+INLINE void scale_panel(float *sums, float factor) {
+    store(sums, load(FLOAT32, sums, 0) * factor);
+    store(sums + LANES, load(FLOAT32, sums, LANES) * factor);
+}
+
+/* LANES keys at `rows` into columns of a panel. */
+INLINE void pack_keys(int type, const attention_call *c, const void *const *rows, float *to) {
     int64_t whole = type == FLOAT8 ? 0 : c->head_dim - c->head_dim % LANES; /* load knows no FLOAT8 */
     for (int64_t j = 0; j < whole; j += LANES) {
         vec block[LANES];
@@ -87,33 +87,42 @@ INLINE void pack_keys(int type, const attention_call *c, const piece *p, int64_t
     }
 }
 
-/* Keys and values [skip, num) of the tile that begins at `tile` into panels. */
-INLINE void pack_tile(int type, const attention_call *c, const piece *p, const tiles *t,
-                      int64_t tile, int64_t skip, int64_t num) {
+/* Keys and values [skip, num) of a tile into panels. */
+INLINE void pack_tile(int type, const attention_call *c, const tiles *t, const void *const *keys, int64_t skip,
+                      int64_t num) {
     int64_t dim = c->head_dim, padded = padded_dim(c);
     for (int64_t i = skip / PANEL * PANEL; i < num; i += LANES)
-        pack_keys(type, c, p, tile + i, t->keys + i / PANEL * PANEL * dim + i % PANEL);
+        pack_keys(type, c, keys + i, t->keys + i / PANEL * PANEL * dim + i % PANEL);
     float row[padded];
     memset(row, 0, sizeof row);
     for (int64_t i = skip; i < num; i++) {
-        const void *from = cache_row(c, p, tile + i, 1);
-        read_row(type, from, row, c->value_dim);
+        read_row(type, (const char *)keys[i] + value_offset(c), row, c->value_dim);
         for (int64_t j = 0; j < padded; j += PANEL)
             memcpy(t->values + j * TILE + i * PANEL, row + j, PANEL * sizeof(float));
     }
 }
 
+/* A block's scores [skip, num) of a tile become weights. */
+INLINE void weigh_block(const attention_call *c, const piece *p, const tiles *t, row_block b, score_rows *s,
+                        float scale, int64_t tile, int64_t skip, int64_t num) {
+    int64_t group = c->num_heads / c->num_kv_heads, first = p->end - p->num_tokens;
+    s->states = t->states + b.start;
+    for (int64_t r = 0; r < b.rows; r++) {
+        int64_t end = first + (b.start + r) / group + 1 - tile;
+        s->seen[r].from = c->sliding_window > 0 ? max64(skip, end - c->sliding_window) : skip;
+        s->seen[r].to = end;
+    }
+    baton_weigh(scale, c->soft_cap, s, b.rows, num);
+}
+
 #if DOTS_HALVES
 
 /* As pack_keys, in pairs of elements. */
-INLINE void pair_keys(int type, const attention_call *c, const piece *p, int64_t position, float *to) {
+INLINE void pair_keys(int type, const attention_call *c, const void *const *keys, float *to) {
     int64_t room = key_steps(c) * HALVES;
     uint16_t copies[LANES][room];
     const void *rows[LANES];
-    for (int64_t i = 0; i < LANES; i++) {
-        const void *row = cache_row(c, p, max64(p->begin, min64(position + i, p->end - 1)), 0);
-        rows[i] = halves_of(type, row, c->head_dim, room, copies[i]);
-    }
+    for (int64_t i = 0; i < LANES; i++) rows[i] = halves_of(type, keys[i], c->head_dim, room, copies[i]);
     for (int64_t j = 0; j < room; j += 2 * LANES) {
         vec block[LANES];
         load_columns(rows, j * 2, block);
@@ -122,30 +131,33 @@ INLINE void pair_keys(int type, const attention_call *c, const piece *p, int64_t
 }
 
 /* As pack_tile; values beside those of the tile are 0 in steps that it has a part of. */
-INLINE void pair_tile(int type, const attention_call *c, const piece *p, const tiles *t,
-                      int64_t tile, int64_t skip, int64_t num) {
+INLINE void pair_tile(int type, const attention_call *c, const tiles *t, const void *const *keys, int64_t skip,
+                      int64_t num) {
     int64_t padded = padded_dim(c), room = key_steps(c) * HALVES;
     uint16_t nothing[padded], copies[2][padded];
     memset(nothing, 0, sizeof nothing);
     for (int64_t i = skip / PANEL * PANEL; i < num; i += LANES)
-        pair_keys(type, c, p, tile + i, t->keys + i / PANEL * PANEL * room / 2 + i % PANEL);
+        pair_keys(type, c, keys + i, t->keys + i / PANEL * PANEL * room / 2 + i % PANEL);
     for (int64_t i = skip / HALVES * HALVES; i < ceil_div(num, HALVES) * HALVES; i += 2) {
         const void *rows[2] = {nothing, nothing};
         for (int64_t n = 0; n < 2; n++)
             if (i + n >= skip && i + n < num)
-                rows[n] = halves_of(type, cache_row(c, p, tile + i + n, 1), c->value_dim, padded, copies[n]);
-        for (int64_t j = 0; j < padded; j += LANES)
-            store(t->values + j / PANEL * PANEL * TILE / 2 + i / 2 * PANEL + j % PANEL,
-                  (vec)pair_up(rows[0], rows[1], j));
+                rows[n] = halves_of(type, (const char *)keys[i + n] + value_offset(c), c->value_dim, padded, copies[n]);
+        for (int64_t j = 0; j < padded; j += PANEL)
+            store_paired(t->values + (j * TILE + i * PANEL) / 2, rows[0], rows[1], j);
     }
 }
 
-/* tile [rows of a block, PANEL] (+)= x @ w, by matrices or by pairs. */
+/* tile [rows of a block, PANEL] = x @ w, by matrices or by pairs; where there are factors, what it had, times
+ * a row's, is added. */
 INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *x, int64_t x_step,
-                           int64_t num_steps, float *tile, int64_t stride, int accumulate) {
+                           int64_t num_steps, float *tile, int64_t stride, const float *factors) {
+    const int accumulate = factors != NULL;
     fetch nothing = {(const char *)w, 0};
 #if HAS_TILES
     if (tiled) {
+        for (int64_t r = 0; accumulate && r < rows; r++)
+            if (factors[r] != 1) scale_panel(tile + r * stride, factors[r]);
         const meanwhile idle = {NULL};
         if (rows > TILE_ROWS)
             tiles_product(2, 2, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, nothing, idle);
@@ -154,7 +166,7 @@ INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *
         return;
     }
 #endif
-    pairs_product(rows, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, nothing);
+    pairs_product(rows, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, factors, nothing);
 }
 
 /* As attend_block. */
@@ -162,38 +174,38 @@ INLINE void attend_pairs(int tiled, const attention_call *c, const piece *p, con
                          int64_t tile, int64_t skip, int64_t num) {
     int64_t group = c->num_heads / c->num_kv_heads, padded = padded_dim(c), steps = key_steps(c);
     int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
-    float factors[MOST_ROWS];
     num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* what any row may see */
     if (num <= skip) return;
     int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES;
     for (int64_t q = begin; q < num; q += PANEL)
         multiply_block(tiled, b.rows, t->keys + q * steps * HALVES / 2,
                        (const char *)t->query + b.start * ROW_BYTES, query_step(c), steps, t->scores + q,
-                       X_STRIDE, 0);
-    for (int64_t r = 0; r < b.rows; r++) {
-        int64_t position = first + (b.start + r) / group, low = skip;
-        float *scores = t->scores + r * X_STRIDE;
-        if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
-        char *weights = t->weights + r * ROW_BYTES;
-        factors[r] = baton_weigh(c->scale, c->soft_cap, scores, low, position + 1 - tile, num,
-                                 t->states + b.start + r, weights, MOST_ROWS * ROW_BYTES);
+                       X_STRIDE, NULL);
+    score_rows s = {t->scores, X_STRIDE, t->weights, ROW_BYTES, MOST_ROWS * ROW_BYTES};
+    weigh_block(c, p, t, b, &s, c->scale, tile, skip, num);
+    for (int64_t r = 0; r < b.rows; r++)
         for (int64_t i = ceil_div(num, LANES) * LANES; i < end; i += LANES)
-            store_as(BFLOAT16, weights + i / HALVES * MOST_ROWS * ROW_BYTES, i % HALVES, (vec){0});
-    }
+            store_weights(t->weights + r * ROW_BYTES + i / HALVES * MOST_ROWS * ROW_BYTES + i % HALVES * 2, (vec){0});
     for (int64_t j = 0; j < padded; j += PANEL) {
         float *sums = t->sums + b.start * padded + j * b.room;
-        for (int64_t r = 0; r < b.rows; r++)
-            if (factors[r] != 1)
-                for (int64_t i = 0; i < PANEL; i++) sums[r * PANEL + i] *= factors[r];
         multiply_block(tiled, b.rows, t->values + (j * TILE + begin * PANEL) / 2,
                        t->weights + begin / HALVES * MOST_ROWS * ROW_BYTES, MOST_ROWS * ROW_BYTES,
-                       (end - begin) / HALVES, sums, PANEL, 1);
+                       (end - begin) / HALVES, sums, PANEL, s.factors);
+    }
+}
+
+/* A part of the keys and values of the next tile into L2, while one of so many blocks of rows is computed. */
+INLINE void fetch_part(const attention_call *c, const void *const *keys, int64_t part, int64_t of) {
+    for (int64_t i = TILE * part / of; i < TILE * (part + 1) / of; i++) {
+        for (int64_t n = 0; n < c->head_dim * size_of(c->cache_type); n += 64) fetch_into(2, (const char *)keys[i] + n);
+        const char *value = (const char *)keys[i] + value_offset(c);
+        for (int64_t n = 0; n < c->value_dim * size_of(c->cache_type); n += 64) fetch_into(2, value + n);
     }
 }
 
 /* All rows over the keys [skip, num) of the tile that begins at `tile`. */
-static void attend_tile(const attention_call *c, const piece *p, const tiles *t, int64_t count,
-                        int64_t tile, int64_t skip, int64_t num) {
+static void attend_tile(const attention_call *c, const piece *p, const tiles *t, const void *const *next,
+                        int64_t count, int64_t tile, int64_t skip, int64_t num) {
 #if HAS_TILES
     if (in_tiles(c)) {
         tiles_begin(ROW_BYTES);
@@ -203,20 +215,26 @@ static void attend_tile(const attention_call *c, const piece *p, const tiles *t,
         return;
     }
 #endif
-    for (int64_t b = 0; b < num_blocks(c, count); b++)
+    for (int64_t b = 0; b < num_blocks(c, count); b++) {
+        fetch_part(c, next, b, num_blocks(c, count));
         attend_pairs(0, c, p, t, block_of(c, count, b), tile, skip, num);
+    }
 }
+
+#define TOKENS_AHEAD 16 /* whose queries are fetched: each lies in a page of its own */
 
 /* Queries as attend_pairs wants them. */
 INLINE void order_queries(const attention_call *c, const piece *p, const tiles *t, int64_t count) {
-    int64_t group = c->num_heads / c->num_kv_heads, room = key_steps(c) * HALVES;
+    int64_t group = c->num_heads / c->num_kv_heads, room = key_steps(c) * HALVES, step = query_step(c);
     uint16_t copy[room];
     for (int64_t r = 0; r < count; r++) {
         int64_t token = p->row + r / group, head = p->kv_head * group + r % group;
-        const void *from = at(BFLOAT16, c->query, (token * c->num_heads + head) * c->head_dim);
+        const char *from = at(BFLOAT16, c->query, (token * c->num_heads + head) * c->head_dim);
         const char *row = halves_of(BFLOAT16, from, c->head_dim, room, copy);
-        for (int64_t s = 0; s < key_steps(c); s++)
-            memcpy((char *)t->query + s * query_step(c) + r * ROW_BYTES, row + s * ROW_BYTES, ROW_BYTES);
+        for (int64_t s = 0; s < key_steps(c); s++) {
+            fetch_into(2, from + s * ROW_BYTES + TOKENS_AHEAD * c->num_heads * c->head_dim * 2);
+            memcpy((char *)t->query + s * step + r * ROW_BYTES, row + s * ROW_BYTES, ROW_BYTES);
+        }
     }
 }
 
@@ -227,7 +245,6 @@ static void attend_block(const attention_call *c, const piece *p, const tiles *t
                          int64_t tile, int64_t skip, int64_t num) {
     int64_t group = c->num_heads / c->num_kv_heads, dim = c->head_dim, padded = padded_dim(c);
     int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
-    float factors[MAX_ROWS];
     fetch nothing = {(const char *)t->keys, 0};
     num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* what any row may see */
     if (num <= skip) return;
@@ -238,17 +255,12 @@ static void attend_block(const attention_call *c, const piece *p, const tiles *t
                   t->query + (s * max_rows(c) + b.start) * X_STRIDE, min64(MAX_DEPTH, dim - k),
                   t->scores + q, X_STRIDE, s > 0, nothing);
         }
-    for (int64_t r = 0; r < b.rows; r++) {
-        int64_t position = first + (b.start + r) / group, low = skip;
-        if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
-        factors[r] = baton_weigh(1, c->soft_cap, t->scores + r * X_STRIDE, low, position + 1 - tile,
-                                 num, t->states + b.start + r, NULL, 0);
-    }
+    score_rows s = {t->scores, X_STRIDE};
+    weigh_block(c, p, t, b, &s, 1, tile, skip, num);
     for (int64_t j = 0; j < padded; j += PANEL) {
         float *sums = t->sums + b.start * padded + j * b.room;
         for (int64_t r = 0; r < b.rows; r++)
-            if (factors[r] != 1)
-                for (int64_t i = 0; i < PANEL; i++) sums[r * PANEL + i] *= factors[r];
+            if (s.factors[r] != 1) scale_panel(sums + r * PANEL, s.factors[r]);
         micro(b.rows, FLOAT32, t->values + j * TILE + skip * PANEL, t->scores + skip, num - skip, sums,
               PANEL, 1, nothing);
     }
@@ -266,14 +278,16 @@ INLINE void attend_span(int type, int cache_type, const attention_call *c, const
     for (int64_t r = 0; r < count; r++) t->states[r] = EMPTY_STATE;
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
+        const void *keys[2 * TILE];
+        find_keys(c, p, tile, 0, 2 * TILE, keys);
 #if DOTS_HALVES
         if (type == BFLOAT16) {
-            pair_tile(cache_type, c, p, t, tile, skip, num);
-            attend_tile(c, p, t, count, tile, skip, num);
+            pair_tile(cache_type, c, t, keys, skip, num);
+            attend_tile(c, p, t, keys + TILE, count, tile, skip, num);
             continue;
         }
 #endif
-        pack_tile(cache_type, c, p, t, tile, skip, num);
+        pack_tile(cache_type, c, t, keys, skip, num);
         for (int64_t b = 0; b < num_blocks(c, count); b++)
             attend_block(c, p, t, block_of(c, count, b), tile, skip, num);
     }
@@ -350,8 +364,8 @@ INLINE void prompt(int type, int cache_type, const attention_call *c, const piec
             const float *from = sums + sums_of(padded, b, r);
             int64_t token = p->row + (b.start + r) / group, head = p->kv_head * group + (b.start + r) % group;
             float divisor = baton_divisor(states[b.start + r], c->sinks, head);
-            for (int64_t j = 0; j < c->value_dim; j++)
-                row[j] = from[j / PANEL * PANEL * b.room + j % PANEL] / divisor;
+            for (int64_t j = 0; j < padded; j += LANES)
+                store(row + j, load(FLOAT32, from, j / PANEL * PANEL * b.room + j % PANEL) / divisor);
             int64_t to = (token * c->num_heads + head) * c->value_dim;
             write_row(type, row, (char *)c->out + to * size_of(type), c->value_dim);
         }

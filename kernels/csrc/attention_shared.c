@@ -61,31 +61,12 @@ int64_t shared_scratch_bytes(const attention_call *c) {
     return (int64_t)place(c, NULL, &s);
 }
 
-/* Where the keys [from, to) of the tile lie. Those before the piece and behind it are never looked at:
- * its first and last stand for them. */
-static void find_keys(const attention_call *c, const piece *p, int64_t tile, int64_t from, int64_t to, shared *s) {
-    int64_t begin = max64(from, min64(to, p->begin - tile)), end = max64(begin, min64(to, p->end - tile));
-    for (int64_t i = begin, stop; i < end; i = stop) {
-        const char *key = cache_row(c, p, tile + i, 0);
-        stop = min64(end, i + c->block_size - (tile + i) % c->block_size);
-        for (int64_t n = i; n < stop; n++) s->keys[n] = at(c->cache_type, key, (n - i) * c->token_stride);
-    }
-    if (from < begin) {
-        const void *first = cache_row(c, p, p->begin, 0);
-        for (int64_t i = from; i < begin; i++) s->keys[i] = first;
-    }
-    if (end < to) {
-        const void *last = cache_row(c, p, p->end - 1, 0);
-        for (int64_t i = end; i < to; i++) s->keys[i] = last;
-    }
-}
-
 /* Where the keys and values of the tile lie, and keys of the one behind it. */
 static void find_rows(const attention_call *c, const piece *p, int64_t tile, int is_first, shared *s) {
-    int64_t kv_bytes = c->kv_stride * size_of(c->cache_type);
-    if (is_first) find_keys(c, p, tile, 0, TILE, s);
+    int64_t kv_bytes = value_offset(c);
+    if (is_first) find_keys(c, p, tile, 0, TILE, s->keys);
     else memcpy(s->keys, s->keys + TILE, TILE * sizeof(void *));
-    find_keys(c, p, tile, TILE, 2 * TILE, s);
+    find_keys(c, p, tile, TILE, 2 * TILE, s->keys);
     for (int64_t i = 0; i < TILE; i++) s->value_rows[i] = (const char *)s->keys[i] + kv_bytes;
     memcpy(s->fetched, s->keys, sizeof s->keys);
     for (int64_t i = TILE; kv_bytes && i < 2 * TILE; i++) s->fetched[i] = (const char *)s->keys[i] + kv_bytes;
@@ -130,14 +111,18 @@ INLINE int64_t seen_keys(const shared *s, int64_t first, int64_t end, int64_t ti
 INLINE void weigh_rows(const attention_call *c, const piece *p, shared *s, float scale, int64_t start,
                        int64_t rows, int64_t tile, int64_t skip, int64_t num) {
     int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
+    score_rows w = {s->scores, SCORE_STRIDE};
+    w.states = s->states + start;
     for (int64_t r = 0; r < rows; r++) {
-        int64_t position = first + (start + r) / s->group, low = skip;
-        if (c->sliding_window > 0) low = max64(low, position + 1 - c->sliding_window - tile);
-        float factor = baton_weigh(scale, c->soft_cap, s->scores + r * SCORE_STRIDE, low,
-                                   position + 1 - tile, num, s->states + start + r, NULL, 0);
+        int64_t end = first + (start + r) / s->group + 1 - tile;
+        w.seen[r].from = c->sliding_window > 0 ? max64(skip, end - c->sliding_window) : skip;
+        w.seen[r].to = end;
+    }
+    baton_weigh(scale, c->soft_cap, &w, rows, num);
+    for (int64_t r = 0; r < rows; r++) {
         float *sums = s->sums + (start + r) * s->stride;
-        if (factor != 1)
-            for (int64_t j = 0; j < s->stride; j += LANES) store(sums + j, load(FLOAT32, sums, j) * factor);
+        if (w.factors[r] != 1)
+            for (int64_t j = 0; j < s->stride; j += LANES) store(sums + j, load(FLOAT32, sums, j) * w.factors[r]);
     }
 }
 

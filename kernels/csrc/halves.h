@@ -111,6 +111,17 @@ INLINE void tiles_product(int matrices, int level, const char *w, const char *x,
 
 #endif
 
+/* Weights of a softmax as bfloat16, rounded as store_rounded does: the instruction makes zeros of numbers
+ * so small that e^x has ended before. */
+INLINE void store_weights(void *to, vec x) {
+#if DOTS_HALVES
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(to, &rounded, sizeof rounded);
+#else
+    store_rounded(to, x);
+#endif
+}
+
 #if DOTS_HALVES
 
 /* A line of the output, rounded as store_rounded does. One that nobody reads soon goes past the cache,
@@ -133,14 +144,16 @@ INLINE vec dot_pair(vec sum, const void *two, vec_u32 pairs) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(input), (__m512bh)pairs);
 }
 
-/* tile: from row to row `stride` floats. */
+/* tile: from row to row `stride` floats; what it has is multiplied by a row's factor first, where there are
+ * any. */
 INLINE void pairs_rows(int rows, const char *w, const char *x, int64_t x_step, int64_t num_steps,
-                       float *tile, int64_t stride, int accumulate, fetch f) {
+                       float *tile, int64_t stride, int accumulate, const float *factors, fetch f) {
     vec sum[MAX_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         sum[r][0] = accumulate ? load(FLOAT32, tile, r * stride) : (vec){0};
         sum[r][1] = accumulate ? load(FLOAT32, tile, r * stride + LANES) : (vec){0};
+        if (factors) sum[r][0] *= factors[r], sum[r][1] *= factors[r];
     }
     int64_t fetched = f.step / (HALVES / 2);
     for (int64_t s = 0; s < num_steps; s++, x += x_step)
@@ -164,11 +177,11 @@ INLINE void pairs_rows(int rows, const char *w, const char *x, int64_t x_step, i
 
 #define PAIRS_CASE(n) \
     case n: \
-        if (n <= MAX_ROWS) pairs_rows(n, w, x, x_step, num_steps, tile, stride, accumulate, f); \
+        if (n <= MAX_ROWS) pairs_rows(n, w, x, x_step, num_steps, tile, stride, accumulate, factors, f); \
         break;
 
-INLINE void pairs_product(int rows, const char *w, const char *x, int64_t x_step,
-                          int64_t num_steps, float *tile, int64_t stride, int accumulate, fetch f) {
+INLINE void pairs_product(int rows, const char *w, const char *x, int64_t x_step, int64_t num_steps,
+                          float *tile, int64_t stride, int accumulate, const float *factors, fetch f) {
     switch (rows) {
         PAIRS_CASE(1)
         PAIRS_CASE(2)

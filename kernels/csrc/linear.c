@@ -247,7 +247,7 @@ INLINE void multiply_halves(const linear_call *c, int64_t panel, const void *the
                 continue;
             }
 #endif
-            pairs_product(rows, here, x, x_step, count, tile, PANEL, s > 0, f);
+            pairs_product(rows, here, x, x_step, count, tile, PANEL, s > 0, NULL, f);
         }
     }
 }

@@ -6,41 +6,72 @@
  */
 #include "attention.h"
 
-/* Scores of a tile, [num] with room for whole vectors, times `scale` become weights, in place or, as
- * bfloat16, at `halves`, from HALVES keys to the next `step` bytes; those outside [from, to) become 0.
- * Returns what the sums of earlier tiles must be multiplied by. */
-float baton_weigh(float scale, double soft_cap, float *scores, int64_t from, int64_t to, int64_t num,
-                  softmax_state *state, char *halves, int64_t step) {
+#define TOGETHER 4 /* rows whose chains of sums hide each other's latency */
+
+/* A tile's largest score and sum of weights join a row's; returns what its sums so far are to be multiplied
+ * by. */
+static __attribute__((noinline)) float gather(softmax_state *state, float top, float total) {
     float before = state->top;
-    vec largest = splat(-INFINITY), total = {0};
-    if (soft_cap > 0 || scale < 0) {
-        for (int64_t i = 0; i < num; i += LANES) {
+    float factor = before == top ? 1 : before == -INFINITY ? 0 : power_of_two(splat(before - top))[0];
+    state->top = top;
+    state->total = state->total * factor + total;
+    return factor;
+}
+
+/* What `rows` of them have at i, as powers of two relative to each one's top. */
+INLINE void weigh_rows(int rows, int halved, float scale, score_rows *s, int64_t row, int64_t num) {
+    const int64_t stride = s->stride, row_bytes = s->row_bytes;
+    float *scores = s->scores + row * stride;
+    char *halves = s->halves + row * row_bytes;
+    vec largest[TOGETHER], base[TOGETHER], total[TOGETHER];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) largest[r] = splat(-INFINITY), total[r] = (vec){0};
+    for (int64_t i = 0; i < num; i += LANES)
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) largest[r] = larger(load(FLOAT32, scores + r * stride, i), largest[r]);
+    float top[TOGETHER];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        top[r] = largest_lane(largest[r]) * scale; /* of products, too: rounding keeps their order */
+        if (!(top[r] > s->states[row + r].top)) top[r] = s->states[row + r].top;
+        base[r] = splat(top[r] == -INFINITY ? 0 : -top[r]); /* where no key counts */
+    }
+    for (int64_t i = 0; i < num; i += LANES) {
+        char *to = halves + i / HALVES * s->step + i % HALVES * 2;
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            vec score = load(FLOAT32, scores + r * stride, i);
+            vec weight = power_of_two(multiply_add(score, splat(scale), base[r]));
+            if (halved)
+                store_weights(to + r * row_bytes, weight);
+            else
+                store(scores + r * stride + i, weight);
+            total[r] += weight;
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) s->factors[row + r] = gather(s->states + row + r, top[r], sum_lanes(total[r]));
+}
+
+/* The scores [num] of each row, with room for whole vectors, times `scale`, become weights; those outside
+ * what it sees become 0. */
+void baton_weigh(float scale, double soft_cap, score_rows *s, int64_t num_rows, int64_t num) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        float *scores = s->scores + r * s->stride;
+        for (int64_t i = 0; (soft_cap > 0 || scale < 0) && i < num; i += LANES) {
             vec score = load(FLOAT32, scores, i) * scale;
             store(scores + i, soft_cap > 0 ? soften(score, soft_cap) : score);
         }
-        scale = 1;
+        for (int64_t i = 0; i < min64(s->seen[r].from, num); i++) scores[i] = -INFINITY;
+        for (int64_t i = max64(s->seen[r].to, 0); i < ceil_div(num, LANES) * LANES; i++) scores[i] = -INFINITY;
     }
-    for (int64_t i = 0; i < min64(from, num); i++) scores[i] = -INFINITY;
-    for (int64_t i = max64(to, 0); i < ceil_div(num, LANES) * LANES; i++) scores[i] = -INFINITY;
-    for (int64_t i = 0; i < num; i += LANES) {
-        vec score = load(FLOAT32, scores, i);
-        largest = larger(score, largest);
-    }
-    float top = largest_lane(largest) * scale; /* of products, too: rounding keeps their order */
-    if (!(top > before)) top = before;
-    float base = top == -INFINITY ? 0 : top; /* where no key counts */
-    for (int64_t i = 0; i < num; i += LANES) {
-        vec weight = exp_of_negative(multiply_add(load(FLOAT32, scores, i), splat(scale), splat(-base)));
-        if (halves)
-            store_as(BFLOAT16, halves + i / HALVES * step, i % HALVES, weight);
-        else
-            store(scores + i, weight);
-        total += weight;
-    }
-    float factor = before == top ? 1 : before == -INFINITY ? 0 : exp_fast(splat(before - top))[0];
-    state->top = top;
-    state->total = state->total * factor + sum_lanes(total);
-    return factor;
+    scale = (soft_cap > 0 || scale < 0 ? 1 : scale) * LOG2_E;
+    int64_t r = 0;
+    const int halved = DOTS_HALVES && s->halves;
+    for (; halved && r + TOGETHER <= num_rows; r += TOGETHER) weigh_rows(TOGETHER, 1, scale, s, r, num);
+    for (; halved && r < num_rows; r++) weigh_rows(1, 1, scale, s, r, num);
+    for (; r + TOGETHER <= num_rows; r += TOGETHER) weigh_rows(TOGETHER, 0, scale, s, r, num);
+    for (; r < num_rows; r++) weigh_rows(1, 0, scale, s, r, num);
 }
 
 /* Adds the next span to what earlier ones gave. Sums lie in `num` vectors, from each to the next
@@ -51,8 +82,8 @@ void baton_join(softmax_state *state, float *sums, softmax_state span, const flo
     /* The side with the larger top keeps its scale: one product, to be fused with the one sum. */
     int scale_span = state->total != 0 && span.top <= state->top;
     float factor = state->total == 0 ? 0
-                   : scale_span      ? exp_fast(splat(span.top - state->top))[0]
-                                     : exp_fast(splat(state->top - span.top))[0];
+                   : scale_span      ? power_of_two(splat(span.top - state->top))[0]
+                                     : power_of_two(splat(state->top - span.top))[0];
     for (int64_t i = 0; i < num * stride; i += stride) {
         vec before = load(FLOAT32, sums, i), part = load(FLOAT32, span_sums, i);
         store(sums + i, scale_span ? part * factor + before : before * factor + part);
@@ -64,5 +95,5 @@ void baton_join(softmax_state *state, float *sums, softmax_state span, const flo
 /* What a row's sums are to be divided by; a sink's weight counts, but it has no value
  * (Xiao et al., arXiv:2309.17453). */
 float baton_divisor(softmax_state state, const float *sinks, int64_t head) {
-    return sinks ? state.total + exp_fast(splat(sinks[head] - state.top))[0] : state.total;
+    return sinks ? state.total + exp_fast(splat(sinks[head] - state.top / LOG2_E))[0] : state.total;
 }

@@ -409,13 +409,15 @@ INLINE vec round_all(int type, vec x) {
     return load(type, rounded, 0);
 }
 
+#define LOG2_E 1.44269504f
+#define ROUNDS 12582912.0f /* 1.5 * 2^23: what is added to it loses its fraction */
+
 /* e^x within 2 units in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2], p of degree 6
  * (the Taylor polynomial's error there is 2e-7 of the value at most). Vectors, not a loop over
  * floats: GCC makes two paths of a float's limits and divides by 2^128 in the one that it drops.
  * x lies in [-87.3, 88.3]. */
 INLINE vec exp_within(vec x) {
-    const float round = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
-    vec shifted = x * 1.44269504f + round, n = shifted - round;
+    vec shifted = x * LOG2_E + ROUNDS, n = shifted - ROUNDS;
     vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     vec p = r * (1.0f / 720) + 1.0f / 120;
     p = p * r + 1.0f / 24;
@@ -431,21 +433,24 @@ INLINE vec exp_fast(vec x) {
     return exp_within(choose(x > splat(88.3f), splat(88.3f), x));
 }
 
-/* The same of x <= 0, and 0 from where a float ends. */
-INLINE vec exp_of_negative(vec x) {
+/* 2^x of x <= 0 within 2 units in the last place, and 0 from where a float ends. */
+INLINE vec power_of_two(vec x) {
 #if defined(__AVX512F__)
-    /* 2^t, of t's whole part by an instruction and of the rest by a polynomial (1.6e-7). */
-    vec t = x * 1.44269504f;
-    vec whole = (vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    vec rest = t - whole, p = rest * 1.32647925e-3f + 9.67151392e-3f;
-    p = p * rest + 5.55073358e-2f;
-    p = p * rest + 0.240222424f;
-    p = p * rest + 0.693147004f;
-    p = p * rest + 1.0f;
-    __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
+    vec whole = (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    vec shifted = x + ROUNDS, whole = shifted - ROUNDS;
+#endif
+    vec rest = x - whole; /* its polynomial's error is 1.6e-7 of the value at most */
+    vec p = multiply_add(rest, splat(1.32647925e-3f), splat(9.67151392e-3f));
+    p = multiply_add(p, rest, splat(5.55073358e-2f));
+    p = multiply_add(p, rest, splat(0.240222424f));
+    p = multiply_add(p, rest, splat(0.693147004f));
+    p = multiply_add(p, rest, splat(1.0f));
+#if defined(__AVX512F__)
+    __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
     return (vec)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)whole);
 #else
-    return keep(~(x < splat(-87.3f)), exp_within(x));
+    return keep(~(x < splat(-126.0f)), p * (vec)(((vec_i32)shifted + 127) << 23));
 #endif
 }
 
