@@ -187,13 +187,14 @@ INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
 INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
     const int bits = bits_of(type);
+    if (rows == 1) as_one_loop(&steps);
     for (int64_t s = 0; s < steps; s++) {
         const uint8_t *here = w + s * PANEL * 4;
         codes first = load_codes(here), second = load_codes(here + LANES * 4);
         codes high0 = number_of(type, high_half(first)), high1 = number_of(type, high_half(second));
         codes low0 = number_of(type, low_half(first)), low1 = number_of(type, low_half(second));
-        __builtin_prefetch(f.from + s * f.step, 0, 2);
-        if (f.step > 64) __builtin_prefetch(f.from + s * f.step + 64, 0, 2);
+        fetch_into(1, f.from + s * f.step);
+        if (f.step > 64) fetch_into(1, f.from + s * f.step + 64);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const char *numbers = x + r * numbers_bytes(bits) + s * (32 / bits);
@@ -238,8 +239,8 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
     for (int64_t s = 0; s < steps; s++) {
         const uint8_t *here = w + s * PANEL * 4;
         codes first = load_codes(here), second = load_codes(here + LANES * 4);
-        __builtin_prefetch(f.from + s * f.step, 0, 2);
-        if (f.step > 64) __builtin_prefetch(f.from + s * f.step + 64, 0, 2);
+        fetch_into(2, f.from + s * f.step);
+        if (f.step > 64) fetch_into(2, f.from + s * f.step + 64);
         if (bits == 8) {
             pairs even0 = (pairs)first & 255, odd0 = (pairs)first >> 8;
             pairs even1 = (pairs)second & 255, odd1 = (pairs)second >> 8;

@@ -155,12 +155,13 @@ INLINE void pairs_rows(int rows, const char *w, const char *x, int64_t x_step, i
         sum[r][1] = accumulate ? load(FLOAT32, tile, r * stride + LANES) : (vec){0};
         if (factors) sum[r][0] *= factors[r], sum[r][1] *= factors[r];
     }
-    int64_t fetched = f.step / (HALVES / 2);
+    int64_t fetched = f.step / (HALVES / 2), num_pairs = HALVES / 2;
+    if (rows == 1) as_one_loop(&num_pairs);
     for (int64_t s = 0; s < num_steps; s++, x += x_step)
-        for (int64_t j = 0; j < HALVES / 2; j++, w += PANEL * 4, f.from += fetched) {
+        for (int64_t j = 0; j < num_pairs; j++, w += PANEL * 4, f.from += fetched) {
             vec_u32 first = load_pairs(w, 0), second = load_pairs(w, LANES);
-            __builtin_prefetch(f.from, 0, 2);
-            if (fetched > 64) __builtin_prefetch(f.from + 64, 0, 2);
+            fetch_into(1, f.from);
+            if (fetched > 64) fetch_into(1, f.from + 64);
             if (j < rows) __builtin_prefetch(x + (rows + j) * ROW_BYTES, 0, 3); /* of the next rows */
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {

@@ -20,10 +20,10 @@
 #define CHUNKS 4 /* of a thread's rows: who is slowed down by others leaves some to the rest */
 #define SERIAL_PRODUCTS (1 << 16) /* waking threads costs more than computing as many alone */
 #define FETCH_AHEAD 8192 /* bytes of a stream that is read once */
-#define FETCH_NEXT 2048  /* into L1, of what matrices of a few rows read, or one row of floats */
+#define FETCH_NEXT 2048 /* of what matrices of a few rows read, into L1 */
 #define SUPER 256 /* inputs whose groups' scales have a factor in common */
-#define WIDEN_FROM 3     /* blocks of rows that pay for converting a slice of bf16 or int8 once */
-#define SLICE_STEPS 8    /* of HALVES inputs: so much of a panel of bf16 stays in L1 */
+#define WIDEN_FROM 3 /* blocks of rows that pay for converting a slice of bf16 or int8 once */
+#define SLICE_STEPS 8 /* of HALVES inputs: so much of a panel of bf16 stays in L1 */
 
 INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type == CODES_E2M1; }
 
@@ -187,8 +187,7 @@ INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *
         int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
         const void *w = at(type, c->w, (panel * filled_depth(c) + k) * PANEL);
         /* Alone, a slice is its own stream; else the next slice comes while this one is used. */
-        const int64_t ahead = type == FLOAT32 && c->num_rows == 1 ? FETCH_NEXT : FETCH_AHEAD;
-        fetch f = {(const char *)w + ahead, PANEL * size_of(type)};
+        fetch f = {(const char *)w + FETCH_AHEAD, PANEL * size_of(type)};
         const char *next = s == last ? then : at(type, w, size * PANEL);
         if (widens) widen_panel(type, w, size, wide);
         if (end - begin > 1) f.step = ceil_div(f.step, end - begin);
@@ -214,15 +213,19 @@ static void finish_piece(void *left, int64_t num_rows) { finish_rows(left, num_r
  * of `left`, if there is any, as soon as their sums are complete: while the next are multiplied. */
 INLINE void multiply_halves(const linear_call *c, int64_t panel, const void *then, row_blocks b,
                             int64_t begin, int64_t end, const char *packed, float *tiles, unfinished *left) {
-    char last_step[STEP_BYTES] __attribute__((aligned(64))) = {0};
+    char last_step[STEP_BYTES] __attribute__((aligned(64)));
     int64_t origin = block_start(b, begin), all = num_steps(c);
     int64_t x_step = packed_bytes(c, b.count) / all, full = c->depth / HALVES;
     const char *w = (const char *)c->w + panel * filled_depth(c) * PANEL * 2;
-    if (full < all)
+    /* A block alone reads no part of a panel twice. */
+    int64_t most = end - begin == 1 ? full : SLICE_STEPS;
+    if (full < all) {
+        memset(last_step, 0, sizeof last_step);
         memcpy(last_step, w + full * STEP_BYTES, (filled_depth(c) - full * HALVES) * PANEL * 2);
+    }
     for (int64_t s = 0, count; s < all; s += count) {
         int is_last = s == full;
-        count = is_last ? 1 : min64(SLICE_STEPS, full - s);
+        count = is_last ? 1 : min64(most, full - s);
         const char *here = is_last ? last_step : w + s * STEP_BYTES;
         fetch f = {here + FETCH_AHEAD, STEP_BYTES};
         if (end - begin > 1) f.step = ceil_div(STEP_BYTES / 64, end - begin) * 64;

@@ -27,6 +27,10 @@ INLINE void fetch_into(int level, const char *from) {
         __builtin_prefetch(from, 0, 2);
 }
 
+/* Hides a constant from the compiler, which would make copies of a loop of so many turns: a Zen 5 reads
+ * memory by a sixth more slowly through many loads that take turns. */
+INLINE void as_one_loop(int64_t *turns) { __asm__("" : "+r"(*turns)); }
+
 /* sum[rows] += an input of each row times a row of w. */
 INLINE void add_products(int rows, const float *x, vec first, vec second, vec sum[][2]) {
 #pragma GCC unroll 12
@@ -48,15 +52,13 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
     }
     for (int64_t k = 0; k < size; k++) {
         const char *here = at(type, w, k * PANEL);
-        /* One row of floats waits for memory alone. */
-        const int level = rows == 1 && type == FLOAT32 ? 1 : 2;
-        fetch_into(level, f.from + k * f.step);
-        if (f.step > 64) fetch_into(level, f.from + k * f.step + 64);
+        fetch_into(1, f.from + k * f.step);
+        if (f.step > 64) fetch_into(1, f.from + k * f.step + 64);
         if (type == BFLOAT16) {
             vec_u32 left = load_pairs(here, 0), right = load_pairs(here, LANES);
             add_products(rows, x + k, first_of(left), first_of(right), sum);
             k++;
-            __builtin_prefetch(f.from + k * f.step, 0, 2);
+            fetch_into(1, f.from + k * f.step);
             add_products(rows, x + k, second_of(left), second_of(right), sum);
         } else {
             add_products(rows, x + k, load(type, here, 0), load(type, here, LANES), sum);
