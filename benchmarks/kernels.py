@@ -1,5 +1,7 @@
 """CPU kernels by themselves: paged attention against memory bandwidth, linear layers against torch.
 
+Attention of whole prompts stands beside the linear layers of the same model: both are products.
+
 Attention of many heads over latents (MLA) can be bound by its products instead: beside the share
 of bandwidth stands that of the limit, what reading or a large product of torch would take at least.
 
@@ -46,6 +48,12 @@ LATENT_RANK, LATENT_WIDTH = (
 LATENT_HEADS = (16, 128)  # DeepSeek V2 Lite, V3
 LATENT_BATCHES = (1, 8)
 LATENT_BLOCK_SIZE = 64
+PROMPTS = (4096, 8192, 16384)  # tokens
+PROMPT_HEADS = (16, 8, 128)  # of Qwen3-0.6B: query heads, KV heads, head dim
+PROMPT_LAYERS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))  # and what is linear
+PROMPT_ROWS = 2048  # of a step
+TARGET_PROMPT = 0.85
+LONG_CONTEXTS = ((4096, 8), (16384, 2))  # tokens, requests
 ROWS = (1, 4, 8, 16, 32, 512)
 SHAPES = ((768, 4096), (2048, 768), (768, 32768))  # in, out
 
@@ -84,6 +92,23 @@ def decode_step(
     )
 
 
+def prompt_step(length: int) -> AttentionMetadata:
+    """One request computes its whole prompt, into scattered blocks."""
+    table = torch.randperm(length // BLOCK_SIZE).to(torch.int32).view(1, -1)
+    return AttentionMetadata(
+        num_requests=1,
+        num_tokens=length,
+        query_start_loc=torch.tensor((0, length), dtype=torch.int32),
+        seq_lens=torch.tensor((length,), dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.arange(length),
+        max_query_len=length,
+        max_seq_len=length,
+        query_lens=(length,),
+        seq_lens_host=(length,),
+    )
+
+
 def read(memory: Tensor, layer: int) -> object:
     """Touch every byte of a layer once, in order."""
     return memory[layer].sum()
@@ -94,6 +119,13 @@ def attend(
 ) -> object:
     """One layer's attention."""
     return backend.run(query, cache[:, layer], step, scale=query.shape[-1] ** -0.5)
+
+
+def attend_to_one(
+    backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, _layer: int
+) -> object:
+    """The same where there is one layer."""
+    return attend(backend, query, cache, step, 0)
 
 
 def attend_latents(
@@ -114,18 +146,28 @@ def multiply_packed(x: Tensor, weights: Sequence[ops.PackedWeight], copy: int) -
     return ops.packed_linear(x, weights[copy])
 
 
-def measure_attention(repetitions: int) -> list[dict[str, object]]:
+def multiply_all(x: Sequence[Tensor], weights: Sequence[ops.PackedWeight], _copy: int) -> object:
+    """Several layers, each of its own input."""
+    return [ops.packed_linear(row, weight) for row, weight in zip(x, weights, strict=True)]
+
+
+def measure_attention(
+    dtype: torch.dtype,
+    heads: Sequence[tuple[int, int, int]],
+    sizes: Sequence[tuple[int, int]],
+    repetitions: int,
+) -> list[dict[str, object]]:
     """Paged decode attention, the backend in torch alone, and reading the same bytes in a row."""
     rows: list[dict[str, object]] = []
-    for num_heads, num_kv_heads, head_dim in HEADS:
-        for batch in BATCHES:
-            step = decode_step(batch)
-            num_blocks = batch * CONTEXT // BLOCK_SIZE
+    for num_heads, num_kv_heads, head_dim in heads:
+        for context, batch in sizes:
+            step = decode_step(batch, context)
+            num_blocks = batch * context // BLOCK_SIZE
             kv_layers = [PagedKV(num_kv_heads, head_dim)] * NUM_LAYERS
-            spec = kv_cache_spec(kv_layers, BLOCK_SIZE, torch.float32)
+            spec = kv_cache_spec(kv_layers, BLOCK_SIZE, dtype)
             cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu")).normal_()
-            query = torch.randn(batch, num_heads, head_dim)
-            flat = torch.randn(NUM_LAYERS, cache.numel() // NUM_LAYERS)
+            query = torch.randn(batch, num_heads, head_dim).to(dtype)
+            flat = torch.randn(NUM_LAYERS, cache.nbytes // 4 // NUM_LAYERS)
             subjects: dict[str, Subject] = {"read": partial(read, flat)}
             backends: dict[str, AttentionBackend] = {
                 "native": NativeAttention(),
@@ -138,13 +180,60 @@ def measure_attention(repetitions: int) -> list[dict[str, object]]:
             gigabytes = flat[0].numel() * flat.itemsize / 1e9
             rows.append(
                 {
+                    "dtype": str(dtype).removeprefix("torch."),
                     "heads": f"{num_heads}/{num_kv_heads} x {head_dim}",
+                    "context": context,
                     "batch": batch,
                     **{f"{name}_ms": round(1e3 * taken, 3) for name, taken in seconds.items()},
                     "read_gb_s": round(gigabytes / seconds["read"], 2),
                     "native_gb_s": round(gigabytes / seconds["native"], 2),
                     "share_of_bandwidth": round(seconds["read"] / seconds["native"], 3),
                     "times_torch": round(seconds["torch"] / seconds["native"], 2),
+                }
+            )
+    return rows
+
+
+def measure_prompts(repetitions: int) -> list[dict[str, object]]:
+    """Attention of a whole prompt, and linear layers of one step, by their products per second."""
+    rows: list[dict[str, object]] = []
+    num_heads, num_kv_heads, head_dim = PROMPT_HEADS
+    native = native_ops()
+    assert native is not None, "no native kernels: see the log"
+    memory = WeightMemory()
+    for dtype, format_ in (
+        (torch.float32, ops.WeightFormat.FP32),
+        (torch.bfloat16, ops.WeightFormat.BF16),
+    ):
+        weights = [
+            ops.PackedWeight.pack(
+                torch.randn(width, depth), None, format_, native.panel_width, memory.empty
+            )
+            for depth, width in PROMPT_LAYERS
+        ]
+        inputs = [torch.randn(PROMPT_ROWS, depth).to(dtype) for depth, _ in PROMPT_LAYERS]
+        linear_work = 2e-9 * PROMPT_ROWS * sum(depth * width for depth, width in PROMPT_LAYERS)
+        for length in PROMPTS:
+            step = prompt_step(length)
+            spec = kv_cache_spec([PagedKV(num_kv_heads, head_dim)], BLOCK_SIZE, dtype)
+            cache = allocate_kv_cache(spec, length // BLOCK_SIZE, torch.device("cpu")).normal_()
+            query = torch.randn(length, num_heads, head_dim).to(dtype)
+            backend = NativeAttention()
+            backend.plan(step)
+            subjects: dict[str, Subject] = {
+                "attention": partial(attend_to_one, backend, query, cache, step),
+                "linear": partial(multiply_all, inputs, weights),
+            }
+            seconds = take_turns(subjects, repetitions)
+            work = 2e-9 * num_heads * head_dim * length * (length + 1)
+            attention, linear = work / seconds["attention"], linear_work / seconds["linear"]
+            rows.append(
+                {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "tokens": length,
+                    "attention_gflop_s": round(attention, 1),
+                    "linear_gflop_s": round(linear, 1),
+                    "share_of_linear": round(attention / linear, 3),
                 }
             )
     return rows
@@ -245,8 +334,14 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     environment = record_environment()
     console = Console(highlight=False, width=140)
-    attention = measure_attention(arguments.repetitions)
-    show(console, f"paged decode attention, float32, context {CONTEXT}", attention)
+    short = [(CONTEXT, batch) for batch in BATCHES]
+    attention = [
+        *measure_attention(torch.float32, HEADS, short, arguments.repetitions),
+        *measure_attention(torch.bfloat16, [PROMPT_HEADS], LONG_CONTEXTS, arguments.repetitions),
+    ]
+    show(console, "paged decode attention", attention)
+    prompts = measure_prompts(max(3, arguments.repetitions // 4))
+    show(console, f"attention of prompts beside linear layers of {PROMPT_ROWS} rows", prompts)
     latents = measure_latents(arguments.repetitions)
     show(console, f"paged decode attention over latents, context {LATENT_CONTEXT}", latents)
     linear = measure_linear(arguments.repetitions)
@@ -258,7 +353,9 @@ def main() -> None:
             "num_threads": arguments.threads,
             "repetitions": arguments.repetitions,
             "target_share_of_bandwidth": TARGET_BANDWIDTH,
+            "target_prompt_share_of_linear": TARGET_PROMPT,
             "attention": attention,
+            "prompt_attention": prompts,
             "latent_attention": latents,
             "linear": linear,
         },

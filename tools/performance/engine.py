@@ -9,6 +9,13 @@ from tools.performance.rows import Area, Found, Json, Row, Source, at, judge, nu
 
 MOST_OUTSIDE = 0.10
 LEAST_BANDWIDTH = 0.70
+SHORT_CONTEXT = 2048
+LEAST_LONG_BANDWIDTH = 0.80
+LEAST_PROMPT = 0.85
+HOLDS_ATTENTION_BACK = (
+    "not known: reading and the kernel take turns, and where others use the memory, reading in a"
+    " row is slowed down less."
+)
 MOST_LOAD_SECONDS = 1.5
 MOST_LOAD_SHARE = 1.15
 MOST_CHANGED_PER_MILLION = 10.0
@@ -317,24 +324,40 @@ MODEL_LOAD = Source(
 )
 
 
-def _attention(heads: str, batch: int) -> Row:
-    least = LEAST_BANDWIDTH if batch > 1 else None
+def _attention(dtype: str, heads: str, context: int, batch: int) -> Row:
+    least = LEAST_LONG_BANDWIDTH if context > SHORT_CONTEXT else LEAST_BANDWIDTH
+    wanted = (dtype, heads, context, batch)
 
     def measure(document: Json) -> Found:
         for row in at(document, "attention"):
-            if (at(row, "heads"), at(row, "batch")) == (heads, batch):
+            if tuple(at(row, key) for key in ("dtype", "heads", "context", "batch")) == wanted:
                 share, times = number(row, "share_of_bandwidth"), number(row, "times_torch")
                 text = f"{share:.2f}; {times:.1f} times as fast as plain torch"
                 return Found(text, judge(share, least, None, None))
-        raise LookupError(f"no row for {heads}, batch {batch}")
+        raise LookupError(f"no row for {wanted}")
 
     return Row(
-        what=f"paged decode attention, context 2,048, heads {heads}, batch {batch}: share of"
-        " memory bandwidth",
-        target=f">= {least}" if least else "",
+        what=f"paged decode attention, {dtype}, context {context:,}, heads {heads}, batch {batch}:"
+        " share of memory bandwidth",
+        target=f">= {least}",
         measure=measure,
-        holds_back="not known: reading and the kernel took turns, but beside other work on this"
-        " machine both were far below its bandwidth; to be measured again on a quiet one.",
+        holds_back=HOLDS_ATTENTION_BACK,
+    )
+
+
+def _prompt(dtype: str, tokens: int) -> Row:
+    def measure(document: Json) -> Found:
+        for row in at(document, "prompt_attention"):
+            if (at(row, "dtype"), at(row, "tokens")) == (dtype, tokens):
+                share = number(row, "share_of_linear")
+                return Found(f"{share:.2f}", judge(share, LEAST_PROMPT, None, None))
+        raise LookupError(f"no row for {dtype}, {tokens} tokens")
+
+    return Row(
+        what=f"attention of a prompt of {tokens:,} tokens, {dtype}: rate of products / linear layers",
+        target=f">= {LEAST_PROMPT}",
+        measure=measure,
+        holds_back="weights of a softmax, and packing keys and values for every 384 rows.",
     )
 
 
@@ -378,7 +401,18 @@ KERNELS_CPU = Source(
     name="kernels_cpu",
     command="benchmarks/kernels.py",
     rows=(
-        *(_attention(heads, batch) for heads in ("8/2 x 64", "8/4 x 128") for batch in (8, 32)),
+        *(
+            _attention("float32", heads, SHORT_CONTEXT, batch)
+            for heads in ("8/2 x 64", "8/4 x 128")
+            for batch in (8, 32)
+        ),
+        _attention("bfloat16", "16/8 x 128", 4096, 8),
+        _attention("bfloat16", "16/8 x 128", 16384, 2),
+        *(
+            _prompt(dtype, tokens)
+            for dtype in ("float32", "bfloat16")
+            for tokens in (4096, 8192, 16384)
+        ),
         *(
             _latents(dtype, heads, batch)
             for dtype in ("float32", "bfloat16")
