@@ -130,6 +130,17 @@ typedef struct {
     float factors[MOST_WEIGHED]; /* what sums of earlier tiles must be multiplied by */
 } score_rows;
 
+/* What the rows [start, start + num_rows) of a piece see of a tile's keys, from `skip` on. */
+INLINE void find_seen(const attention_call *c, const piece *p, int64_t tile, int64_t skip, int64_t start,
+                      int64_t num_rows, score_rows *rows) {
+    int64_t group = c->num_heads / c->num_kv_heads, first = p->end - p->num_tokens;
+    for (int64_t r = 0; r < num_rows; r++) {
+        int64_t end = first + (start + r) / group + 1 - tile;
+        rows->seen[r].from = c->sliding_window > 0 ? max64(skip, end - c->sliding_window) : skip;
+        rows->seen[r].to = end;
+    }
+}
+
 void baton_weigh(float scale, double soft_cap, score_rows *rows, int64_t num_rows, int64_t num);
 void baton_join(softmax_state *state, float *sums, softmax_state span, const float *span_sums,
                 int64_t num, int64_t stride);

@@ -102,19 +102,6 @@ INLINE void pack_tile(int type, const attention_call *c, const tiles *t, const v
     }
 }
 
-/* A block's scores [skip, num) of a tile become weights. */
-INLINE void weigh_block(const attention_call *c, const piece *p, const tiles *t, row_block b, score_rows *s,
-                        float scale, int64_t tile, int64_t skip, int64_t num) {
-    int64_t group = c->num_heads / c->num_kv_heads, first = p->end - p->num_tokens;
-    s->states = t->states + b.start;
-    for (int64_t r = 0; r < b.rows; r++) {
-        int64_t end = first + (b.start + r) / group + 1 - tile;
-        s->seen[r].from = c->sliding_window > 0 ? max64(skip, end - c->sliding_window) : skip;
-        s->seen[r].to = end;
-    }
-    baton_weigh(scale, c->soft_cap, s, b.rows, num);
-}
-
 #if DOTS_HALVES
 
 /* As pack_keys, in pairs of elements. */
@@ -182,7 +169,9 @@ INLINE void attend_pairs(int tiled, const attention_call *c, const piece *p, con
                        (const char *)t->query + b.start * ROW_BYTES, query_step(c), steps, t->scores + q,
                        X_STRIDE, NULL);
     score_rows s = {t->scores, X_STRIDE, t->weights, ROW_BYTES, MOST_ROWS * ROW_BYTES};
-    weigh_block(c, p, t, b, &s, c->scale, tile, skip, num);
+    s.states = t->states + b.start;
+    find_seen(c, p, tile, skip, b.start, b.rows, &s);
+    baton_weigh(c->scale, c->soft_cap, &s, b.rows, num);
     for (int64_t r = 0; r < b.rows; r++)
         for (int64_t i = ceil_div(num, LANES) * LANES; i < end; i += LANES)
             store_weights(t->weights + r * ROW_BYTES + i / HALVES * MOST_ROWS * ROW_BYTES + i % HALVES * 2, (vec){0});
@@ -256,7 +245,9 @@ static void attend_block(const attention_call *c, const piece *p, const tiles *t
                   t->scores + q, X_STRIDE, s > 0, nothing);
         }
     score_rows s = {t->scores, X_STRIDE};
-    weigh_block(c, p, t, b, &s, 1, tile, skip, num);
+    s.states = t->states + b.start;
+    find_seen(c, p, tile, skip, b.start, b.rows, &s);
+    baton_weigh(1, c->soft_cap, &s, b.rows, num);
     for (int64_t j = 0; j < padded; j += PANEL) {
         float *sums = t->sums + b.start * padded + j * b.room;
         for (int64_t r = 0; r < b.rows; r++)

@@ -110,14 +110,9 @@ INLINE int64_t seen_keys(const shared *s, int64_t first, int64_t end, int64_t ti
 /* A block's scores [skip, num) become weights; returns whether any row's sums were to be scaled. */
 INLINE void weigh_rows(const attention_call *c, const piece *p, shared *s, float scale, int64_t start,
                        int64_t rows, int64_t tile, int64_t skip, int64_t num) {
-    int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
     score_rows w = {s->scores, SCORE_STRIDE};
     w.states = s->states + start;
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t end = first + (start + r) / s->group + 1 - tile;
-        w.seen[r].from = c->sliding_window > 0 ? max64(skip, end - c->sliding_window) : skip;
-        w.seen[r].to = end;
-    }
+    find_seen(c, p, tile, skip, start, rows, &w);
     baton_weigh(scale, c->soft_cap, &w, rows, num);
     for (int64_t r = 0; r < rows; r++) {
         float *sums = s->sums + (start + r) * s->stride;

@@ -18,7 +18,7 @@ static __attribute__((noinline)) float gather(softmax_state *state, float top, f
     return factor;
 }
 
-/* What `rows` of them have at i, as powers of two relative to each one's top. */
+/* The scores of `rows` of them, from `row` on, as powers of two relative to each one's largest. */
 INLINE void weigh_rows(int rows, int halved, float scale, score_rows *s, int64_t row, int64_t num) {
     const int64_t stride = s->stride, row_bytes = s->row_bytes;
     float *scores = s->scores + row * stride;

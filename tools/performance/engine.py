@@ -354,7 +354,8 @@ def _prompt(dtype: str, tokens: int) -> Row:
         raise LookupError(f"no row for {dtype}, {tokens} tokens")
 
     return Row(
-        what=f"attention of a prompt of {tokens:,} tokens, {dtype}: rate of products / linear layers",
+        what=f"attention of a prompt of {tokens:,} tokens, {dtype}: rate of its products / of those"
+        " of linear layers",
         target=f">= {LEAST_PROMPT}",
         measure=measure,
         holds_back="weights of a softmax, and packing keys and values for every 384 rows.",
