@@ -53,6 +53,7 @@ class RawHttp2:
     Attributes:
         num_data_bytes: that came, by stream.
         ended: streams that the server has ended or reset.
+        trailers: of the last that it ended.
         is_closed: by the server.
     """
 
@@ -104,7 +105,7 @@ class RawHttp2:
             self.send(frame(kind, _ACK, 0, payload if kind == PING else b""))
         elif kind == DATA:
             self.num_data_bytes[stream] = self.num_data_bytes.get(stream, 0) + len(payload)
-        elif kind == HEADERS:
+        elif kind == HEADERS and flags & _END_STREAM:  # else they begin another stream's answer
             self.trailers = payload
         if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & _END_STREAM):
             self.ended.add(stream)
