@@ -119,7 +119,7 @@ typedef struct {
 
 /* Rows of scores of one tile. */
 typedef struct {
-    float *scores; /* from row to row `stride` floats; in place weights, unless there are */
+    float *scores; /* from row to row `stride` floats; weights take their place if `halves` is NULL */
     int64_t stride;
     char *halves; /* weights as bfloat16, from row to row `row_bytes`, from HALVES keys to the next `step` */
     int64_t row_bytes, step;

@@ -112,7 +112,7 @@ INLINE void tiles_product(int matrices, int level, const char *w, const char *x,
 #endif
 
 /* Weights of a softmax as bfloat16, rounded as store_rounded does: the instruction makes zeros of numbers
- * so small that e^x has ended before. */
+ * smaller than any that power_of_two gives. */
 INLINE void store_weights(void *to, vec x) {
 #if DOTS_HALVES
     __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
