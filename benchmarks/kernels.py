@@ -156,16 +156,20 @@ def measure_attention(
     heads: Sequence[tuple[int, int, int]],
     sizes: Sequence[tuple[int, int]],
     repetitions: int,
+    cache_dtype: torch.dtype | None = None,
 ) -> list[dict[str, object]]:
     """Paged decode attention, the backend in torch alone, and reading the same bytes in a row."""
+    cache_dtype = cache_dtype or dtype
     rows: list[dict[str, object]] = []
     for num_heads, num_kv_heads, head_dim in heads:
         for context, batch in sizes:
             step = decode_step(batch, context)
             num_blocks = batch * context // BLOCK_SIZE
             kv_layers = [PagedKV(num_kv_heads, head_dim)] * NUM_LAYERS
-            spec = kv_cache_spec(kv_layers, BLOCK_SIZE, dtype)
-            cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu")).normal_()
+            spec = kv_cache_spec(kv_layers, BLOCK_SIZE, cache_dtype, compute_dtype=dtype)
+            cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu"))
+            for block in cache:
+                block.copy_(torch.randn(block.shape))
             query = torch.randn(batch, num_heads, head_dim).to(dtype)
             flat = torch.randn(NUM_LAYERS, cache.nbytes // 4 // NUM_LAYERS)
             subjects: dict[str, Subject] = {"read": partial(read, flat)}
@@ -181,6 +185,7 @@ def measure_attention(
             rows.append(
                 {
                     "dtype": str(dtype).removeprefix("torch."),
+                    "cache": str(cache_dtype).removeprefix("torch."),
                     "heads": f"{num_heads}/{num_kv_heads} x {head_dim}",
                     "context": context,
                     "batch": batch,
@@ -337,7 +342,13 @@ def main() -> None:
     short = [(CONTEXT, batch) for batch in BATCHES]
     attention = [
         *measure_attention(torch.float32, HEADS, short, arguments.repetitions),
-        *measure_attention(torch.bfloat16, [PROMPT_HEADS], LONG_CONTEXTS, arguments.repetitions),
+        *(
+            row
+            for cache in (torch.bfloat16, ops.FP8)
+            for row in measure_attention(
+                *(torch.bfloat16, [PROMPT_HEADS], LONG_CONTEXTS, arguments.repetitions), cache
+            )
+        ),
     ]
     show(console, "paged decode attention", attention)
     prompts = measure_prompts(max(3, arguments.repetitions // 4))

@@ -101,7 +101,9 @@ int baton_attention(const attention_call *c) {
                 else baton_attend_prompt(c, p, tiles, NULL);
             } else {
                 float *partial = p->partial < 0 ? NULL : partials + p->partial * group * partial_size(c);
-                if (group < PACKED_GROUP && !decodes) baton_attend_decode(c, p, partial);
+                /* Threads take pieces in turns, more or less. */
+                const piece *next = i + team < num_pieces ? p + team : NULL;
+                if (group < PACKED_GROUP && !decodes) baton_attend_decode(c, p, next, partial);
                 else if (!tiles) failed = 1;
                 else if (decodes) baton_attend_shared(c, p, tiles, partial);
                 else baton_attend_prompt(c, p, tiles, partial);

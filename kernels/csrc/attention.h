@@ -76,33 +76,37 @@ INLINE int in_tiles(const attention_call *c) {
     return HAS_TILES && c->type == BFLOAT16 && baton_has_tiles();
 }
 
-/* Rows of a cache as bfloat16 with zeros up to `room` numbers; in `copy` unless they lie so. */
-INLINE const void *halves_of(int cache_type, const void *from, int64_t dim, int64_t room,
-                             uint16_t *copy) {
-    if (cache_type == BFLOAT16 && dim == room) return from;
-    float row[room];
-    memset(row, 0, sizeof row);
-    read_row(cache_type, from, row, dim);
-    write_row(BFLOAT16, row, copy, room);
+#if DOTS_HALVES
+
+/* HALVES numbers of a row of the cache. */
+INLINE __m512i load_halves(int type, const void *row, int64_t index) {
+    if (type == FLOAT8) return e4m3s_as_halves(_mm512_cvtepu8_epi16(_mm256_loadu_si256(at(FLOAT8, row, index))));
+    return _mm512_loadu_si512(at(BFLOAT16, row, index));
+}
+
+/* Rows of a cache with zeros up to `room` numbers, whole steps of HALVES; in `copy` unless they lie so. */
+INLINE const void *halves_of(int type, const void *row, int64_t dim, int64_t room, uint16_t *copy) {
+    if (type == BFLOAT16 && dim == room) return row;
+    int64_t i = 0;
+    for (; i + HALVES <= dim; i += HALVES) _mm512_storeu_si512(copy + i, load_halves(type, row, i));
+    for (; i < room; i += HALVES) {
+        uint16_t rest[HALVES] = {0};
+        if (i < dim) memcpy(rest, at(type, row, i), (dim - i) * size_of(type));
+        _mm512_storeu_si512(copy + i, load_halves(type, rest, 0));
+    }
     return copy;
 }
 
-/* LANES numbers of two rows of bfloat16, each beside its neighbour. */
-INLINE vec_u32 pair_up(const void *first, const void *second, int64_t index) {
-    return widened((const uint16_t *)first + index) | widened((const uint16_t *)second + index) << 16;
-}
-
-#if DOTS_HALVES
-/* The same of PANEL numbers, to `to`. */
-INLINE void store_paired(float *to, const void *first, const void *second, int64_t index) {
+/* HALVES numbers of two rows, each beside its neighbour. */
+INLINE void pair_halves(int type, const void *first, const void *second, int64_t index, vec *pairs) {
     const __m512i low = (__m512i)(vec_u32){0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007,
                                   0x280008, 0x290009, 0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f};
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    __m512i one = _mm512_loadu_si512((const uint16_t *)first + index);
-    __m512i other = _mm512_loadu_si512((const uint16_t *)second + index);
-    store(to, (vec)_mm512_permutex2var_epi16(one, low, other));
-    store(to + LANES, (vec)_mm512_permutex2var_epi16(one, high, other));
+    __m512i one = load_halves(type, first, index), other = load_halves(type, second, index);
+    pairs[0] = (vec)_mm512_permutex2var_epi16(one, low, other);
+    pairs[1] = (vec)_mm512_permutex2var_epi16(one, high, other);
 }
+
 #endif
 
 /* Floats of a sum of values: value_dim filled up to whole vectors. */
@@ -148,6 +152,6 @@ float baton_divisor(softmax_state state, const float *sinks, int64_t head);
 
 int64_t prompt_scratch_bytes(const attention_call *c);
 void baton_attend_prompt(const attention_call *c, const piece *p, float *scratch, float *partial);
-void baton_attend_decode(const attention_call *c, const piece *p, float *partial);
+void baton_attend_decode(const attention_call *c, const piece *p, const piece *next, float *partial);
 
 #endif

@@ -1,13 +1,15 @@
 /* One query token of one KV head's group over a span of its keys. Bound by reading the cache.
  *
+ * A cache lies in blocks, each somewhere else: what is read next is asked for in time, its pages first.
  * Refuses to know: other requests, how spans are joined.
  */
 #include "attention.h"
 
-#define GROUP 4 /* heads that read a key together */
-#define WIDTH 4 /* vectors of a value that are summed in registers */
-#define KEYS 64 /* whose values are read head after head while they stay in L1; divides TILE */
-#define AHEAD (TILE + KEYS) /* while one key is used, the one KEYS later is fetched */
+#define GROUP 4   /* heads that read a key together */
+#define KEYS 32   /* that are read head after head while they stay in L1, and as many are fetched; divides TILE */
+#define BLOCKS (KEYS / LANES < 4 ? KEYS / LANES : 4) /* vectors of keys whose scores are summed in registers */
+#define WIDTH (LANES / 2)                            /* vectors of a value that are */
+#define LINE 64                                      /* bytes that are fetched together */
 
 typedef struct {
     float *query; /* [group, padded], scaled; or pairs of bfloat16, not scaled, [group, padded] */
@@ -18,206 +20,242 @@ typedef struct {
     int64_t padded, padded_value; /* head_dim and value_dim rounded up to whole vectors */
 } decode_state;
 
-/* sum[h][b] += query element j of head h times LANES keys' element j. */
-INLINE void add_element(const decode_state *d, int heads, const float *query, int64_t j, vec key,
-                        int b, vec (*sum)[4]) {
-#pragma GCC unroll 4
-    for (int h = 0; h < heads; h++)
-        sum[h][b] = multiply_add(splat(query[h * d->padded + j]), key, sum[h][b]);
+/* Rows of a cache: each `offset` bytes behind its key. */
+typedef struct {
+    const void *const *keys;
+    int64_t offset;
+} row_list;
+
+INLINE const void *row_of(row_list rows, int64_t i) { return (const char *)rows.keys[i] + rows.offset; }
+INLINE void fetch_part_of(const row_list *rows, int64_t i, int64_t offset) {
+    __builtin_prefetch((const char *)row_of(*rows, i) + offset, 0, 3);
 }
 
-/* The elements [j, j + returned) of LANES keys at `rows`: lanes are keys, and a score runs over
- * head_dim in order. */
-INLINE int64_t score_elements(int type, int paired, const decode_state *d, int heads,
-                              const float *query, const void *const *rows, int64_t j, int b,
-                              vec (*sum)[4]) {
+/* The elements [j, j + returned) of LANES keys at `rows`, as columns whose lanes are keys: one element each, or
+ * a pair of bfloat16. */
+INLINE int64_t take_columns(int type, int paired, int pairs, const void *const *rows, int64_t j, vec *columns) {
     vec key[LANES];
 #if DOTS_HALVES
-    if (paired) {
-        load_columns(rows, j * 2, key);
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-#pragma GCC unroll 4
-            for (int h = 0; h < heads; h++)
-                sum[h][b] = dot_pair(sum[h][b], query + h * d->padded + j / 2 + i, (vec_u32)key[i]);
-        return 2 * LANES;
-    }
-#endif
-    if (type == BFLOAT16 && j + 2 * LANES <= d->padded) {
-        /* Turned two by two; each half becomes a float where it is. */
-        load_columns(rows, j * 2, key);
+    if (type == FLOAT8 && paired) { /* four in a lane, of which each becomes 16 bits */
+        const __m512i first = _mm512_set4_epi32((int)0x800d800c, (int)0x80098008, (int)0x80058004, (int)0x80018000);
+        const __m512i second = _mm512_add_epi8(first, _mm512_set1_epi32(0x00020002));
+        load_columns(rows, j, key);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) {
-            add_element(d, heads, query, j + 2 * i, (vec)((vec_u32)key[i] << 16), b, sum);
-            add_element(d, heads, query, j + 2 * i + 1, (vec)((vec_u32)key[i] & 0xffff0000u), b, sum);
+            columns[2 * i] = (vec)e4m3s_as_halves(_mm512_shuffle_epi8((__m512i)key[i], first));
+            columns[2 * i + 1] = (vec)e4m3s_as_halves(_mm512_shuffle_epi8((__m512i)key[i], second));
         }
-        return 2 * LANES;
+        return 4 * LANES;
     }
-    if (type == FLOAT32) {
-        load_columns(rows, j * 4, key);
+#endif
+    if (pairs || type == FLOAT32) {
+        load_columns(rows, j * size_of(type), key);
     } else {
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) key[i] = load(type, rows[i], j);
         transpose(key);
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) add_element(d, heads, query, j + i, key[i], b, sum);
-    return LANES;
+    for (int i = 0; i < LANES; i++) columns[i] = key[i];
+    return pairs ? 2 * LANES : LANES;
 }
 
-/* Scores of `blocks` x LANES keys at `rows`; `fetch`, unless NULL, is what is read next, and is
- * fetched row after row. */
-INLINE void score_block(int type, int paired, const decode_state *d, int heads, int blocks, const float *query,
-                        const void *const *rows, const void *const *fetch, float *scores) {
-    int64_t line = 64 / size_of(type), row = 0, column = 0, num = 0;
-    vec sum[GROUP][4] = {{{0}}};
-    for (int64_t j = 0; j < d->padded; j += num)
+/* sum[h][b] += query elements j of head h times column i of block b's keys. */
+INLINE void add_column(int paired, int pairs, const decode_state *d, int heads, int blocks, const float *query,
+                       int64_t j, const vec (*columns)[2 * LANES], int64_t i, vec (*sum)[BLOCKS]) {
 #pragma GCC unroll 4
-        for (int b = 0; b < blocks; b++) {
-            num = score_elements(type, paired, d, heads, query, rows + b * LANES, j, b, sum);
-            for (int64_t n = 0; fetch && n < num * LANES; n += line) {
-                __builtin_prefetch(at(type, fetch[row], column), 0, 2);
-                if ((column += line) >= d->padded) column = 0, row++;
+    for (int b = 0; b < blocks; b++) {
+        vec key = columns[b][i];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) {
+            const float *from = query + h * d->padded;
+#if DOTS_HALVES
+            if (paired) {
+                sum[h][b] = dot_pair(sum[h][b], from + j, (vec_u32)key);
+                continue;
+            }
+#endif
+            if (pairs) { /* each half becomes a float where it is */
+                sum[h][b] = multiply_add(splat(from[2 * j]), first_of((vec_u32)key), sum[h][b]);
+                sum[h][b] = multiply_add(splat(from[2 * j + 1]), second_of((vec_u32)key), sum[h][b]);
+            } else {
+                sum[h][b] = multiply_add(splat(from[j]), key, sum[h][b]);
             }
         }
+    }
+}
+
+/* Scores of the first `blocks` x LANES keys of `rows`: a score runs over head_dim in order. `fetch`, unless
+ * NULL, is what is read KEYS later. Columns lie in memory between the two loops: the sums take the registers. */
+INLINE void score_block(int type, int paired, const decode_state *d, int heads, int blocks, const float *query,
+                        const void *const *rows, const row_list *fetch, int64_t from, float *scores) {
+    vec columns[BLOCKS][2 * LANES], sum[GROUP][BLOCKS] = {{{0}}};
+    for (int64_t j = 0, num = 0; j < d->padded; j += num) {
+        int pairs = paired || (type == BFLOAT16 && j + 2 * LANES <= d->padded);
+        int64_t offset = j * size_of(type);
+#pragma GCC unroll 1
+        for (int b = 0; b < blocks; b++) {
+            num = take_columns(type, paired, pairs, rows + b * LANES, j, columns[b]);
+            if (fetch && offset % LINE == 0)
+#pragma GCC unroll 16
+                for (int n = 0; n < LANES; n++) fetch_part_of(fetch, from + b * LANES + n, offset);
+        }
+        int64_t each = pairs ? 2 : 1;
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < num / each; i++)
+            add_column(paired, pairs, d, heads, blocks, query, j / each + i, columns, i, sum);
+    }
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) store(scores + h * TILE + b * LANES, sum[h][b]);
 }
 
-/* Scores of the keys [from, to), whole vectors of them, at `rows`. */
+/* Scores of `num` keys, whole vectors of them, for `heads` heads from `head` on. */
 INLINE void score_keys(int type, int paired, const decode_state *d, int64_t head, int heads,
-                       const void *const *rows, const void *const *fetch, int64_t from, int64_t to) {
+                       const void *const *rows, const row_list *fetch, int64_t num, float *scores) {
     /* As many chains of sums as hide the latency of one. */
-    const int blocks = heads == 1 ? 4 : 2;
+    const int blocks = heads == 1 ? BLOCKS : 2;
     const float *query = d->query + head * d->padded;
-    float *scores = d->scores + head * TILE;
-    const void *const *ahead = head == 0 ? fetch : NULL;
-    int64_t i = from;
-    for (; i + blocks * LANES <= to; i += blocks * LANES)
-        score_block(type, paired, d, heads, blocks, query, rows + i, ahead ? ahead + i : NULL, scores + i);
-    for (; i < to; i += LANES)
-        score_block(type, paired, d, heads, 1, query, rows + i, ahead ? ahead + i : NULL, scores + i);
+    const row_list *ahead = head == 0 ? fetch : NULL;
+    int64_t i = 0;
+    scores += head * TILE;
+    for (; i + blocks * LANES <= num; i += blocks * LANES)
+        score_block(type, paired, d, heads, blocks, query, rows + i, ahead, i, scores + i);
+    for (; i < num; i += LANES)
+        score_block(type, paired, d, heads, 1, query, rows + i, ahead, i, scores + i);
 }
 
 /* sums[h] += sum over keys of weights[h][key] * value, key by key, or pair by pair (a last key has
- * anybody for its neighbour, of weight 0), for one head or a pair of heads.
- * `fetch` is what is read next, unless NULL. */
-INLINE void add_values(int type, int paired, const decode_state *d, int heads, float *sums,
-                       const float *weights, const void *const *rows, const void *const *fetch,
-                       int64_t num) {
-    int64_t j = 0;
-    for (; j + WIDTH * LANES <= d->padded_value; j += WIDTH * LANES) {
-        vec sum[2][WIDTH];
+ * anybody for its neighbour, of weight 0), for one head or a pair of heads and `width` vectors of a value
+ * from its number j on. */
+INLINE void add_part(int type, int paired, int width, const decode_state *d, int heads, float *sums,
+                     const float *weights, row_list values, const row_list *fetch, int64_t num, int64_t j) {
+    const int step = paired ? 2 : 1;
+    vec sum[2][WIDTH];
 #pragma GCC unroll 2
-        for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
-            for (int w = 0; w < WIDTH; w++)
-                sum[h][w] = load(FLOAT32, sums, h * d->padded_value + j + w * LANES);
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 8
+        for (int w = 0; w < width; w++) sum[h][w] = load(FLOAT32, sums, h * d->padded_value + j + w * LANES);
+    for (int64_t i = 0; i < num; i += step) {
 #if DOTS_HALVES
-        for (int64_t i = 0; paired && i < num; i += 2) {
-            for (int64_t n = i; fetch && n < i + 2; n++)
 #pragma GCC unroll 4
-                for (int w = 0; w < WIDTH; w += 2) /* one a line */
-                    __builtin_prefetch(at(type, fetch[n], j + w * LANES), 0, 2);
-#pragma GCC unroll 4
-            for (int w = 0; w < WIDTH; w++) {
-                vec_u32 values = pair_up(rows[i], rows[i + 1], j + w * LANES);
+        for (int w = 0; paired && w < width; w += 2) {
+            vec pairs[2];
+            pair_halves(type, row_of(values, i), row_of(values, i + 1), j + w * LANES, pairs);
 #pragma GCC unroll 2
-                for (int h = 0; h < heads; h++)
-                    sum[h][w] = dot_pair(sum[h][w], weights + h * TILE + i / 2, values);
-            }
+            for (int h = 0; h < heads; h++)
+#pragma GCC unroll 2
+                for (int n = 0; n < 2; n++)
+                    sum[h][w + n] = dot_pair(sum[h][w + n], weights + h * TILE + i / 2, (vec_u32)pairs[n]);
         }
 #endif
-        for (int64_t i = 0; !paired && i < num; i++) {
-            if (fetch)
-#pragma GCC unroll 4
-                for (int w = 0; w < WIDTH; w++)
-                    if (w * LANES * size_of(type) % 64 == 0) /* one a line */
-                        __builtin_prefetch(at(type, fetch[i], j + w * LANES), 0, 2);
-#pragma GCC unroll 4
-            for (int w = 0; w < WIDTH; w++) {
-                vec value = load(type, rows[i], j + w * LANES);
+#pragma GCC unroll 8
+        for (int w = 0; !paired && w < width; w++) {
+            vec value = load(type, row_of(values, i), j + w * LANES);
 #pragma GCC unroll 2
-                for (int h = 0; h < heads; h++)
-                    sum[h][w] = multiply_add(splat(weights[h * TILE + i]), value, sum[h][w]);
-            }
+            for (int h = 0; h < heads; h++)
+                sum[h][w] = multiply_add(splat(weights[h * TILE + i]), value, sum[h][w]);
         }
+        if (fetch)
 #pragma GCC unroll 2
-        for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
-            for (int w = 0; w < WIDTH; w++) store(sums + h * d->padded_value + j + w * LANES, sum[h][w]);
+            for (int n = 0; n < step; n++)
+#pragma GCC unroll 8
+                for (int w = 0; w < width; w++)
+                    if ((j + w * LANES) * size_of(type) % LINE == 0)
+                        fetch_part_of(fetch, i + n, (j + w * LANES) * size_of(type));
     }
-    for (; j < d->padded_value; j += LANES)
-        for (int h = 0; h < heads; h++) {
-            vec sum = load(FLOAT32, sums, h * d->padded_value + j);
-#if DOTS_HALVES
-            for (int64_t i = 0; paired && i < num; i += 2)
-                sum = dot_pair(sum, weights + h * TILE + i / 2, pair_up(rows[i], rows[i + 1], j));
-#endif
-            for (int64_t i = 0; !paired && i < num; i++)
-                sum = multiply_add(splat(weights[h * TILE + i]), load(type, rows[i], j), sum);
-            store(sums + h * d->padded_value + j, sum);
-        }
+#pragma GCC unroll 2
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 8
+        for (int w = 0; w < width; w++) store(sums + h * d->padded_value + j + w * LANES, sum[h][w]);
 }
 
-/* Scores of the keys [from, to) at `rows`, for all heads. */
+INLINE void add_values(int type, int paired, const decode_state *d, int heads, float *sums,
+                       const float *weights, row_list values, const row_list *fetch, int64_t num) {
+    int64_t j = 0;
+    for (; j + WIDTH * LANES <= d->padded_value; j += WIDTH * LANES)
+        add_part(type, paired, WIDTH, d, heads, sums, weights, values, fetch, num, j);
+    for (; j + WIDTH / 2 * LANES <= d->padded_value; j += WIDTH / 2 * LANES)
+        add_part(type, paired, WIDTH / 2, d, heads, sums, weights, values, fetch, num, j);
+    const int least = paired ? 2 : 1;
+    for (; j < d->padded_value; j += least * LANES)
+        add_part(type, paired, least, d, heads, sums, weights, values, fetch, num, j);
+}
+
+/* Scores of `num` keys, whole vectors of them, for all heads. */
 INLINE void score_all(int type, int paired, const decode_state *d, const void *const *rows,
-                      const void *const *fetch, int64_t from, int64_t to) {
+                      const row_list *fetch, int64_t num, float *scores) {
     for (int64_t h = 0; h < d->group; h += GROUP) {
         int64_t heads = min64(GROUP, d->group - h);
         if (heads == 4)
-            score_keys(type, paired, d, h, 4, rows, fetch, from, to);
+            score_keys(type, paired, d, h, 4, rows, fetch, num, scores);
         else if (heads == 3)
-            score_keys(type, paired, d, h, 3, rows, fetch, from, to);
+            score_keys(type, paired, d, h, 3, rows, fetch, num, scores);
         else if (heads == 2)
-            score_keys(type, paired, d, h, 2, rows, fetch, from, to);
+            score_keys(type, paired, d, h, 2, rows, fetch, num, scores);
         else
-            score_keys(type, paired, d, h, 1, rows, fetch, from, to);
+            score_keys(type, paired, d, h, 1, rows, fetch, num, scores);
     }
 }
 
-/* The weighted values of the keys [from, to) at `rows`, for all heads. */
-INLINE void add_all(int type, int paired, const decode_state *d, const void *const *rows,
-                    const void *const *fetch, int64_t from, int64_t to) {
+/* The weighted values of `num` keys, for all heads. */
+INLINE void add_all(int type, int paired, const decode_state *d, row_list values, const row_list *fetch,
+                    int64_t num, const float *weights) {
     for (int64_t h = 0; h < d->group; h += 2) {
         float *sums = d->sums + h * d->padded_value;
-        const float *weights = d->scores + h * TILE + (paired ? from / 2 : from);
-        const void *const *ahead = h == 0 && fetch ? fetch + from : NULL;
+        const row_list *ahead = h == 0 ? fetch : NULL;
         if (h + 1 < d->group)
-            add_values(type, paired, d, 2, sums, weights, rows + from, ahead, to - from);
+            add_values(type, paired, d, 2, sums, weights + h * TILE, values, ahead, num);
         else
-            add_values(type, paired, d, 1, sums, weights, rows + from, ahead, to - from);
+            add_values(type, paired, d, 1, sums, weights + h * TILE, values, ahead, num);
     }
 }
+
+typedef struct {
+    void (*score)(const decode_state *, const void *const *, const row_list *, int64_t, float *);
+    void (*add)(const decode_state *, row_list, const row_list *, int64_t, const float *);
+} loops;
 
 /* One copy of these loops for each type that is read: they are called once in KEYS keys, and take
  * most of the time that this file takes to compile. */
 #define LOOPS_OF(name, type, paired) \
-    static __attribute__((noinline)) void score_##name(const decode_state *d, \
-                                                       const void *const *rows, \
-                                                       const void *const *fetch, int64_t from, \
-                                                       int64_t to) { \
-        score_all(type, paired, d, rows, fetch, from, to); \
+    static __attribute__((noinline)) void score_##name(const decode_state *d, const void *const *rows, \
+                                                       const row_list *fetch, int64_t num, float *scores) { \
+        score_all(type, paired, d, rows, fetch, num, scores); \
     } \
-    static __attribute__((noinline)) void add_##name(const decode_state *d, \
-                                                     const void *const *rows, \
-                                                     const void *const *fetch, int64_t from, \
-                                                     int64_t to) { \
-        add_all(type, paired, d, rows, fetch, from, to); \
+    static __attribute__((noinline)) void add_##name(const decode_state *d, row_list values, \
+                                                     const row_list *fetch, int64_t num, \
+                                                     const float *weights) { \
+        add_all(type, paired, d, values, fetch, num, weights); \
+    } \
+    static const loops name = {score_##name, add_##name};
+
+LOOPS_OF(of_float32, FLOAT32, 0)
+LOOPS_OF(of_bfloat16, BFLOAT16, DOTS_HALVES)
+LOOPS_OF(of_float16, FLOAT16, 0)
+LOOPS_OF(of_float8, FLOAT8, 0)
+#if DOTS_HALVES
+LOOPS_OF(of_float8_pairs, FLOAT8, 1)
+#else
+#define of_float8_pairs of_float8
+#endif
+
+static loops loops_of(int type, int paired) {
+    return type == FLOAT32    ? of_float32
+           : type == BFLOAT16 ? of_bfloat16
+           : type == FLOAT16  ? of_float16
+           : paired           ? of_float8_pairs
+                              : of_float8;
+}
+
+/* Asks for the pages where a tile of a piece lies: a thread that waits for one is given only some. */
+static void find_pages(const attention_call *c, const piece *p, int64_t tile) {
+    for (int64_t i = max64(tile, p->begin); i < min64(p->end, tile + TILE); i += c->block_size) {
+        const char *key = cache_row(c, p, i, 0);
+        __builtin_prefetch(key, 0, 3);
+        __builtin_prefetch(key + value_offset(c), 0, 3);
     }
-
-LOOPS_OF(float32, FLOAT32, 0)
-LOOPS_OF(bfloat16, BFLOAT16, DOTS_HALVES)
-LOOPS_OF(float16, FLOAT16, 0)
-
-typedef void loop(const decode_state *, const void *const *, const void *const *, int64_t, int64_t);
-
-/* Where keys (first AHEAD) and values (last AHEAD) of a tile and what is fetched meanwhile lie. */
-static void find_rows(const attention_call *c, const piece *p, int64_t tile, const void **rows) {
-    find_keys(c, p, tile, 0, AHEAD, rows);
-    for (int64_t i = 0; i < AHEAD; i++) rows[AHEAD + i] = (const char *)rows[i] + value_offset(c);
 }
 
 /* Into the output, or into `partial` ([group, 2 + padded]) where there are more spans. */
@@ -228,7 +266,7 @@ static void finish(const attention_call *c, const piece *p, const decode_state *
             float *to = partial + h * partial_size(c);
             to[0] = d->states[h].top;
             to[1] = d->states[h].total;
-            memcpy(to + 2, sums, d->padded_value * sizeof(float));
+            memcpy(to + 2, sums, padded_sum(c) * sizeof(float));
         } else {
             float divisor = baton_divisor(d->states[h], c->sinks, p->kv_head * d->group + h);
             for (int64_t j = 0; j < c->value_dim; j++) sums[j] /= divisor;
@@ -238,17 +276,18 @@ static void finish(const attention_call *c, const piece *p, const decode_state *
     }
 }
 
-/* Copies of the keys or values [from, to) at `rows`, `dim` of each, for whoever cannot read them
- * where they are: floats, or of bfloat16. */
-INLINE void copy_rows(int paired, int64_t dim, int cache_type, int64_t padded, const void **rows,
-                      int64_t from, int64_t to, float *copies) {
-    for (int64_t i = from; i < to; i++, copies += padded) {
-        if (paired) {
-            rows[i] = halves_of(cache_type, rows[i], dim, padded, (uint16_t *)copies);
-        } else {
-            read_row(cache_type, rows[i], copies, dim);
-            rows[i] = copies;
-        }
+/* Copies of `num` rows, `dim` numbers of each, for whoever cannot read them where they are: floats, or of
+ * bfloat16. `fetch` is what is read next, unless NULL. */
+INLINE void copy_rows(int paired, int64_t dim, int cache_type, int64_t padded, row_list rows, const row_list *fetch,
+                      int64_t num, float *copies, const void **copied) {
+    for (int64_t i = 0; i < num; i++, copies += padded) {
+        copied[i] = copies;
+#if DOTS_HALVES
+        if (paired) copied[i] = halves_of(cache_type, row_of(rows, i), dim, padded, (uint16_t *)copies);
+#endif
+        if (!paired) read_row(cache_type, row_of(rows, i), copies, dim);
+        for (int64_t offset = 0; fetch && offset < dim * size_of(cache_type); offset += LINE)
+            fetch_part_of(fetch, i, offset);
     }
 }
 
@@ -285,12 +324,12 @@ INLINE void weigh_tile(int paired, const attention_call *c, const decode_state *
     }
 }
 
-INLINE void decode(int type, int cache_type, const attention_call *c, const piece *p,
+INLINE void decode(int type, int cache_type, const attention_call *c, const piece *p, const piece *next,
                    float *partial) {
     const int paired = DOTS_HALVES && type == BFLOAT16;
     const int64_t whole = paired ? HALVES : LANES;
     int64_t group = c->num_heads / c->num_kv_heads, padded = ceil_div(c->head_dim, whole) * whole;
-    int64_t padded_value = padded_sum(c);
+    int64_t padded_value = ceil_div(c->value_dim, whole) * whole;
     float query[group * padded], sums[group * padded_value], scores[group * TILE];
     softmax_state states[group];
     decode_state d = {query, sums, scores, states, group, padded, padded_value};
@@ -298,45 +337,56 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
     memset(query, 0, sizeof query);
     for (int64_t h = 0; h < group; h++) states[h] = EMPTY_STATE;
     take_query(type, paired, c, p, &d);
-    /* A vector would read the neighbour's, or nobody's, memory; and float8 is unpacked only once
-     * for all heads. */
-    int copies = padded != c->head_dim || padded_value != c->value_dim || cache_type != type;
+    /* A vector would read the neighbour's, or nobody's, memory. */
+    int64_t column = paired && cache_type == FLOAT8 ? 4 * LANES : whole;
+    int copies = c->head_dim % column != 0 || c->value_dim % whole != 0;
     float wide[copies ? KEYS * padded : 1];
     memset(wide, 0, sizeof wide);
-    int read = copies && !paired ? FLOAT32 : type;
-    loop *score = read == FLOAT32 ? score_float32 : read == BFLOAT16 ? score_bfloat16 : score_float16;
-    loop *add = read == FLOAT32 ? add_float32 : read == BFLOAT16 ? add_bfloat16 : add_float16;
-    const void *keys[2 * AHEAD], **values = keys + AHEAD;
+    loops run = loops_of(!copies ? cache_type : paired ? BFLOAT16 : FLOAT32, paired);
+    const void *keys[TILE + KEYS], *later[KEYS], *copied[KEYS];
+    const int64_t to_value = value_offset(c);
     for (int64_t tile = p->begin / TILE * TILE; tile < p->end; tile += TILE) {
         int64_t skip = max64(0, p->begin - tile), num = min64(TILE, p->end - tile);
-        find_rows(c, p, tile, keys);
+        find_keys(c, p, tile, 0, TILE + KEYS, keys);
+        /* What is read after this tile. */
+        const piece *then = tile + TILE < p->end ? p : next;
+        int64_t then_tile = then == p ? tile + TILE : then ? then->begin / TILE * TILE : 0;
+        if (then) {
+            find_pages(c, then, then_tile);
+            find_keys(c, then, then_tile, 0, KEYS, later);
+        }
         for (int64_t i = skip / LANES * LANES, stop; i < num; i = stop) {
             stop = min64(ceil_div(num, LANES) * LANES, i + KEYS);
-            if (copies) copy_rows(paired, c->head_dim, cache_type, padded, keys, i, stop, wide);
-            score(&d, keys, copies ? NULL : keys + KEYS, i, stop);
+            row_list here = {keys + i, 0}, ahead = {keys + i + KEYS, 0};
+            if (i + KEYS >= num) ahead = (row_list){keys, to_value};
+            if (copies) copy_rows(paired, c->head_dim, cache_type, padded, here, &ahead, stop - i, wide, copied);
+            run.score(&d, copies ? copied : here.keys, copies ? NULL : &ahead, stop - i, scores + i);
         }
         weigh_tile(paired, c, &d, skip, num);
         int64_t each = paired ? 2 : 1; /* keys whose values are added together, from the tile's first */
         for (int64_t i = skip / each * each, stop; i < num; i = stop) {
             stop = min64(ceil_div(num, each) * each, i + KEYS);
-            if (copies) copy_rows(paired, c->value_dim, cache_type, padded, values, i, stop, wide);
-            add(&d, values, copies ? NULL : values + KEYS, i, stop);
+            row_list here = {keys + i, to_value}, ahead = {keys + i + KEYS, to_value};
+            if (i + KEYS >= num) ahead = (row_list){later, 0};
+            const row_list *fetch = i + KEYS < num || then ? &ahead : NULL;
+            if (copies) copy_rows(paired, c->value_dim, cache_type, padded, here, fetch, stop - i, wide, copied);
+            run.add(&d, copies ? (row_list){copied, 0} : here, copies ? NULL : fetch, stop - i, scores + i / each);
         }
     }
     finish(c, p, &d, partial);
 }
 
-void baton_attend_decode(const attention_call *c, const piece *p, float *partial) {
+void baton_attend_decode(const attention_call *c, const piece *p, const piece *next, float *partial) {
     if (c->cache_type == FLOAT8 && c->type == BFLOAT16)
-        decode(BFLOAT16, FLOAT8, c, p, partial);
+        decode(BFLOAT16, FLOAT8, c, p, next, partial);
     else if (c->cache_type == FLOAT8 && c->type == FLOAT16)
-        decode(FLOAT16, FLOAT8, c, p, partial);
+        decode(FLOAT16, FLOAT8, c, p, next, partial);
     else if (c->cache_type == FLOAT8)
-        decode(FLOAT32, FLOAT8, c, p, partial);
+        decode(FLOAT32, FLOAT8, c, p, next, partial);
     else if (c->type == BFLOAT16)
-        decode(BFLOAT16, BFLOAT16, c, p, partial);
+        decode(BFLOAT16, BFLOAT16, c, p, next, partial);
     else if (c->type == FLOAT16)
-        decode(FLOAT16, FLOAT16, c, p, partial);
+        decode(FLOAT16, FLOAT16, c, p, next, partial);
     else
-        decode(FLOAT32, FLOAT32, c, p, partial);
+        decode(FLOAT32, FLOAT32, c, p, next, partial);
 }

@@ -73,7 +73,7 @@ INLINE void scale_panel(float *sums, float factor) {
 
 /* LANES keys at `rows` into columns of a panel. */
 INLINE void pack_keys(int type, const attention_call *c, const void *const *rows, float *to) {
-    int64_t whole = type == FLOAT8 ? 0 : c->head_dim - c->head_dim % LANES; /* load knows no FLOAT8 */
+    int64_t whole = c->head_dim - c->head_dim % LANES;
     for (int64_t j = 0; j < whole; j += LANES) {
         vec block[LANES];
         for (int64_t i = 0; i < LANES; i++) block[i] = load(type, rows[i], j);
@@ -130,8 +130,12 @@ INLINE void pair_tile(int type, const attention_call *c, const tiles *t, const v
         for (int64_t n = 0; n < 2; n++)
             if (i + n >= skip && i + n < num)
                 rows[n] = halves_of(type, (const char *)keys[i + n] + value_offset(c), c->value_dim, padded, copies[n]);
-        for (int64_t j = 0; j < padded; j += PANEL)
-            store_paired(t->values + (j * TILE + i * PANEL) / 2, rows[0], rows[1], j);
+        for (int64_t j = 0; j < padded; j += PANEL) {
+            vec pairs[2];
+            pair_halves(BFLOAT16, rows[0], rows[1], j, pairs);
+            store(t->values + (j * TILE + i * PANEL) / 2, pairs[0]);
+            store(t->values + (j * TILE + i * PANEL) / 2 + LANES, pairs[1]);
+        }
     }
 }
 

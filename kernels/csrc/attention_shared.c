@@ -226,8 +226,10 @@ static void pair_values(const attention_call *c, shared *s, int64_t skip, int64_
         stream fetch = fetch_keys(c, s, 1, 2);
         char *to = s->values + i / HALVES * (columns / LANES) * VALUE_BYTES + i % HALVES * LANES * 2;
         for (int64_t j = 0; j < columns; j += PANEL, to += 2 * VALUE_BYTES) {
-            store((float *)to, (vec)pair_up(rows[0], rows[1], j));
-            store((float *)(to + VALUE_BYTES), (vec)pair_up(rows[0], rows[1], j + LANES));
+            vec pairs[2];
+            pair_halves(BFLOAT16, rows[0], rows[1], j, pairs);
+            store((float *)to, pairs[0]);
+            store((float *)(to + VALUE_BYTES), pairs[1]);
             fetch_line(&fetch);
             fetch_line(&fetch);
         }

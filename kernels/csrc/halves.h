@@ -124,6 +124,20 @@ INLINE void store_weights(void *to, vec x) {
 
 #if DOTS_HALVES
 
+/* HALVES codes of e4m3, each in the lower byte of its 16 bits, as bfloat16: see from_e4m3s. */
+INLINE __m512i e4m3s_as_halves(__m512i codes) {
+    const __m512i rare = (__m512i)(vec_u32){0x3b000000, 0x3bc03b80, 0x3c203c00, 0x3c603c40,
+                                            0x3c903c80, 0x3cb03ca0, 0x3cd03cc0, 0x00003ce0,
+                                            0, 0, 0, 0, 0, 0, 0, 0x7fc00000};
+    __m512i next = _mm512_add_epi16(codes, _mm512_set1_epi16(1));
+    __mmask32 is_rare = _mm512_testn_epi16_mask(next, _mm512_set1_epi16(0x70));
+    __m512i halves = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi16(0x07f0));
+    halves = _mm512_add_epi16(halves, _mm512_set1_epi16(120 << 7));
+    halves = _mm512_mask_permutexvar_epi16(halves, is_rare, codes, rare);
+    /* halves | (codes << 8 & the sign) */
+    return _mm512_ternarylogic_epi32(halves, _mm512_slli_epi16(codes, 8), _mm512_set1_epi16((short)0x8000), 0xf8);
+}
+
 /* A line of the output, rounded as store_rounded does. One that nobody reads soon goes past the cache,
  * which would fetch it first. */
 INLINE void store_line(void *to, vec first, vec second, int passes_by) {

@@ -52,6 +52,7 @@ typedef float vec_any __attribute__((vector_size(LANES * 4), aligned(1), may_ali
 typedef uint16_t vec_u16_any __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
 typedef uint32_t vec_u32_any __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef int8_t vec_i8_any __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef uint8_t vec_u8_any __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINE vec splat(float x) { return x - (vec){0}; }
 
@@ -80,6 +81,39 @@ INLINE vec_u32 widened(const void *p) {
 #endif
 }
 
+/* e4m3 (Micikevicius et al., arXiv:2209.05433): exponents of 7, no infinity, 0x7f is not a number.
+ * No subnormal float is made on the way, which would be slow, or flushed to zero. */
+INLINE float from_e4m3(uint8_t x) {
+    uint32_t rest = x & 0x7f;
+    union { uint32_t bits; float value; } normal = {(rest << 20) + (120u << 23)}, result;
+    result.value = rest < 8 ? (float)(int32_t)rest * 0x1p-9f : normal.value;
+    if (rest == 0x7f) result.bits = 0x7fc00000;
+    result.bits |= (uint32_t)(x & 0x80) << 24;
+    return result.value;
+}
+
+/* The same of a code in each lane's lowest byte; the other bytes are 0. */
+INLINE vec from_e4m3s(vec_u32 codes) {
+    vec_u32 rest = codes & 0x7f, sign = (codes & 0x80) << 24, normal = (rest << 20) + (120u << 23);
+#if defined(__AVX512F__)
+    /* The smallest 15, and what is not a number, out of a table. */
+    const __m512 rare = _mm512_setr_ps(0, 0x1p-9f, 0x2p-9f, 0x3p-9f, 0x4p-9f, 0x5p-9f, 0x6p-9f, 0x7p-9f, 0x8p-9f, 0x9p-9f,
+                                       0xap-9f, 0xbp-9f, 0xcp-9f, 0xdp-9f, 0xep-9f, __builtin_nanf(""));
+    __mmask16 is_rare = _mm512_testn_epi32_mask((__m512i)(rest + 1), _mm512_set1_epi32(0x70));
+    normal = (vec_u32)_mm512_mask_permutexvar_ps((__m512)normal, is_rare, (__m512i)rest, rare);
+#else
+    vec_u32 is_small = (vec_u32)((vec_i32)rest < 8), is_nan = (vec_u32)(rest == 0x7f);
+#if defined(__AVX2__)
+    const __m256 numbers = _mm256_setr_ps(0, 0x1p-9f, 0x2p-9f, 0x3p-9f, 0x4p-9f, 0x5p-9f, 0x6p-9f, 0x7p-9f);
+    vec_u32 small = (vec_u32)_mm256_permutevar8x32_ps(numbers, (__m256i)rest);
+#else
+    vec_u32 small = (vec_u32)(__builtin_convertvector((vec_i32)rest, vec) * 0x1p-9f);
+#endif
+    normal = (is_small & small) | (~(is_small | is_nan) & normal) | (is_nan & 0x7fc00000u);
+#endif
+    return (vec)(normal | sign);
+}
+
 /* `type` is a constant wherever this is called, so that no branch is left. */
 INLINE vec load(int type, const void *p, int64_t index) {
     if (type == BFLOAT16) return (vec)(widened((const uint16_t *)p + index) << 16);
@@ -106,6 +140,16 @@ INLINE vec load(int type, const void *p, int64_t index) {
 #else
         vec_i8_any quarter = *(const vec_i8_any *)((const int8_t *)p + index);
         return __builtin_convertvector(__builtin_convertvector(quarter, vec_i32), vec);
+#endif
+    }
+    if (type == FLOAT8) {
+        const uint8_t *codes = (const uint8_t *)p + index;
+#if defined(__AVX512F__)
+        return from_e4m3s((vec_u32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)codes)));
+#elif defined(__AVX2__)
+        return from_e4m3s((vec_u32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)codes)));
+#else
+        return from_e4m3s(__builtin_convertvector(*(const vec_u8_any *)codes, vec_u32));
 #endif
     }
     return *(const vec_any *)((const float *)p + index);
@@ -155,23 +199,63 @@ INLINE float largest_lane(vec x) {
 #endif
 }
 
-/* LANES rows of LANES become columns: each pass deals both halves like cards, log2(LANES) times. */
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* Columns of 8 rows, of which rows four apart share a vector: their first four numbers [0, 4), their last [4, 8). */
+INLINE void columns_of(const __m256 *halves, vec *columns) {
+    __m256 pairs[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(halves[i], halves[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(halves[i], halves[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        columns[i] = (vec)_mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+        columns[i + 1] = (vec)_mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+        columns[i + 2] = (vec)_mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+        columns[i + 3] = (vec)_mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+    }
+}
+#endif
+
+/* LANES rows of LANES become columns. */
 INLINE void transpose(vec *rows) {
 #if defined(__AVX512F__)
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-#pragma GCC unroll 4
-    for (int pass = 0; pass < 4; pass++) {
-        vec next[LANES];
+    /* Two by two and four by four within 128 bits, then these. By instructions that overwrite no factor:
+     * those that choose freely from two vectors do, and take twice as long. */
+    __m512 pairs[LANES], fours[LANES];
 #pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            __m512 first = (__m512)rows[i], second = (__m512)rows[i + LANES / 2];
-            next[2 * i] = (vec)_mm512_permutex2var_ps(first, low, second);
-            next[2 * i + 1] = (vec)_mm512_permutex2var_ps(first, high, second);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    for (int i = 0; i < LANES; i += 2) {
+        pairs[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            __m512d first = (__m512d)pairs[i + half], second = (__m512d)pairs[i + half + 2];
+            fours[i + 2 * half] = (__m512)_mm512_unpacklo_pd(first, second);
+            fours[i + 2 * half + 1] = (__m512)_mm512_unpackhi_pd(first, second);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512 even = _mm512_shuffle_f32x4(fours[i], fours[4 + i], 0x88);
+        __m512 odd = _mm512_shuffle_f32x4(fours[i], fours[4 + i], 0xdd);
+        __m512 later_even = _mm512_shuffle_f32x4(fours[8 + i], fours[12 + i], 0x88);
+        __m512 later_odd = _mm512_shuffle_f32x4(fours[8 + i], fours[12 + i], 0xdd);
+        rows[i] = (vec)_mm512_shuffle_f32x4(even, later_even, 0x88);
+        rows[4 + i] = (vec)_mm512_shuffle_f32x4(odd, later_odd, 0x88);
+        rows[8 + i] = (vec)_mm512_shuffle_f32x4(even, later_even, 0xdd);
+        rows[12 + i] = (vec)_mm512_shuffle_f32x4(odd, later_odd, 0xdd);
+    }
+#elif defined(__AVX2__)
+    __m256 halves[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        halves[i] = _mm256_permute2f128_ps((__m256)rows[i], (__m256)rows[i + 4], 0x20);
+        halves[4 + i] = _mm256_permute2f128_ps((__m256)rows[i], (__m256)rows[i + 4], 0x31);
+    }
+    columns_of(halves, rows);
 #else
     for (int i = 0; i < LANES; i++)
         for (int j = 0; j < i; j++) {
@@ -215,8 +299,8 @@ INLINE vec sums_of_lanes(vec *rows) {
 /* What LANES rows have at `offset` bytes, LANES times 32 bits of each, as columns. */
 INLINE void load_columns(const void *const *rows, int64_t offset, vec *columns) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    /* Halves of rows four apart share a vector as they are loaded: two passes are left of three. */
-    __m256 halves[8], pairs[8];
+    /* Halves of rows four apart share a vector as they are loaded. */
+    __m256 halves[8];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
 #pragma GCC unroll 2
@@ -226,18 +310,7 @@ INLINE void load_columns(const void *const *rows, int64_t offset, vec *columns) 
             __m256 first = _mm256_castps128_ps256(_mm_loadu_ps(low + 4 * half));
             halves[4 * half + i] = _mm256_insertf128_ps(first, _mm_loadu_ps(high + 4 * half), 1);
         }
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        pairs[i] = _mm256_unpacklo_ps(halves[i], halves[i + 1]);
-        pairs[i + 1] = _mm256_unpackhi_ps(halves[i], halves[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        columns[i] = (vec)_mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
-        columns[i + 1] = (vec)_mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
-        columns[i + 2] = (vec)_mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
-        columns[i + 3] = (vec)_mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
-    }
+    columns_of(halves, columns);
 #else
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
@@ -290,17 +363,6 @@ INLINE uint16_t to_fp16(float x) {
     return (uint16_t)(is_nan ? 0x7e00 : sign | rounded);
 }
 
-/* e4m3 (Micikevicius et al., arXiv:2209.05433): exponents of 7, no infinity, 0x7f is not a number.
- * No subnormal float is made on the way, which would be slow, or flushed to zero. */
-INLINE float from_e4m3(uint8_t x) {
-    uint32_t rest = x & 0x7f;
-    union { uint32_t bits; float value; } normal = {(rest << 20) + (120u << 23)}, result;
-    result.value = rest < 8 ? (float)(int32_t)rest * 0x1p-9f : normal.value;
-    if (rest == 0x7f) result.bits = 0x7fc00000;
-    result.bits |= (uint32_t)(x & 0x80) << 24;
-    return result.value;
-}
-
 /* To the nearest, ties to even; what is too large becomes the largest number, 448. */
 INLINE uint8_t to_e4m3(float x) {
     union { float value; uint32_t bits; } u = {x}, low;
@@ -324,8 +386,9 @@ INLINE void read_row(int type, const void *from, float *to, int64_t size) {
         for (int64_t i = 0; i < size; i++) to[i] = from_fp16(p[i]);
     } else if (type == FLOAT8) {
         const uint8_t *p = from;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) to[i] = from_e4m3(p[i]);
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES) store(to + i, load(FLOAT8, p, i));
+        for (; i < size; i++) to[i] = from_e4m3(p[i]);
     } else {
         memcpy(to, from, size * sizeof(float));
     }

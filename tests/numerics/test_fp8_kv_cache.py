@@ -141,6 +141,37 @@ def test_backends_of_the_cpu(name: str, dtype: torch.dtype, ratio: int, head_dim
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("head_dim", [128, 96, 80, 64, 24])
+@pytest.mark.parametrize("ratio", [1, 2, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_code_is_read_as_its_number(dtype: torch.dtype, ratio: int, head_dim: int) -> None:
+    """To the bit what a cache that has those numbers gives, in decodes and prompts."""
+    layer = Layer(dtype, (1.0, 1.0), head_dim, ratio)
+    codes = torch.randint(0x7F, layer.cache.shape) + 0x80 * torch.randint(2, layer.cache.shape)
+    numbers = codes.to(torch.uint8).view(FP8)
+    backend = ATTENTION_BACKENDS.load("native")()
+    backend.plan(layer.metadata)
+    found, expected = (
+        backend.run(layer.query, cache, layer.metadata, scale=layer.scale / 64)
+        for cache in (numbers, numbers.to(dtype))
+    )
+    assert found.abs().max() > 1
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_no_number_shows(dtype: torch.dtype) -> None:
+    layer = Layer(dtype, (1.0, 1.0), head_dim=128, ratio=1)
+    block = int(layer.table[-1, 0])  # of the last request, whose one token gives its value
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    layer.cache[block, 1, :, 0] = codes.view(FP8)
+    backend = ATTENTION_BACKENDS.load("native")()
+    backend.plan(layer.metadata)
+    found = backend.run(layer.query, layer.cache, layer.metadata, scale=layer.scale)
+    last = sum(layer.query_lens) - 1
+    torch.testing.assert_close(found[last], codes.view(FP8).to(dtype), equal_nan=True)
+
+
 @pytest.mark.parametrize("scales", SCALES)
 def test_error_against_a_cache_that_is_not_quantized(scales: tuple[float, float]) -> None:
     """Relative to the size of the result, for keys and values of a normal distribution.

@@ -324,21 +324,28 @@ MODEL_LOAD = Source(
 )
 
 
-def _attention(dtype: str, heads: str, context: int, batch: int) -> Row:
+def _one_of(rows: Json, **wanted: str | int) -> Json:
+    """The one row that has these values."""
+    for row in rows:
+        if all(at(row, key) == value for key, value in wanted.items()):
+            return row
+    raise LookupError(f"no row for {wanted}")
+
+
+def _attention(dtype: str, heads: str, context: int, batch: int, cache: str = "") -> Row:
     least = LEAST_LONG_BANDWIDTH if context > SHORT_CONTEXT else LEAST_BANDWIDTH
-    wanted = (dtype, heads, context, batch)
+    wanted = {"dtype": dtype, "heads": heads, "context": context, "batch": batch}
 
     def measure(document: Json) -> Found:
-        for row in at(document, "attention"):
-            if tuple(at(row, key) for key in ("dtype", "heads", "context", "batch")) == wanted:
-                share, times = number(row, "share_of_bandwidth"), number(row, "times_torch")
-                text = f"{share:.2f}; {times:.1f} times as fast as plain torch"
-                return Found(text, judge(share, least, None, None))
-        raise LookupError(f"no row for {wanted}")
+        row = _one_of(at(document, "attention"), cache=cache or dtype, **wanted)
+        share, times = number(row, "share_of_bandwidth"), number(row, "times_torch")
+        text = f"{share:.2f}; {times:.1f} times as fast as plain torch"
+        return Found(text, judge(share, least, None, None))
 
+    of_cache = f", a cache of {cache.partition('_')[0]}" if cache else ""
     return Row(
-        what=f"paged decode attention, {dtype}, context {context:,}, heads {heads}, batch {batch}:"
-        " share of memory bandwidth",
+        what=f"paged decode attention, {dtype}{of_cache}, context {context:,}, heads {heads},"
+        f" batch {batch}: share of memory bandwidth",
         target=f">= {least}",
         measure=measure,
         holds_back=HOLDS_ATTENTION_BACK,
@@ -347,11 +354,9 @@ def _attention(dtype: str, heads: str, context: int, batch: int) -> Row:
 
 def _prompt(dtype: str, tokens: int) -> Row:
     def measure(document: Json) -> Found:
-        for row in at(document, "prompt_attention"):
-            if (at(row, "dtype"), at(row, "tokens")) == (dtype, tokens):
-                share = number(row, "share_of_linear")
-                return Found(f"{share:.2f}", judge(share, LEAST_PROMPT, None, None))
-        raise LookupError(f"no row for {dtype}, {tokens} tokens")
+        row = _one_of(at(document, "prompt_attention"), dtype=dtype, tokens=tokens)
+        share = number(row, "share_of_linear")
+        return Found(f"{share:.2f}", judge(share, LEAST_PROMPT, None, None))
 
     return Row(
         what=f"attention of a prompt of {tokens:,} tokens, {dtype}: rate of its products / of those"
@@ -364,12 +369,10 @@ def _prompt(dtype: str, tokens: int) -> Row:
 
 def _latents(dtype: str, heads: int, batch: int) -> Row:
     def measure(document: Json) -> Found:
-        for row in at(document, "latent_attention"):
-            if (at(row, "dtype"), at(row, "heads"), at(row, "batch")) == (dtype, heads, batch):
-                share, limit = number(row, "share_of_bandwidth"), number(row, "share_of_limit")
-                text = f"{share:.2f}; {limit:.2f} of the limit that products or reading set"
-                return Found(text, share >= LEAST_BANDWIDTH)
-        raise LookupError(f"no row for {dtype}, {heads} heads, batch {batch}")
+        row = _one_of(at(document, "latent_attention"), dtype=dtype, heads=heads, batch=batch)
+        share, limit = number(row, "share_of_bandwidth"), number(row, "share_of_limit")
+        text = f"{share:.2f}; {limit:.2f} of the limit that products or reading set"
+        return Found(text, share >= LEAST_BANDWIDTH)
 
     return Row(
         what=f"paged decode attention over latents (512 + 64), context 4,096, {dtype}, {heads}"
@@ -407,8 +410,11 @@ KERNELS_CPU = Source(
             for heads in ("8/2 x 64", "8/4 x 128")
             for batch in (8, 32)
         ),
-        _attention("bfloat16", "16/8 x 128", 4096, 8),
-        _attention("bfloat16", "16/8 x 128", 16384, 2),
+        *(
+            _attention("bfloat16", "16/8 x 128", context, batch, cache)
+            for cache in ("", "float8_e4m3fn")
+            for context, batch in ((4096, 8), (16384, 2))
+        ),
         *(
             _prompt(dtype, tokens)
             for dtype in ("float32", "bfloat16")
