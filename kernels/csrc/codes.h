@@ -37,12 +37,15 @@
 #define SPAN_E2M1 16 /* 2 * 4 * 24 * 127 < 2^15 */
 #endif
 
-/* Rows at a time: two sums each, and what the products need beside them, fill the registers. */
+/* Rows at a time, at the most: two sums each, and what the products need beside them, fill the registers. */
 #if ADDS_FOUR
 #define CODE_ROWS MAX_ROWS
 #else
 #define CODE_ROWS (LANES == 16 ? 10 : 4)
 #endif
+/* Whether rows of the tile stay in registers beside their sums, of half as many rows then: they are added to
+ * once in BLOCK codes, and codes of 8 bits cost nothing to read for each block of rows. */
+#define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) == 8)
 
 typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
@@ -296,16 +299,17 @@ INLINE void start_sums(int rows, const block_header *headers, int64_t group, vec
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = headers[r].groups[group] - (vec_i32){0};
 }
 
-/* tile += the rows' sums of a group, as what they stand for. */
+/* tile += the rows' sums of a group, as what they stand for; `kept`, unless NULL, are the rows of the tile. */
 INLINE void add_group(int rows, const block_header *headers, int64_t group, const float *scales,
-                      const float *minima, vec_i32 sum[][2], float *tile) {
+                      const float *minima, vec_i32 sum[][2], float *tile, vec kept[][2]) {
     vec scale0 = splat(1), scale1 = splat(1);
     if (scales) scale0 = load(FLOAT32, scales, 0), scale1 = load(FLOAT32, scales, LANES);
     vec minimum0 = {0}, minimum1 = {0};
     if (minima) minimum0 = load(FLOAT32, minima, 0), minimum1 = load(FLOAT32, minima, LANES);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        vec first = to_float(sum[r][0]) * scale0, second = to_float(sum[r][1]) * scale1;
+        vec first = to_float(sum[r][0]), second = to_float(sum[r][1]);
+        if (scales) first *= scale0, second *= scale1;
         if (minima) {
             float inputs;
             memcpy(&inputs, &headers[r].groups[group], 4);
@@ -313,6 +317,11 @@ INLINE void add_group(int rows, const block_header *headers, int64_t group, cons
             second = multiply_add(splat(inputs), minimum1, second);
         }
         vec scale = splat(headers[r].scale);
+        if (kept) {
+            kept[r][0] = multiply_add(first, scale, kept[r][0]);
+            kept[r][1] = multiply_add(second, scale, kept[r][1]);
+            continue;
+        }
         vec low = load(FLOAT32, tile, r * PANEL), high = load(FLOAT32, tile, r * PANEL + LANES);
         store(tile + r * PANEL, multiply_add(first, scale, low));
         store(tile + r * PANEL + LANES, multiply_add(second, scale, high));
@@ -326,6 +335,11 @@ INLINE void codes_rows(int rows, int type, const uint8_t *w, code_rows x, code_s
     const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */
     const int64_t span = min64(span_of(type), c.groups.size), steps = span / step_codes;
     const float *scales = c.scales, *minima = c.minima;
+    vec rows_of_tile[CODE_ROWS][2], (*kept)[2] = KEEPS_TILE(bits) ? rows_of_tile : NULL;
+    if (kept)
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+            kept[r][0] = load(FLOAT32, tile, r * PANEL), kept[r][1] = load(FLOAT32, tile, r * PANEL + LANES);
     for (int64_t i = 0; i < c.num_blocks; i++) {
         const char *numbers = x.numbers + i * c.x_step;
         const block_header *headers = (const void *)((const char *)x.headers + i * c.x_step);
@@ -341,19 +355,30 @@ INLINE void codes_rows(int rows, int type, const uint8_t *w, code_rows x, code_s
                 w += steps * PANEL * 4, f.from += steps * f.step;
                 numbers += span * number_size(bits);
             }
-            if (c.groups.offset)
-                add_group(rows, headers, g, scales, NULL, sum, tile);
+            if (c.groups.offset && !scales)
+                add_group(rows, headers, g, NULL, NULL, sum, tile, kept);
+            else if (c.groups.offset)
+                add_group(rows, headers, g, scales, NULL, sum, tile, kept);
             else
-                add_group(rows, headers, g, scales, minima, sum, tile);
+                add_group(rows, headers, g, scales, minima, sum, tile, kept);
             if (scales) scales += PANEL;
             if (minima) minima += PANEL;
         }
     }
+    if (kept)
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            store(tile + r * PANEL, kept[r][0]);
+            store(tile + r * PANEL + LANES, kept[r][1]);
+        }
 }
+
+/* Rows that codes of so many bits are multiplied with at a time. */
+INLINE int code_rows_of(int bits) { return KEEPS_TILE(bits) ? CODE_ROWS / 2 : CODE_ROWS; }
 
 #define CODES_CASE(n) \
     case n: \
-        if (n <= CODE_ROWS) codes_rows(n, type, w, x, c, tile, f); \
+        if (n <= code_rows_of(bits_of(type))) codes_rows(n, type, w, x, c, tile, f); \
         break;
 
 INLINE void micro_codes(int rows, int type, const uint8_t *w, code_rows x, code_slice c,

@@ -44,7 +44,8 @@ typedef struct {
 
 INLINE row_blocks cut(const linear_call *c, int64_t count) {
     if (in_tiles(c)) return (row_blocks){count, ceil_div(count, TILED_ROWS), TILED_ROWS};
-    return (row_blocks){count, ceil_div(count, is_codes(c->w_type) ? CODE_ROWS : MAX_ROWS), 0};
+    int most = is_codes(c->w_type) ? code_rows_of(bits_of(c->w_type)) : MAX_ROWS;
+    return (row_blocks){count, ceil_div(count, most), 0};
 }
 INLINE int64_t block_start(row_blocks b, int64_t i) {
     return b.size ? min64(b.size * i, b.count) : b.count * i / b.num_blocks;
