@@ -13,7 +13,7 @@
 
 /* Heads that share a key, from which packing it for the micro kernel costs a decode less than what
  * it saves: its products, not reading it, take the time then. Either way gives the same bits. */
-#define PACKED_GROUP 8
+#define PACKED_GROUP 16
 
 enum { SCRATCH_PIECES = 1, SCRATCH_PARTIALS = 2, SCRATCH_TILES = 3 };
 

@@ -142,7 +142,7 @@ def test_backends_of_the_cpu(name: str, dtype: torch.dtype, ratio: int, head_dim
 
 
 @pytest.mark.parametrize("head_dim", [128, 96, 80, 64, 24])
-@pytest.mark.parametrize("ratio", [1, 2, 5, 8])
+@pytest.mark.parametrize("ratio", [1, 2, 5, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_code_is_read_as_its_number(dtype: torch.dtype, ratio: int, head_dim: int) -> None:
     """To the bit what a cache that has those numbers gives, in decodes and prompts."""

@@ -382,7 +382,7 @@ def test_rows_are_joined_and_the_largest_number_found(
 @TYPES
 @pytest.mark.parametrize(
     ("head_dim", "ratio", "options"),
-    covering([8, 64, 80], [1, 3, 7], [{}, {"sliding_window": 37}, {"soft_cap": 3.0}]),
+    covering([8, 64, 80], [1, 3, 9, 17], [{}, {"sliding_window": 37}, {"soft_cap": 3.0}]),
     ids=str,
 )
 def test_paged_attention(

@@ -21,8 +21,8 @@ BLOCK_SIZE, NUM_KV_HEADS = 8, 2
 # What the C sources call TILE and SPAN, in keys.
 TILE, SPAN = 192, 576
 LENGTHS = (1, 2, TILE - 1, TILE, TILE + 1, SPAN, SPAN + 1, 2 * SPAN + 9)
-# Size of a head, and query heads per KV head; from 8 on they go a way of their own where it pays.
-SHAPES = ((64, 2), (80, 7), (128, 1), (200, 3), (80, 9), (256, 8))
+# Size of a head, and query heads per KV head; many go a way of their own where it pays.
+SHAPES = ((64, 2), (80, 7), (128, 1), (200, 3), (80, 9), (256, 8), (64, 17))
 SINKS = {"sinks": 1.0}  # of each head
 KINDS = {
     "float32": (torch.float32, torch.float32),
