@@ -6,7 +6,8 @@
 #include "attention.h"
 
 #define GROUP 4   /* heads that read a key together */
-#define KEYS 32   /* that are read head after head while they stay in L1, and as many are fetched; divides TILE */
+#define KEYS 32  /* that are read head after head while they stay in L1, and as many are fetched */
+#define KEYS8 64 /* of float8; both divide TILE */
 #define BLOCKS (KEYS / LANES < 4 ? KEYS / LANES : 4) /* vectors of keys whose scores are summed in registers */
 #define WIDTH (LANES / 2)                            /* vectors of a value that are */
 #define LINE 64                                      /* bytes that are fetched together */
@@ -86,7 +87,7 @@ INLINE void add_column(int paired, int pairs, const decode_state *d, int heads, 
 }
 
 /* Scores of the first `blocks` x LANES keys of `rows`: a score runs over head_dim in order. `fetch`, unless
- * NULL, is what is read KEYS later. Columns lie in memory between the two loops: the sums take the registers. */
+ * NULL, is what is read after all of them. Columns lie in memory between the two loops: the sums take the registers. */
 INLINE void score_block(int type, int paired, const decode_state *d, int heads, int blocks, const float *query,
                         const void *const *rows, const row_list *fetch, int64_t from, float *scores) {
     vec columns[BLOCKS][2 * LANES], sum[GROUP][BLOCKS] = {{{0}}};
@@ -217,7 +218,7 @@ typedef struct {
     void (*add)(const decode_state *, row_list, const row_list *, int64_t, const float *);
 } loops;
 
-/* One copy of these loops for each type that is read: they are called once in KEYS keys, and take
+/* One copy of these loops for each type that is read: they are called once in KEYS keys or KEYS8, and take
  * most of the time that this file takes to compile. */
 #define LOOPS_OF(name, type, paired) \
     static __attribute__((noinline)) void score_##name(const decode_state *d, const void *const *rows, \
@@ -340,35 +341,36 @@ INLINE void decode(int type, int cache_type, const attention_call *c, const piec
     /* A vector would read the neighbour's, or nobody's, memory. */
     int64_t column = paired && cache_type == FLOAT8 ? 4 * LANES : whole;
     int copies = c->head_dim % column != 0 || c->value_dim % whole != 0;
-    float wide[copies ? KEYS * padded : 1];
+    const int64_t together = cache_type == FLOAT8 ? KEYS8 : KEYS;
+    float wide[copies ? together * padded : 1];
     memset(wide, 0, sizeof wide);
     loops run = loops_of(!copies ? cache_type : paired ? BFLOAT16 : FLOAT32, paired);
-    const void *keys[TILE + KEYS], *later[KEYS], *copied[KEYS];
+    const void *keys[TILE + KEYS8], *later[KEYS8], *copied[KEYS8];
     const int64_t to_value = value_offset(c);
     for (int64_t tile = p->begin / TILE * TILE; tile < p->end; tile += TILE) {
         int64_t skip = max64(0, p->begin - tile), num = min64(TILE, p->end - tile);
-        find_keys(c, p, tile, 0, TILE + KEYS, keys);
+        find_keys(c, p, tile, 0, TILE + together, keys);
         /* What is read after this tile. */
         const piece *then = tile + TILE < p->end ? p : next;
         int64_t then_tile = then == p ? tile + TILE : then ? then->begin / TILE * TILE : 0;
         if (then) {
             find_pages(c, then, then_tile);
-            find_keys(c, then, then_tile, 0, KEYS, later);
+            find_keys(c, then, then_tile, 0, together, later);
         }
         for (int64_t i = skip / LANES * LANES, stop; i < num; i = stop) {
-            stop = min64(ceil_div(num, LANES) * LANES, i + KEYS);
-            row_list here = {keys + i, 0}, ahead = {keys + i + KEYS, 0};
-            if (i + KEYS >= num) ahead = (row_list){keys, to_value};
+            stop = min64(ceil_div(num, LANES) * LANES, i + together);
+            row_list here = {keys + i, 0}, ahead = {keys + i + together, 0};
+            if (i + together >= num) ahead = (row_list){keys, to_value};
             if (copies) copy_rows(paired, c->head_dim, cache_type, padded, here, &ahead, stop - i, wide, copied);
             run.score(&d, copies ? copied : here.keys, copies ? NULL : &ahead, stop - i, scores + i);
         }
         weigh_tile(paired, c, &d, skip, num);
         int64_t each = paired ? 2 : 1; /* keys whose values are added together, from the tile's first */
         for (int64_t i = skip / each * each, stop; i < num; i = stop) {
-            stop = min64(ceil_div(num, each) * each, i + KEYS);
-            row_list here = {keys + i, to_value}, ahead = {keys + i + KEYS, to_value};
-            if (i + KEYS >= num) ahead = (row_list){later, 0};
-            const row_list *fetch = i + KEYS < num || then ? &ahead : NULL;
+            stop = min64(ceil_div(num, each) * each, i + together);
+            row_list here = {keys + i, to_value}, ahead = {keys + i + together, to_value};
+            if (i + together >= num) ahead = (row_list){later, 0};
+            const row_list *fetch = i + together < num || then ? &ahead : NULL;
             if (copies) copy_rows(paired, c->value_dim, cache_type, padded, here, fetch, stop - i, wide, copied);
             run.add(&d, copies ? (row_list){copied, 0} : here, copies ? NULL : fetch, stop - i, scores + i / each);
         }

@@ -14,8 +14,7 @@ LEAST_LONG_BANDWIDTH = 0.80
 LEAST_PROMPT = 0.85
 HOLDS_ATTENTION_BACK = (
     "keys and values of 16 tokens lie in pieces of 4 KiB: a loop that does nothing but read such"
-    " pieces in any order reaches 0.75 of reading in a row. A cache of float8 waits for its codes"
-    " to become bfloat16."
+    " pieces in any order reaches 0.75 of reading in a row. Those of float8 are of 2 KiB."
 )
 MOST_LOAD_SECONDS = 1.5
 MOST_LOAD_SHARE = 1.15
