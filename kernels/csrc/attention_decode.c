@@ -250,7 +250,8 @@ static loops loops_of(int type, int paired) {
                               : of_float8;
 }
 
-/* Asks for the pages where a tile of a piece lies: a thread that waits for one is given only some. */
+/* Fetches a line of each block of a tile, so that the CPU looks up where its page is before it is needed, and for
+ * many blocks at once: a prefetch into a page that is still looked up holds up the instructions behind it. */
 static void find_pages(const attention_call *c, const piece *p, int64_t tile) {
     for (int64_t i = max64(tile, p->begin); i < min64(p->end, tile + TILE); i += c->block_size) {
         const char *key = cache_row(c, p, i, 0);

@@ -43,8 +43,8 @@
 #else
 #define CODE_ROWS (LANES == 16 ? 10 : 4)
 #endif
-/* Whether rows of the tile stay in registers beside their sums, of half as many rows then: they are added to
- * once in BLOCK codes, and codes of 8 bits cost nothing to read for each block of rows. */
+/* Whether the tile's rows stay in registers beside the sums of a group, which are added to them. That leaves room
+ * for half as many rows at a time; codes of 4 bits, unpacked for each of them anew, would lose more than it saves. */
 #define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) == 8)
 
 typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
