@@ -19,7 +19,7 @@ MAX_SPECULATIVE_TOKENS = 32
 DEFAULT_SPECULATIVE_TOKENS = 5
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
-WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4")
+WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4", "fp8")
 NUMA = "numa"  # in place of a list of cores
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
@@ -101,10 +101,11 @@ class EngineConfig:
     weights: str = option(
         "auto",
         choices=WEIGHTS,
-        help="How a CPU keeps the weights of linear layers; auto: as the checkpoint has them, if "
-        "16 or 32 bits. int8 (a scale per 128) and int4 (scale and minimum per 32; the head is "
-        "int8) round inputs to 8 bits too, per row and 64 of them; int8-weight-only, a scale per "
-        "output, does not. The same on all nodes.",
+        help="How the weights of linear layers are kept; auto: as the checkpoint has them. On a "
+        "CPU int8 (a scale per 128) and int4 (scale and minimum per 32; the head is int8) round "
+        "inputs to 8 bits too, per row and 64 of them; int8-weight-only, a scale per output, does "
+        "not. On a GPU int8 and fp8 (a scale per output) round inputs likewise, per row; the "
+        "others do not. The same on all nodes.",
     )
     check_memory: bool = option(
         True,

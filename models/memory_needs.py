@@ -26,6 +26,7 @@ _FORMATS = {
     "int8-weight-only": (1.0, 4.0, 0),
     "int8": (1.0, 2.0, 128),
     "int4": (0.5, 2.5, 32),
+    "fp8": (1.0, 4.0, 0),
     "mxfp4": (0.5, 2.0, 32),  # no value of --weights: experts that a checkpoint has so
 }
 _HEADS_FORMATS = {"int4": "int8"}  # others keep the head as they keep the layers
@@ -137,6 +138,8 @@ def _weight_bytes(
         dtype: of what is not packed.
         experts: their format; None: as other layers.
     """
+    if format_ == "fp8":  # of GPUs, where experts stay as they are
+        experts = dtype
     head: _Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
     layers = sum(
@@ -151,6 +154,8 @@ def _weight_bytes(
     )
     layers += _exact_bytes(config, format_, dtype)
     head_format = _HEADS_FORMATS.get(format_, format_)
+    if format_ == "fp8" and config.tie_word_embeddings:
+        head_format = dtype
     total = norms + layers + _matrix_bytes(head, head_format, dtype)
     if not config.tie_word_embeddings:
         is_narrow = format_ in _FORMATS and _is_narrow(config)

@@ -24,12 +24,14 @@ class QuantizationConfig:
         num_bits: of a weight, where the tensors do not tell.
         block_shape: rows and columns that share a scale, where scales are per block.
         zero_point_offset: what is to be added to zero points as they are stored.
+        rounds_inputs: whether inputs of layers are to be rounded as their weights are.
     """
 
     method: str
     num_bits: int = 0
     block_shape: tuple[int, int] | None = None
     zero_point_offset: int = 0
+    rounds_inputs: bool = False
 
 
 def parse_quantization(fields: Fields) -> QuantizationConfig | None:
@@ -89,15 +91,19 @@ def _groups(quantization: Fields) -> list[Fields]:
 
 
 def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
-    """Weights of 4 or 8 bits, as compressed-tensors keeps them; activations are not quantized."""
+    """Weights of 4 or 8 bits, as compressed-tensors keeps them.
+
+    What scale inputs are rounded with is not read: kernels that round them look at each token.
+    """
     _check_kv_cache(quantization)
     for name in ("sparsity_config", "transform_config"):
         if quantization.has(name):
             child = quantization.child(name)
             if child.names() and child.get("format") not in _SPARSE_FORMATS:
                 raise quantization.wrong(name, "not supported")
-    blocks = set[tuple[int, int]]()
+    blocks, rounds_inputs = set[tuple[int, int]](), False
     for group in _groups(quantization):
+        rounds_inputs = rounds_inputs or group.has("input_activations")
         weights = group.child("weights")
         kind = weights.text("type", "int")
         if kind not in ("int", "float"):
@@ -112,17 +118,20 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
             blocks.add((int(rows), int(columns)))
     if len(blocks) > 1:
         raise quantization.wrong("config_groups", "blocks of more than one shape")
-    return QuantizationConfig("compressed-tensors", block_shape=next(iter(blocks), None))
+    block_shape = next(iter(blocks), None)
+    return QuantizationConfig(
+        "compressed-tensors", block_shape=block_shape, rounds_inputs=rounds_inputs
+    )
 
 
 def _fp8(quantization: Fields) -> QuantizationConfig:
     """Weights of e4m3 with a scale per block (DeepSeek-AI, arXiv:2412.19437), or one each."""
     if not quantization.has("weight_block_size"):
-        return QuantizationConfig("fp8")
+        return QuantizationConfig("fp8", rounds_inputs=True)
     rows, columns = quantization.numbers("weight_block_size", 2)
     if min(rows, columns) < 1 or rows % 1 or columns % 1:
         raise quantization.wrong("weight_block_size", f"{rows:g} x {columns:g} is no block")
-    return QuantizationConfig("fp8", block_shape=(int(rows), int(columns)))
+    return QuantizationConfig("fp8", block_shape=(int(rows), int(columns)), rounds_inputs=True)
 
 
 def _bits(quantization: Fields, supported: tuple[int, ...]) -> int:

@@ -8,21 +8,25 @@ from __future__ import annotations
 import logging
 import os
 import re
+from importlib.util import find_spec
 
 import torch
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.kv_manifest import KVKind
-from baton_kernels import FP8
+from baton_kernels import FP8, WeightFormat
 from baton_kernels.attention import choose_attention_backend
 from baton_kernels.dispatch import enable_native_kernels
 from engine.worker.kv_cache import KVCacheSpec
 from models.config import ModelConfig
 from models.cpu.packing import CpuPacker
+from models.gpu.packing import GpuPacker
+from models.loading.loader import WeightPacker
 
 logger = logging.getLogger(__name__)
 
+FLOAT8_CAPABILITY = (8, 9)  # of GPUs that multiply it
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 # Of each KV cache group the name of its backend; None: it has states, and nothing attends.
@@ -96,17 +100,34 @@ def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def choose_packer(
     config: EngineConfig, device: torch.device, dtype: torch.dtype
-) -> CpuPacker | None:
+) -> WeightPacker | None:
     """How the model's linear layers are kept on its device; None: as parameters.
 
     Raises ConfigError where the device has no such form.
     """
     if device.type == "cpu":
         enable_native_kernels(config.native_kernels)
+        if config.weights == WeightFormat.FP8.value:
+            raise ConfigError("weights: fp8 is for GPUs, got device cpu")
         return CpuPacker.choose(dtype, config.weights)
-    if config.weights != "auto":
-        raise ConfigError(f"weights: {config.weights} is for CPUs, got device {device}")
-    return None
+    return _gpu_packer(config.weights, device, dtype)
+
+
+def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
+    wanted = None if weights == "auto" else WeightFormat(weights)
+    if wanted is not None and wanted.keeps_numbers:
+        if WeightFormat.of(dtype) != wanted:
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(f"weights: {weights} on a GPU wants the --dtype of it, got {name}")
+        return None  # as torch keeps them
+    if find_spec("triton") is None:
+        if wanted is None:
+            return None
+        raise ConfigError(f"weights: {weights} on a GPU needs Triton, which is not installed")
+    has_float8 = torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+    if wanted == WeightFormat.FP8 and not has_float8:
+        raise ConfigError(f"weights: fp8 wants a GPU of compute capability 8.9, got {device}")
+    return GpuPacker(device, wanted, has_float8)
 
 
 def choose_backends(

@@ -18,6 +18,7 @@ from baton_kernels.packed import (
     PackedWeight,
     WeightFormat,
 )
+from baton_kernels.quantized import Float8Rows, GroupedWeight, QuantizedWeight, RoundedWeight
 from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
 from baton_kernels.routing import Routing, Scoring
 from baton_kernels.state_metadata import StateMetadata
@@ -238,6 +239,12 @@ def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
     return out
 
 
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` with a weight of 4 or 8 bits a number, as GPUs keep it."""
+    out: Tensor = ops_for(x).quantized_linear(x, weight, bias)
+    return out
+
+
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose each token's experts, and how much each counts."""
     chosen: tuple[Tensor, Tensor] = ops_for(logits).route(logits, routing, bias)
@@ -285,9 +292,13 @@ __all__ = [
     "E2M1_TWICE",
     "FP8",
     "CodeLayout",
+    "Float8Rows",
     "GroupedIntegers",
+    "GroupedWeight",
     "Groups",
     "PackedWeight",
+    "QuantizedWeight",
+    "RoundedWeight",
     "Routing",
     "Scoring",
     "StateMetadata",
@@ -312,6 +323,7 @@ __all__ = [
     "packed_linear",
     "packed_scores",
     "paged_attention",
+    "quantized_linear",
     "rms_norm",
     "rotary",
     "route",

@@ -68,6 +68,7 @@ _TRITON = {
     "selective_scan": "recurrent.recurrence",
     "gated_delta_rule": "recurrent.recurrence",
     "experts": "experts",
+    "quantized_linear": "quantized_linear",
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_kernels.packed import GroupedIntegers, PackedWeight, rounded_inputs
+from baton_kernels.quantized import QuantizedWeight, RoundedWeight, rounded_rows
 from baton_kernels.recurrent import causal_conv as causal_conv
 from baton_kernels.recurrent import gated_delta_rule as gated_delta_rule
 from baton_kernels.recurrent import gated_rms_norm as gated_rms_norm
@@ -396,6 +397,29 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """
     inputs = rounded_inputs(x) if weight.format.code_bits else x.float()
     return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Apply a linear layer whose weight has 4 or 8 bits a number, as GPUs keep it.
+
+    Args:
+        x: ``[..., in_features]``.
+        weight: of ``out_features`` outputs; a `RoundedWeight` has ``x`` rounded to its type,
+            token by token.
+        bias: ``[out_features]``.
+
+    Returns:
+        ``[..., out_features]`` in the dtype of ``x``; computed in float32.
+    """
+    if isinstance(weight, RoundedWeight):
+        rows = x.reshape(-1, weight.in_features)
+        numbers, scales = rounded_rows(rows, weight.numbers.dtype, weight.group_size)
+        wide = scales.repeat_interleave(weight.group_size, dim=1)[:, : weight.in_features]
+        inputs = (numbers.float() * wide).view(x.shape)
+    else:
+        inputs = x.float()
+    bias = None if bias is None else bias.float()
+    return functional.linear(inputs, weight.dequantized(), bias).to(x.dtype)
 
 
 def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
-from baton_kernels import CodeLayout, GroupedIntegers, WeightFormat
+from baton_kernels import CodeLayout, WeightFormat
 from baton_kernels.dispatch import native_ops
 from baton_kernels.huge_pages import WeightMemory
 from baton_kernels.native.ops import NativeOps
@@ -25,7 +25,7 @@ from models.cpu.decode_tapes import DecodeTapes
 from models.layers.embedding import NarrowEmbedding, PackedEmbedding
 from models.layers.latent_attention import LatentProjection, PackedLatentProjection
 from models.layers.linear import ExactLinear, GatedLinear, PackedLinear
-from models.loading.stored_weights import WeightPart
+from models.loading.stored_weights import WeightPart, integers_alike
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ class CpuPacker:
 
 class _Packing:
     """A ``PackingModel``."""
+
+    takes_float8 = False
 
     def __init__(self, packer: CpuPacker, model: DecoderForCausalLM) -> None:
         self._packer = packer
@@ -139,7 +141,7 @@ class _Packing:
 
     def _pack(self, parts: Sequence[WeightPart], is_head: bool) -> ops.PackedWeight:
         wanted = self._packer.weights
-        kept, layout = _integers_alike(parts)
+        kept, layout = integers_alike(parts)
         if layout is not None and wanted in (None, layout.format):
             weight = self._empty(parts, layout.format, layout)
             for part, integers in zip(parts, kept, strict=True):
@@ -204,18 +206,6 @@ def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
     activation = linear.activation if isinstance(linear, GatedLinear) else None
     exact = isinstance(linear, ExactLinear)
     return PackedLinear(replace(weight, bias=bias), activation=activation, exact=exact)
-
-
-def _integers_alike(
-    parts: Sequence[WeightPart],
-) -> tuple[list[GroupedIntegers], CodeLayout | None]:
-    """Return all parts' integers in one layout; None where some are none, or it cannot be had."""
-    kept = [part.content for part in parts if isinstance(part.content, GroupedIntegers)]
-    if len(kept) < len(parts):
-        return [], None
-    kept = GroupedIntegers.alike(kept)
-    layouts = {one.layout for one in kept}
-    return kept, layouts.pop() if len(layouts) == 1 else None
 
 
 def _is_float16(part: WeightPart) -> bool:

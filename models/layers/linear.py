@@ -256,6 +256,33 @@ class PackedLinear(nn.Module):
         return ops.packed_gated_linear(x, self.packed, self._activation)
 
 
+class QuantizedLinear(nn.Module):
+    """A linear layer on a GPU whose weight has 4 or 8 bits a number; made of a loaded one.
+
+    Args:
+        weight: on the device of the layer.
+        bias: ``[out_features]``.
+        activation: of the ``GatedLinear`` that it was; None: it was none.
+    """
+
+    def __init__(
+        self, weight: ops.QuantizedWeight, bias: Tensor | None, activation: str | None = None
+    ) -> None:
+        super().__init__()
+        self._activation = activation
+        self.quantized = weight
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        # The same memory where memory is counted.
+        self.numbers = nn.ParameterList(
+            nn.Parameter(tensor, requires_grad=False) for tensor in weight.tensors
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute what the layer computes that it was made of, with its weight rounded."""
+        out = ops.quantized_linear(x, self.quantized, self.bias)
+        return out if self._activation is None else ops.gated_mul(out, self._activation)
+
+
 def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
     """Have a layer without weights yet compute some of its outputs: it is column-parallel then.
 
@@ -322,6 +349,7 @@ __all__ = [
     "HeadsWithGates",
     "JoinedLinear",
     "PackedLinear",
+    "QuantizedLinear",
     "RegroupedLinear",
     "keep_elements",
     "keep_inputs",

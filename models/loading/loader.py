@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.folder import WEIGHTS
-from baton_kernels import GroupedIntegers
+from baton_kernels import Float8Rows, GroupedIntegers
 from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.config import ModelConfig
@@ -141,7 +141,13 @@ class _NoInitialWeights(TorchFunctionMode):
 
 
 class PackingModel(Protocol):
-    """The linear layers of one model on their way into a form of their own."""
+    """The linear layers of one model on their way into a form of their own.
+
+    Attributes:
+        takes_float8: whether weights of float8 are to be given to it as they are stored.
+    """
+
+    takes_float8: bool
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """Keep ``owner.weight``, if it is to be kept packed; say whether nothing else needs it."""
@@ -238,7 +244,11 @@ def _load_weights(
     by_parameter = groupby(places, lambda item: (item[1].owner, item[1].attribute))
     for (owner, attribute), of_owner in by_parameter:
         packs = packing is not None and attribute == "weight"
-        parts = [_read_part(stored[name], place, integers=packs) for name, place in of_owner]
+        float8 = packing is not None and packing.takes_float8 and packs
+        parts = [
+            _read_part(stored[name], place, integers=packs, float8=float8)
+            for name, place in of_owner
+        ]
         if packing is None or not packs or not packing.take(owner, parts):
             _fill_parameter(owner, attribute, parts, dtype, device)
     if packing is not None:
@@ -267,12 +277,16 @@ def _check_names(
         raise ModelLoadError(f"{folder}: weights unknown to the model: {_first_of(unknown)}")
 
 
-def _read_part(stored: StoredTensor, place: _Place, *, integers: bool) -> WeightPart:
-    integers_kept = None
+def _read_part(
+    stored: StoredTensor, place: _Place, *, integers: bool, float8: bool
+) -> WeightPart:
+    kept: GroupedIntegers | Float8Rows | None = None
     if integers and stored.read_integers is not None:
-        integers_kept = stored.read_integers()
+        kept = stored.read_integers()
+    if kept is None and float8 and stored.read_float8 is not None:
+        kept = stored.read_float8()
     first_row = place.rows.start or 0
-    part = WeightPart(first_row, integers_kept or stored.read(), stored.is_mapped)
+    part = WeightPart(first_row, kept or stored.read(), stored.is_mapped)
     if tuple(part.shape) != place.shape:
         found, expected = list(part.shape), list(place.shape)
         problem = f"shape {found}, but config.json means {expected}"
@@ -285,10 +299,10 @@ def _read_part(stored: StoredTensor, place: _Place, *, integers: bool) -> Weight
 
 
 def _keep(part: WeightPart, kept: Kept) -> WeightPart:
-    if isinstance(part.content, GroupedIntegers):
-        integers = part.content.part(kept.rows, kept.columns)
-        if integers is not None:
-            return WeightPart(part.first_row, integers)
+    if not isinstance(part.content, Tensor):
+        content = part.content.part(kept.rows, kept.columns)
+        if content is not None:
+            return WeightPart(part.first_row, content)
     return WeightPart(part.first_row, kept.of(part.tensor))
 
 

@@ -15,12 +15,14 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
-from baton_kernels import GroupedIntegers, Groups
+from baton_kernels import Float8Rows, GroupedIntegers, Groups
+from baton_kernels.quantized import FLOAT8, ROUNDED_BLOCK
 from models.loading.fp4 import fp4, mxfp4
 from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
@@ -30,6 +32,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 Parts = Mapping[str, Tensor]
+_Kept = TypeVar("_Kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +44,14 @@ class Storage:
         may_have: what it may have besides.
         restore: makes ``weight`` of them, ``[out, in]``; raises ValueError for what does not fit.
         keep: returns them as integers that kernels multiply, or None where they are not that.
+        keep_float8: likewise, as float8.
     """
 
     parts: frozenset[str]
     may_have: frozenset[str]
     restore: Callable[[Parts, QuantizationConfig], Tensor]
     keep: Callable[[Parts, QuantizationConfig], GroupedIntegers | None] = lambda *_: None
+    keep_float8: Callable[[Parts, QuantizationConfig], Float8Rows | None] = lambda *_: None
 
 
 # What comes of parts of any shape, of a file that may hold anything.
@@ -76,6 +81,7 @@ def read_quantized(
                 f"{layer}.weight",
                 functools.partial(_restored, layer, parts, quantization),
                 read_integers=functools.partial(_kept, layer, parts, quantization),
+                read_float8=functools.partial(_kept_float8, layer, parts, quantization),
             )
 
 
@@ -100,12 +106,27 @@ def _restored(
 def _kept(
     layer: str, stored: Sequence[StoredTensor], quantization: QuantizationConfig
 ) -> GroupedIntegers | None:
+    return _as_stored(layer, stored, quantization, lambda storage: storage.keep)
+
+
+def _kept_float8(
+    layer: str, stored: Sequence[StoredTensor], quantization: QuantizationConfig
+) -> Float8Rows | None:
+    return _as_stored(layer, stored, quantization, lambda storage: storage.keep_float8)
+
+
+def _as_stored(
+    layer: str,
+    stored: Sequence[StoredTensor],
+    quantization: QuantizationConfig,
+    way: Callable[[Storage], Callable[[Parts, QuantizationConfig], _Kept | None]],
+) -> _Kept | None:
     parts = _read_parts(layer, stored)
     storage = None if _is_plain(parts) else _storage_of(parts, quantization)
     if storage is None:
         return None
     try:
-        return storage.keep(parts, quantization)
+        return way(storage)(parts, quantization)
     except _DO_NOT_FIT as error:
         raise ModelLoadError(f"{stored[0].path}: {layer}: its parts do not fit: {error}") from error
 
@@ -231,6 +252,27 @@ def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntege
     if weight.dtype != torch.int8 or "weight_g_idx" in parts:
         return None
     return _integers_in_groups(8, weight, parts["weight_scale"], parts.get("weight_zero_point"))
+
+
+def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows | None:
+    """e4m3 with a scale for all, per row, per group of a row, or per block."""
+    weight = parts["weight"]
+    if weight.dtype != FLOAT8 or "weight_g_idx" in parts or "weight_zero_point" in parts:
+        return None
+    rows, columns = weight.shape
+    scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
+    scale = _in_rows(scale.float(), rows)
+    if scale.shape[1] == 1 and len(scale) == rows:
+        return Float8Rows(weight, scale, columns)
+    if len(scale) == rows:
+        size = -(-columns // scale.shape[1])
+    elif quantization.block_shape is not None:
+        high, size = quantization.block_shape
+        scale = scale.repeat_interleave(high, dim=0)[:rows]
+    else:
+        return None
+    fits = size % ROUNDED_BLOCK == 0 and scale.shape == (rows, -(-columns // size))
+    return Float8Rows(weight, scale, size) if fits else None
 
 
 def _integers_in_groups(
@@ -376,7 +418,11 @@ _FIRST_SCALE = frozenset({"weight", "weight_scale"})
 STORAGES: dict[str, tuple[Storage, ...]] = {
     "compressed-tensors": (
         Storage(
-            _FIRST_SCALE, _ACTIVATIONS | {"weight_zero_point", "weight_g_idx"}, _plain, _keep_plain
+            _FIRST_SCALE,
+            _ACTIVATIONS | {"weight_zero_point", "weight_g_idx"},
+            _plain,
+            _keep_plain,
+            _keep_float8,
         ),
         Storage(
             frozenset({"weight_packed", "weight_scale", "weight_shape"}),
@@ -392,8 +438,13 @@ STORAGES: dict[str, tuple[Storage, ...]] = {
         Storage(frozenset({"weight_packed", "weight_scale"}), _ACTIVATIONS, _mxfp4),
     ),
     "fp8": (
-        Storage(frozenset({"weight", "weight_scale_inv"}), _ACTIVATIONS, _plain),
-        Storage(_FIRST_SCALE, _ACTIVATIONS, _plain),
+        Storage(
+            frozenset({"weight", "weight_scale_inv"}),
+            _ACTIVATIONS,
+            _plain,
+            keep_float8=_keep_float8,
+        ),
+        Storage(_FIRST_SCALE, _ACTIVATIONS, _plain, keep_float8=_keep_float8),
     ),
     "gptq": (
         Storage(

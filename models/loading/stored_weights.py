@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
-from baton_kernels import GroupedIntegers
+from baton_kernels import CodeLayout, Float8Rows, GroupedIntegers
 
 _PIECE_BYTES = 16 * 2**20  # of a tensor, whose pages are in memory together
 
@@ -37,6 +37,7 @@ class StoredTensor:
         is_mapped: whether what is read are pages of the file.
         read_integers: reads it as it is kept; None, or returns None: not in groups of integers
             that kernels multiply. Raises ModelLoadError.
+        read_float8: likewise, of float8.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class StoredTensor:
     read: Callable[[], Tensor]
     is_mapped: bool = False
     read_integers: Callable[[], GroupedIntegers | None] | None = None
+    read_float8: Callable[[], Float8Rows | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +59,7 @@ class WeightPart:
     """
 
     first_row: int
-    content: Tensor | GroupedIntegers
+    content: Tensor | GroupedIntegers | Float8Rows
     is_mapped: bool = False
 
     @property
@@ -81,6 +83,18 @@ class WeightPart:
             first_row += len(rows)
             if self.is_mapped:
                 release_pages(rows)
+
+
+def integers_alike(
+    parts: Sequence[WeightPart],
+) -> tuple[list[GroupedIntegers], CodeLayout | None]:
+    """Return all parts' integers in one layout; None where some are none, or it cannot be had."""
+    kept = [part.content for part in parts if isinstance(part.content, GroupedIntegers)]
+    if len(kept) < len(parts):
+        return [], None
+    kept = GroupedIntegers.alike(kept)
+    layouts = {one.layout for one in kept}
+    return kept, layouts.pop() if len(layouts) == 1 else None
 
 
 def open_safetensors(paths: Iterable[Path], files: ExitStack) -> dict[str, StoredTensor]:

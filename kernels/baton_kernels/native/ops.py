@@ -43,6 +43,7 @@ from baton_kernels.native.library import (
 from baton_kernels.native.tape import Recorder, Result, Tape, check, record
 from baton_kernels.packed import GroupedIntegers, Groups, PackedWeight, WeightFormat
 from baton_kernels.reference import FP8
+from baton_kernels.quantized import QuantizedWeight
 from baton_kernels.routing import Routing, Scoring
 from baton_kernels.state_metadata import StateMetadata
 
@@ -312,6 +313,12 @@ class NativeOps:
         if x.dtype not in _FLOATS:
             return self.packed_linear(x.float(), weight).to(x.dtype)
         return self._linear(x, weight, weight.out_features, gated=0)
+
+    def quantized_linear(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
+    ) -> Tensor:
+        """See the reference, which computes what GPUs keep."""
+        return reference.quantized_linear(x, weight, bias)
 
     def packed_scores(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """See the reference."""

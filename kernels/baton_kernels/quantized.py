@@ -1,0 +1,285 @@
+"""A linear layer's weight as GPU kernels read it: codes in rows, and the scales of their groups.
+
+    GroupedWeight    inputs stay what they are: 4 or 8 bits a weight beside 16 of an input
+    RoundedWeight    inputs are rounded to the weight's own type, token by token: 8 bits each
+
+Refuses to know: what computes with it, and layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton_kernels.packed import SUPER_GROUP, GroupedIntegers, Groups
+
+FLOAT8 = torch.float8_e4m3fn
+# Bytes of a row that are read together, at most.
+MOST_SIDE = 64
+# Inputs that a product of bytes takes at once; groups of rounded weights are multiples of it.
+ROUNDED_BLOCK = 128
+_SMALLEST_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Float8Rows:
+    """Rows of a weight in float8, as a checkpoint keeps them.
+
+    Attributes:
+        numbers: ``[n, in_features]``, e4m3.
+        scales: ``[n, groups]`` float32: what a group of a row's neighbours is multiplied with.
+        group_size: of neighbours; one group may have all.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    group_size: int
+
+    def part(self, rows: slice | Tensor | None, columns: slice | None) -> Float8Rows | None:
+        """Return some rows, and some columns of these; None where a group would be cut."""
+        numbers, scales, size = self.numbers, self.scales, self.group_size
+        if rows is not None:
+            numbers, scales = numbers.view(torch.uint8)[rows].view(FLOAT8), scales[rows]
+        if columns is None:
+            return Float8Rows(numbers, scales, size)
+        first, end, _ = columns.indices(numbers.shape[1])
+        if scales.shape[1] > 1:
+            if first % size or (end % size and end != numbers.shape[1]):
+                return None
+            scales = scales[:, first // size : -(-end // size)]
+        return Float8Rows(numbers[:, first:end], scales, size)
+
+    def dequantized(self) -> Tensor:
+        """Return ``[n, in_features]`` float32."""
+        wide = self.scales.repeat_interleave(self.group_size, dim=1)
+        return self.numbers.float() * wide[:, : self.numbers.shape[1]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedWeight:
+    """``[out_features, in_features]`` integers in groups, each with a scale, perhaps a minimum.
+
+    Neighbours of a row that are read together are a chunk, and a chunk of all rows lies together::
+
+        8 bits    byte j of a chunk of `side` inputs: input j
+        4 bits    byte j of a chunk of 2 * `side` inputs: low half input j, high half input side + j
+
+    Codes count from 0 where groups have minima, else from ``-2 ** (bits - 1)``; of 8 bits the
+    latter are int8.
+
+    Attributes:
+        bits: of a code, 4 or 8.
+        codes: ``[chunks, out_features, side]`` uint8 or int8.
+        groups: see `CodeLayout`; ``[groups, out_features]``, factors likewise.
+        group_size: neighbouring inputs of a group.
+        in_features: of a row; what fills up the last chunk is multiplied with zeros.
+        arrived: ``[...]`` int32, zeros between launches: how many parts of a sum are there.
+    """
+
+    bits: int
+    codes: Tensor
+    groups: Groups
+    group_size: int
+    in_features: int
+    arrived: Tensor
+
+    @property
+    def out_features(self) -> int:
+        """Rows."""
+        return self.codes.shape[1]
+
+    @property
+    def side(self) -> int:
+        """Bytes of a row within a chunk."""
+        return self.codes.shape[2]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All memory of it."""
+        return tuple(one for one in (self.codes, *self.groups.tensors) if one is not None)
+
+    @classmethod
+    def empty(
+        cls, out_features: int, like: GroupedIntegers, device: torch.device | str
+    ) -> GroupedWeight:
+        """Allocate one whose rows are to be written, of the layout of some of them."""
+        in_features, bits = like.numbers.shape[1], like.bits
+        side = side_of(like.group_size)
+        chunks = -(-in_features // (side * 8 // bits))
+        dtype = torch.int8 if bits == 8 and like.groups.minima is None else torch.uint8
+        codes = torch.zeros(chunks, out_features, side, dtype=dtype, device=device)
+
+        def numbers(one: Tensor) -> Tensor:
+            return torch.empty(one.shape[1], out_features, dtype=one.dtype, device=device)
+
+        arrived = torch.zeros(out_features, dtype=torch.int32, device=device)
+        groups = like.groups.map(numbers)
+        return cls(bits, codes, groups, like.group_size, in_features, arrived)
+
+    def write_rows(self, first_row: int, rows: GroupedIntegers) -> None:
+        """Write some rows, of the layout that this has."""
+        here, count = self.codes.device, len(rows.numbers)
+        numbers = rows.numbers.to(here)
+        if self.bits == 4 and rows.groups.minima is None:
+            numbers = (numbers + 8).to(torch.uint8)
+        per_chunk = self.side * 8 // self.bits
+        filled = functional.pad(numbers, (0, -self.in_features % per_chunk))
+        chunks = filled.view(count, -1, per_chunk)
+        if self.bits == 4:
+            chunks = chunks[..., : self.side] | chunks[..., self.side :] << 4
+        self.codes[:, first_row : first_row + count] = chunks.transpose(0, 1)
+        for ours, theirs in zip(self.groups.tensors, rows.groups.tensors, strict=True):
+            if ours is not None and theirs is not None:
+                ours[:, first_row : first_row + count] = theirs.to(here).T
+
+    def dequantized(self) -> Tensor:
+        """Return ``[out_features, in_features]`` float32."""
+        chunks = self.codes.transpose(0, 1)
+        if self.bits == 4:
+            chunks = torch.cat([chunks & 15, chunks >> 4], dim=-1)
+        numbers = chunks.flatten(1)[:, : self.in_features].float()
+        if self.bits == 4 and self.groups.minima is None:
+            numbers = numbers - 8
+        scales, minima = self.groups.map(lambda one: one.T).widened(self.group_size)
+        size = min(self.group_size, self.in_features)
+
+        def spread(one: Tensor) -> Tensor:
+            return one.repeat_interleave(size, dim=1)[:, : self.in_features]
+
+        numbers = numbers * spread(scales)
+        return numbers if minima is None else numbers + spread(minima)
+
+
+def side_of(group_size: int) -> int:
+    """Return how many bytes of a row are read together: inputs of two groups, or of one."""
+    return min(group_size, MOST_SIDE)
+
+
+def is_kept(integers: GroupedIntegers) -> bool:
+    """Say whether `GroupedWeight` takes them: groups of 16, 32 or multiples of 64, no e2m1."""
+    size = integers.group_size
+    fits = size in (_SMALLEST_GROUP, 2 * _SMALLEST_GROUP) or size % MOST_SIDE == 0
+    has_whole_factors = integers.groups.scale_factors is None or SUPER_GROUP % size == 0
+    return fits and has_whole_factors and not integers.is_e2m1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundedWeight:
+    """``[out_features, in_features]`` numbers of 8 bits that inputs are rounded for.
+
+    Attributes:
+        numbers: ``[out_features, in_features]`` int8, or float8 (e4m3).
+        scales: ``[groups, out_features]`` float32.
+        group_size: neighbouring inputs with a scale, of rows and of inputs: `ROUNDED_BLOCK`
+            or a multiple; where all of a row have one, as many as the row has, or more.
+        arrived: see `GroupedWeight`.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    group_size: int
+    arrived: Tensor
+
+    @property
+    def out_features(self) -> int:
+        """Rows."""
+        return self.numbers.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of a row."""
+        return self.numbers.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All memory of it."""
+        return (self.numbers, self.scales)
+
+    @classmethod
+    def empty(
+        cls,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        group_size: int | None,
+        device: torch.device | str,
+    ) -> RoundedWeight:
+        """Allocate one whose rows are to be written.
+
+        Args:
+            dtype: int8 or float8.
+            group_size: None: one group of all.
+        """
+        group_size = in_features if group_size is None else group_size
+        return cls(
+            torch.empty(out_features, in_features, dtype=dtype, device=device),
+            torch.empty(-(-in_features // group_size), out_features, device=device),
+            group_size,
+            torch.zeros(out_features, dtype=torch.int32, device=device),
+        )
+
+    def write_rows(self, first_row: int, numbers: Tensor, scales: Tensor) -> None:
+        """Write rows that are rounded already: ``[n, in_features]`` and ``[n, groups]``."""
+        here = slice(first_row, first_row + len(numbers))
+        self.numbers[here] = numbers.to(self.numbers.device)
+        self.scales[:, here] = scales.to(self.scales).T
+
+    def round_rows(self, first_row: int, rows: Tensor) -> None:
+        """Write rows of numbers, ``[n, in_features]`` of any floating dtype, rounded."""
+        rows = rows.to(self.numbers.device)
+        self.write_rows(first_row, *rounded_rows(rows, self.numbers.dtype, self.group_size))
+
+    def dequantized(self) -> Tensor:
+        """Return ``[out_features, in_features]`` float32."""
+        wide = self.scales.T.repeat_interleave(self.group_size, dim=1)
+        return self.numbers.float() * wide[:, : self.in_features]
+
+
+QuantizedWeight = GroupedWeight | RoundedWeight
+
+
+def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
+    """Round each group of each row so that its largest number becomes the type's largest.
+
+    Args:
+        rows: ``[n, size]`` of any floating dtype.
+        dtype: int8 or float8.
+        group_size: neighbours with one scale.
+
+    Returns:
+        ``[n, size]`` of ``dtype``, and ``[n, groups]`` float32; a group of zeros has a scale of 0.
+    """
+    size = rows.shape[1]
+    group_size = min(group_size, size)
+    filled = functional.pad(rows.float(), (0, -size % group_size))
+    groups = filled.view(len(rows), -1, group_size)
+    largest = largest_of(dtype)
+    limits = groups.abs().amax(dim=2, keepdim=True)
+    factors = torch.where(limits > 1e-30, torch.full_like(limits, largest) / limits, 0.0)
+    numbers = groups * factors
+    if dtype == torch.int8:
+        numbers = numbers.round()
+    numbers = numbers.clamp(-largest, largest).to(dtype)
+    return numbers.flatten(1)[:, :size], (limits * (1 / largest)).squeeze(2)
+
+
+def largest_of(dtype: torch.dtype) -> float:
+    """Return the largest number of int8, as it is used, or of float8."""
+    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+
+__all__ = [
+    "FLOAT8",
+    "ROUNDED_BLOCK",
+    "Float8Rows",
+    "GroupedWeight",
+    "QuantizedWeight",
+    "RoundedWeight",
+    "is_kept",
+    "largest_of",
+    "rounded_rows",
+    "side_of",
+]

@@ -1,0 +1,199 @@
+"""On a GPU: linear layers of 4 or 8 bits a weight, as a checkpoint has them or as is asked for.
+
+What has no such form stays torch's parameter: embeddings with the heads tied to them, experts,
+routers, projections of latents. Refuses to know: architectures, files, how a product is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from baton_kernels import (
+    Float8Rows,
+    GroupedIntegers,
+    GroupedWeight,
+    QuantizedWeight,
+    RoundedWeight,
+    WeightFormat,
+)
+from baton_kernels.packed import rounded_to
+from baton_kernels.quantized import FLOAT8, is_kept, rounded_rows
+from models.architectures.decoder import DecoderForCausalLM
+from models.base import CausalLM
+from models.layers.latent_attention import LatentProjection
+from models.layers.linear import ExactLinear, GatedLinear, QuantizedLinear
+from models.layers.moe import SparseMoe
+from models.loading.stored_weights import WeightPart, integers_alike
+
+logger = logging.getLogger(__name__)
+
+_ROUNDED = {WeightFormat.INT8: torch.int8, WeightFormat.FP8: FLOAT8}
+_NAMES = {torch.int8: "int8", FLOAT8: "fp8"}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPacker:
+    """A ``WeightPacker`` for GPUs; equal ones make equal models.
+
+    Attributes:
+        device: of the weights.
+        weights: of all linear layers, but for a tied head; None: as the checkpoint has them. A
+            head has 8 bits at the least.
+        has_float8: whether the device multiplies float8.
+    """
+
+    device: torch.device
+    weights: WeightFormat | None
+    has_float8: bool
+
+    def start(self, model: DecoderForCausalLM) -> _Packing:
+        """See ``WeightPacker``."""
+        return _Packing(self, model)
+
+    def pack_loaded(self, model: CausalLM) -> None:
+        """Pack a model that was loaded without a packer."""
+        assert isinstance(model, DecoderForCausalLM)
+        packing = self.start(model)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                packing.take(module, [WeightPart(0, module.weight)])
+        packing.finish()
+
+
+class _Packing:
+    """A ``PackingModel``."""
+
+    def __init__(self, packer: GpuPacker, model: DecoderForCausalLM) -> None:
+        self._packer = packer
+        self._model = model
+        self._packed: dict[nn.Module, QuantizedWeight] = {}
+        quantization = model.config.quantization
+        self._rounds_inputs = quantization is not None and quantization.rounds_inputs
+        self.takes_float8 = packer.has_float8 and self._rounds_inputs and packer.weights is None
+        experts = [one for one in model.modules() if isinstance(one, SparseMoe)]
+        self._left_alone = {layer for one in experts for layer in (one.gate_up, one.down)}
+
+    def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
+        """See ``PackingModel``."""
+        if not isinstance(owner, nn.Linear) or isinstance(owner, ExactLinear | LatentProjection):
+            return False
+        if owner in self._left_alone:
+            return False
+        weight = self._pack(parts, is_head=owner is self._model.lm_head)
+        if weight is None:
+            return False
+        self._packed[owner] = weight
+        return True
+
+    def finish(self) -> None:
+        """See ``PackingModel``."""
+        kinds = Counter(map(_kind, self._packed.values()))
+        for parent in list(self._model.modules()):
+            for name, child in parent.named_children():
+                if child in self._packed:
+                    setattr(parent, name, self._layer(child, self._packed.pop(child)))
+        if kinds:
+            listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+            logger.info("linear layers quantized on this GPU: %s", listed)
+
+    def _pack(self, parts: Sequence[WeightPart], *, is_head: bool) -> QuantizedWeight | None:
+        wanted = self._packer.weights
+        kept, layout = integers_alike(parts)
+        if layout is not None and wanted in (None, layout.format):
+            return self._keep(parts, kept)
+        if wanted is None:
+            return self._keep_float8(parts)
+        out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        rounded = _ROUNDED.get(wanted)
+        if rounded is not None:
+            weight = RoundedWeight.empty(
+                out_features, in_features, rounded, None, self._packer.device
+            )
+            for part in parts:
+                for first_row, rows in part.pieces():
+                    weight.round_rows(first_row, rows)
+            return weight
+        if is_head:
+            wanted = WeightFormat.INT8_WEIGHT_ONLY
+        return self._pack_grouped(out_features, wanted, parts)
+
+    def _keep(
+        self, parts: Sequence[WeightPart], kept: Sequence[GroupedIntegers]
+    ) -> QuantizedWeight | None:
+        """Keep a checkpoint's integers; None where kernels have no form for them."""
+        first, device = kept[0], self._packer.device
+        out_features = sum(part.shape[0] for part in parts)
+        if self._rounds_inputs and all(map(_is_symmetric_by_row, kept)):
+            in_features = first.numbers.shape[1]
+            rounded = RoundedWeight.empty(out_features, in_features, torch.int8, None, device)
+            for part, integers in zip(parts, kept, strict=True):
+                rounded.write_rows(part.first_row, integers.numbers, integers.groups.scales)
+            return rounded
+        if not is_kept(first):
+            return None
+        weight = GroupedWeight.empty(out_features, first, device)
+        for part, integers in zip(parts, kept, strict=True):
+            weight.write_rows(part.first_row, integers)
+        return weight
+
+    def _keep_float8(self, parts: Sequence[WeightPart]) -> RoundedWeight | None:
+        kept = [part.content for part in parts if isinstance(part.content, Float8Rows)]
+        if len(kept) < len(parts) or len({(one.group_size, one.scales.shape[1]) for one in kept}) > 1:
+            return None
+        first = kept[0]
+        weight = RoundedWeight.empty(
+            sum(part.shape[0] for part in parts), first.numbers.shape[1], FLOAT8,
+            first.group_size, self._packer.device,
+        )  # fmt: skip
+        for part, rows in zip(parts, kept, strict=True):
+            weight.write_rows(part.first_row, rows.numbers, rows.scales)
+        return weight
+
+    def _pack_grouped(
+        self, out_features: int, wanted: WeightFormat, parts: Sequence[WeightPart]
+    ) -> GroupedWeight:
+        weight: GroupedWeight | None = None
+        for part in parts:
+            for first_row, rows in part.pieces():
+                integers = _integers_of(rows.to(self._packer.device), wanted)
+                if weight is None:
+                    weight = GroupedWeight.empty(out_features, integers, self._packer.device)
+                weight.write_rows(first_row, integers)
+        assert weight is not None
+        return weight
+
+    @staticmethod
+    def _layer(linear: nn.Module, weight: QuantizedWeight) -> QuantizedLinear:
+        assert isinstance(linear, nn.Linear)
+        bias = None if linear.bias is None else linear.bias.detach()
+        activation = linear.activation if isinstance(linear, GatedLinear) else None
+        return QuantizedLinear(weight, bias, activation)
+
+
+def _is_symmetric_by_row(integers: GroupedIntegers) -> bool:
+    groups = integers.groups
+    return integers.bits == 8 and groups.minima is None and groups.scales.shape[1] == 1
+
+
+def _integers_of(rows: torch.Tensor, wanted: WeightFormat) -> GroupedIntegers:
+    if wanted == WeightFormat.INT4:
+        return rounded_to(wanted, rows)
+    numbers, scales = rounded_rows(rows, torch.int8, rows.shape[1])
+    integers = GroupedIntegers.of(8, numbers, scales, rows.shape[1])
+    assert integers is not None
+    return integers
+
+
+def _kind(weight: QuantizedWeight) -> str:
+    if isinstance(weight, RoundedWeight):
+        return f"{_NAMES[weight.numbers.dtype]} times {_NAMES[weight.numbers.dtype]}"
+    return f"int{weight.bits}"
+
+
+__all__ = ["GpuPacker"]

@@ -1,0 +1,195 @@
+"""Linear layers of 4 and 8 bits in Triton against their definition.
+
+In Triton's interpreter float8 rounds wrongly, so there it is given numbers that it has exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_kernels import Float8Rows, GroupedIntegers, GroupedWeight, Groups, RoundedWeight, reference
+from baton_kernels.packed import WeightFormat, rounded_to
+from baton_kernels.quantized import FLOAT8, rounded_rows
+from baton_kernels.triton import quantized_linear as kernels
+from baton_kernels.triton.fp8 import has_fp8
+from tests.kernels.poison import poisoned_memory as poisoned_memory
+from tests.numerics.tolerances import assert_close
+
+# Tokens, outputs, inputs: whole tiles and others, few tokens and many.
+SHAPES = [(1, 80, 192), (5, 64, 200), (64, 136, 512), (70, 130, 256)]
+
+
+def integers_of(kind: str, num_rows: int, size: int) -> GroupedIntegers:
+    """Rows as a checkpoint or ``--weights`` has them."""
+    torch.manual_seed(1)
+
+    def groups(of: int) -> int:
+        return -(-size // of)
+
+    match kind.split():
+        case ["own", bits]:
+            wanted = WeightFormat.INT4 if bits == "4" else WeightFormat.INT8
+            return rounded_to(wanted, torch.randn(num_rows, size))
+        case ["zeros", of]:  # AWQ and GPTQ
+            zeros = torch.randint(-15, 1, (num_rows, groups(int(of)))).to(torch.int8)
+            both = Groups(torch.rand(zeros.shape).half() / 8, zeros)
+            found = GroupedIntegers.of(4, torch.randint(0, 16, (num_rows, size)), both, int(of))
+        case ["minima", bits, of]:
+            scales = torch.rand(num_rows, groups(int(of))) / 2 ** int(bits)
+            both = Groups(scales, torch.randn(scales.shape))
+            numbers = torch.randint(0, 2 ** int(bits), (num_rows, size))
+            found = GroupedIntegers.of(int(bits), numbers, both, int(of))
+        case [bits, of]:
+            limit = 2 ** (int(bits) - 1)
+            numbers = torch.randint(-limit, limit, (num_rows, size))
+            scales = torch.rand(num_rows, groups(int(of))).bfloat16() / limit
+            found = GroupedIntegers.of(int(bits), numbers, scales, int(of))
+        case _:
+            raise ValueError(kind)
+    assert found is not None
+    return found
+
+
+KINDS = [
+    *("own 4", "own 8", "zeros 32", "zeros 128", "minima 4 64", "minima 8 32"),
+    *(f"{bits} {of}" for bits in (4, 8) for of in (16, 32, 64, 128, 100_000)),
+]
+
+
+def kept(integers: GroupedIntegers, device: torch.device) -> GroupedWeight:
+    """Written in two pieces, as parts of a layer are."""
+    num_rows = len(integers.numbers)
+    weight = GroupedWeight.empty(num_rows, integers, device)
+    for piece in (slice(0, num_rows // 3), slice(num_rows // 3, num_rows)):
+        rows = integers.part(piece, None)
+        assert rows is not None
+        weight.write_rows(piece.start, rows)
+    return weight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_integers_that_are_kept_stand_for_the_same_numbers(
+    kind: str, device: torch.device
+) -> None:
+    integers = integers_of(kind, 96, 200)
+    assert torch.equal(kept(integers, device).dequantized().cpu(), integers.dequantized())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_with_integers_in_groups(
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    num_tokens, num_rows, size = shape
+    weight = kept(integers_of(kind, num_rows, size), device)
+    torch.manual_seed(0)
+    x = (torch.randn(num_tokens, size) / size**0.5).to(device, dtype)
+    for bias in (None, torch.randn(num_rows).to(device, dtype)):
+        found = kernels.quantized_linear(x, weight, bias)
+        assert found.dtype == dtype
+        assert_close(found, reference.quantized_linear(x, weight, bias))
+    if num_tokens <= kernels.FEW_TOKENS:
+        for parts in (2, 3):
+            found = kernels.grouped_linear(x, weight, None, parts=parts)
+            assert_close(found, reference.quantized_linear(x, weight))
+    assert not weight.arrived.any()
+
+
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_bytes(
+    shape: tuple[int, ...], group_size: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    num_tokens, num_rows, size = shape
+    torch.manual_seed(0)
+    weight = RoundedWeight.empty(num_rows, size, torch.int8, group_size, device)
+    weight.round_rows(0, torch.randn(num_rows, size))
+    x = (torch.randn(num_tokens, size) / size**0.5).to(device, dtype)
+    check_rounded(x, weight)
+
+
+@pytest.mark.parametrize("group_size", [None, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_float8(
+    shape: tuple[int, ...], group_size: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    if not has_fp8(device):
+        pytest.skip("this GPU has no float8")
+    num_tokens, num_rows, size = shape
+    torch.manual_seed(0)
+    weight = RoundedWeight.empty(num_rows, size, FLOAT8, group_size, device)
+    x = torch.randn(num_tokens, size) / size**0.5
+    if device.type == "cpu":  # few bits, and a largest number that leaves them as they are
+        weight.write_rows(0, small_integers(num_rows, size).to(FLOAT8), torch.rand_like(weight.scales.T) / 8)
+        x = small_integers(num_tokens, size) * 32 / 512
+        x[:, ::128] = 448 / 512
+    else:
+        weight.round_rows(0, torch.randn(num_rows, size))
+    check_rounded(x.to(device, dtype), weight)
+
+
+def small_integers(num_rows: int, size: int) -> Tensor:
+    return torch.randint(-8, 9, (num_rows, size)).float()
+
+
+def check_rounded(x: Tensor, weight: RoundedWeight) -> None:
+    for bias in (None, torch.randn(weight.out_features).to(x)):
+        found = kernels.quantized_linear(x, weight, bias)
+        assert_close(found, reference.quantized_linear(x, weight, bias))
+    if len(x) <= kernels.FEW_TOKENS:
+        found = kernels.rounded_linear(x, weight, None, parts=2)
+        assert_close(found, reference.quantized_linear(x, weight))
+    assert not weight.arrived.any()
+
+
+@pytest.mark.parametrize("group_size", [512, 128])
+def test_inputs_are_rounded_as_they_are_defined_to_be(
+    group_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 500).to(device, dtype)
+    x[3] = 0
+    x[4, :200] = 0
+    numbers, scales = kernels.round_inputs(x, torch.int8, group_size)
+    expected_numbers, expected_scales = rounded_rows(x, torch.int8, group_size)
+    assert (numbers.int() - expected_numbers.int()).abs().max() <= (device.type == "cuda")
+    torch.testing.assert_close(scales.T, expected_scales)
+
+
+def test_bytes_give_a_token_the_same_bits_in_any_company(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    weight = RoundedWeight.empty(136, 1024, torch.int8, None, device)
+    weight.round_rows(0, torch.randn(136, 1024))
+    x = torch.randn(130, 1024).to(device, dtype)
+    whole = kernels.quantized_linear(x, weight)
+    for rows in (slice(0, 1), slice(3, 8), slice(50, 114)):
+        assert torch.equal(kernels.quantized_linear(x[rows], weight), whole[rows])
+
+
+def test_rows_may_have_gaps_and_dimensions(device: torch.device) -> None:
+    weight = kept(integers_of("4 32", 64, 128), device)
+    torch.manual_seed(0)
+    wide = torch.randn(3, 5, 256, device=device) / 16
+    x: Any = wide[..., :128]
+    assert_close(
+        kernels.quantized_linear(x, weight), reference.quantized_linear(x.contiguous(), weight)
+    )
+    assert kernels.quantized_linear(x[:0], weight).shape == (0, 5, 64)
+
+
+def test_some_rows_and_columns_of_float8() -> None:
+    numbers, scales = small_integers(6, 512).to(FLOAT8), torch.rand(6, 4)
+    rows = Float8Rows(numbers, scales, 128)
+    some = rows.part(torch.tensor([4, 1]), slice(128, 384))
+    assert some is not None
+    assert torch.equal(some.dequantized(), rows.dequantized()[[4, 1], 128:384])
+    assert rows.part(None, slice(64, 512)) is None
+    of_all = Float8Rows(numbers, scales[:, :1], 512).part(slice(2, 4), slice(64, 512))
+    assert of_all is not None
+    assert torch.equal(of_all.dequantized(), numbers.float()[2:4, 64:] * scales[2:4, :1])
