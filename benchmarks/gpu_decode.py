@@ -24,6 +24,7 @@ from gpu_report import Report
 from gpu_timing import copy_gb_per_s
 
 CONTEXT = 1024
+WEIGHTS = ("int4", "int8-weight-only", "int8", "fp8")
 STEPS, WARM_STEPS = 100, 10
 BATCHES = {"0.6B": (1, 8, 64, 256), "8B": (1, 8, 64)}
 # https://github.com/GeeeekExplorer/nano-vllm, bench.py
@@ -100,6 +101,36 @@ def measure_decode(device: str, report: Report) -> bool:
         del engine, timer
         gc.collect()
     return right
+
+
+def measure_few_bits(device: str, report: Report) -> bool:
+    """Milliseconds per decode step of the 8B shape, by how linear layers are kept."""
+    on_gpu = device != "cpu"
+    weights = ("auto", *WEIGHTS) if on_gpu else ("auto", "int4")
+    for name in weights:
+        context = CONTEXT if on_gpu else 20
+        tokens = context + STEPS + WARM_STEPS + 16
+        batches = BATCHES["8B"] if on_gpu else (1, 3)
+        engine = make_engine(
+            "8B" if on_gpu else "tiny",
+            device,
+            weights=name,
+            max_num_requests=max(batches),
+            max_num_batched_tokens=2048,
+            num_blocks=max(batches) * (tokens // 16 + 2),
+            max_model_len=tokens + 16,
+            prefix_cache=False,
+            async_scheduling=True,
+        )
+        timer = ReplayTimer(engine)
+        report[f"{name}: weights, GB"] = _weight_bytes(engine) / 1e9
+        for batch in batches:
+            report[f"{name}, batch {batch}: ms per step"] = _time_decode(
+                engine, timer, batch, context
+            )[0]
+        del engine, timer
+        gc.collect()
+    return True
 
 
 def _time_decode(

@@ -8,6 +8,9 @@
     nano       nano-vllm's workload on Qwen3-0.6B's shape: tokens per second
     kernels    the small Triton kernels against copies and torch's ops (kernels_gpu.py)
     attention  paged attention in Triton against the best of libraries (attention_gpu.py)
+    products   weights of 4 and 8 bits against the vendor's bfloat16 (quantized_gpu.py)
+    few bits   decode steps of the 8B shape with such weights
+    quantized  the engine's tokens with such weights against those of their definition, split too
     ops        kernels and attention backends against their definitions (tests/kernels, bf16 too)
 
 What is worth most comes first. Each part has a share of the time and all that those before it left
@@ -59,15 +62,18 @@ class Part:
 # The shares add up to the budget. `ops` compiles for every test, in as many processes as there are
 # cores; it is last, as the parts before it are the faster to tell that something is wrong.
 PARTS = {
-    "engine": Part("gpu_tokens", "check_engine", 100),
-    "graphs": Part("gpu_tokens", "check_graphs", 60),
-    "decode": Part("gpu_decode", "measure_decode", 80),
-    "push": Part("gpu_push", "measure_push", 40),
-    "split": Part("gpu_tokens", "check_split", 70),
-    "nano": Part("gpu_decode", "measure_nano", 40),
+    "engine": Part("gpu_tokens", "check_engine", 75),
+    "graphs": Part("gpu_tokens", "check_graphs", 40),
+    "decode": Part("gpu_decode", "measure_decode", 50),
+    "push": Part("gpu_push", "measure_push", 25),
+    "split": Part("gpu_tokens", "check_split", 40),
+    "nano": Part("gpu_decode", "measure_nano", 30),
     "kernels": Part("gpu_tokens", "measure_kernels", 20),
-    "attention": Part("gpu_tokens", "measure_attention", 50),
-    "ops": Part("gpu_tokens", "check_ops", 110),
+    "attention": Part("gpu_tokens", "measure_attention", 40),
+    "products": Part("gpu_tokens", "measure_products", 60),
+    "few bits": Part("gpu_decode", "measure_few_bits", 45),
+    "quantized": Part("gpu_tokens", "check_quantized", 45),
+    "ops": Part("gpu_tokens", "check_ops", 100),
 }
 BUDGET_S = 570.0
 LEAST_S = 5.0  # in less not even a process begins

@@ -16,7 +16,12 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import torch
+
+from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from engine.executors.uniproc import worker_of
 from gpu_report import Report
@@ -28,6 +33,7 @@ TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 4
 KV_BYTES = 2**28
 READY_TIMEOUT_S = 80.0
 MAX_PROCESSES = 12  # each has a context of half a GiB on the GPU
+WEIGHTS = ("int4", "int8", "fp8", "int8-weight-only")
 OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
@@ -109,16 +115,27 @@ def check_graphs(device: str, report: Report) -> bool:
 
 def check_split(device: str, report: Report) -> bool:
     """Tokens of the split system with its KV in the device's memory against one process."""
+    from engine import LLM
+
+    options = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
+    expected = LLM(MODEL, **options).generate(TEXTS, _params()[0])
+    found = _split_completions(device, [])
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, found, strict=True))
+    pushes = [c.receipt.decode.push for c in found if c.receipt and c.receipt.decode]
+    exposed = [push.exposed_transfer_s * 1e3 for push in pushes]
+    report["equal"] = f"{equal} of {len(TEXTS)}"
+    report["transport"] = pushes[0].transport if pushes else "-"
+    report["exposed transfer, ms"] = statistics.median(exposed) if exposed else "-"
+    return equal == len(TEXTS) == len(pushes)
+
+
+def _split_completions(device: str, more_args: list[str]) -> list[Completion]:
     from baton import Client
     from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-    from engine import LLM
 
     if find_spec("nixl") is None:
         raise ModuleNotFoundError(name="nixl")
-    greedy = _params()[0]
-    options = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
-    expected = LLM(MODEL, **options).generate(TEXTS, greedy)
-    node_args = ["--dtype", "float32", "--device", device, "--kv-cache-memory", "256M"]
+    node_args = ["--dtype", "float32", "--device", device, "--kv-cache-memory", "256M", *more_args]
     config = LocalDeploymentConfig(
         model=MODEL,
         listen=_free_address(),
@@ -127,14 +144,7 @@ def check_split(device: str, report: Report) -> bool:
     )
     with LocalDeployment(config) as deployment, Client(config.listen) as client:
         deployment.wait_ready(READY_TIMEOUT_S)
-        found = [client.generate(text, greedy) for text in TEXTS]
-    equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, found, strict=True))
-    pushes = [c.receipt.decode.push for c in found if c.receipt and c.receipt.decode]
-    exposed = [push.exposed_transfer_s * 1e3 for push in pushes]
-    report["equal"] = f"{equal} of {len(TEXTS)}"
-    report["transport"] = pushes[0].transport if pushes else "-"
-    report["exposed transfer, ms"] = statistics.median(exposed) if exposed else "-"
-    return equal == len(TEXTS) == len(pushes)
+        return [client.generate(text, _params()[0]) for text in TEXTS]
 
 
 def measure_kernels(device: str, report: Report) -> bool:
@@ -154,6 +164,37 @@ def measure_attention(device: str, report: Report) -> bool:
     rows = list(_reported(measure(device), report))
     report["decode, library / ours"] = geometric_mean(rows)
     return _all_right(rows)
+
+
+def measure_products(device: str, report: Report) -> bool:
+    """Every row of `quantized_gpu.py`, likewise."""
+    from quantized_gpu import measure
+
+    return _all_right(list(_reported(measure(device), report)))
+
+
+def check_quantized(device: str, report: Report) -> bool:
+    """Tokens with weights of few bits against those of their definition, in float32; and split."""
+    from baton_kernels import reference
+    from baton_kernels.dispatch import ops_for
+    from engine import LLM
+
+    options: dict[str, Any] = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
+    ops, right, of_int4 = ops_for(torch.empty(0, device=device)), True, []
+    for weights in WEIGHTS if device != "cpu" else WEIGHTS[:1]:
+        with mock.patch.object(ops, "quantized_linear", reference.quantized_linear):
+            llm = LLM(MODEL, weights=weights, cuda_graphs=False, **options)
+            expected = [one for params in _params() for one in llm.generate(TEXTS, params)]
+        llm = LLM(MODEL, weights=weights, **options)
+        found = [one for params in _params() for one in llm.generate(TEXTS, params)]
+        equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, found, strict=True))
+        report[f"{weights}: equal"] = f"{equal} of {len(expected)}"
+        right = right and equal == len(expected)
+        of_int4 = of_int4 or [one.token_ids for one in found[: len(TEXTS)]]
+    split = _split_completions(device, ["--weights", WEIGHTS[0]])
+    equal = sum(a == b.token_ids for a, b in zip(of_int4, split, strict=True))
+    report[f"{WEIGHTS[0]}, split: equal"] = f"{equal} of {len(TEXTS)}"
+    return right and equal == len(TEXTS)
 
 
 def _reported(rows: Iterable[Row], report: Report) -> Iterator[Row]:

@@ -144,7 +144,10 @@ class _Packing:
 
     def _keep_float8(self, parts: Sequence[WeightPart]) -> RoundedWeight | None:
         kept = [part.content for part in parts if isinstance(part.content, Float8Rows)]
-        if len(kept) < len(parts) or len({(one.group_size, one.scales.shape[1]) for one in kept}) > 1:
+        if (
+            len(kept) < len(parts)
+            or len({(one.group_size, one.scales.shape[1]) for one in kept}) > 1
+        ):
             return None
         first = kept[0]
         weight = RoundedWeight.empty(

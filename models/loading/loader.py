@@ -277,9 +277,7 @@ def _check_names(
         raise ModelLoadError(f"{folder}: weights unknown to the model: {_first_of(unknown)}")
 
 
-def _read_part(
-    stored: StoredTensor, place: _Place, *, integers: bool, float8: bool
-) -> WeightPart:
+def _read_part(stored: StoredTensor, place: _Place, *, integers: bool, float8: bool) -> WeightPart:
     kept: GroupedIntegers | Float8Rows | None = None
     if integers and stored.read_integers is not None:
         kept = stored.read_integers()

@@ -42,8 +42,8 @@ from baton_kernels.native.library import (
 )
 from baton_kernels.native.tape import Recorder, Result, Tape, check, record
 from baton_kernels.packed import GroupedIntegers, Groups, PackedWeight, WeightFormat
-from baton_kernels.reference import FP8
 from baton_kernels.quantized import QuantizedWeight
+from baton_kernels.reference import FP8
 from baton_kernels.routing import Routing, Scoring
 from baton_kernels.state_metadata import StateMetadata
 

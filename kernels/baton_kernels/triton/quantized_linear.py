@@ -59,18 +59,19 @@ def grouped_tile(num_tokens: int, side: int) -> ProductTile:
     """Choose the tile of `GroupedWeight`."""
     stages = 4 if side == 64 else 6
     if num_tokens <= FEW_TOKENS:
-        return ProductTile(64, _tokens_of(num_tokens), 4, stages)
+        return ProductTile(64, tokens_of(num_tokens), 4, stages)
     return ProductTile(128, 128, 8, 4)
 
 
 def rounded_tile(num_tokens: int) -> ProductTile:
     """Choose the tile of `RoundedWeight`."""
     if num_tokens <= FEW_TOKENS:
-        return ProductTile(64, _tokens_of(num_tokens), 4, 5)
+        return ProductTile(64, tokens_of(num_tokens), 4, 5)
     return ProductTile(128, 128, 8, 4)
 
 
-def _tokens_of(num_tokens: int) -> int:
+def tokens_of(num_tokens: int) -> int:
+    """Return the tokens of a tile for a few of them."""
     return max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens))
 
 
@@ -216,10 +217,7 @@ def _asm_of_codes(kind: str, base: int, one: int, less: int) -> str:
         "prmt.b32 second, $4, 0, 0x4342;",
         *(f"shr.u32 {name}_high, {name}, 4;" for name in low),
         *(f"lop3.b32 {name}, {name}, 0x000f000f, {base:#x}, 0xea;" for name in low + high),
-        *(
-            f"fma.rn.{kind}x2 ${place}, {name}, one, less;"
-            for place, name in enumerate(low + high)
-        ),
+        *(f"fma.rn.{kind}x2 ${place}, {name}, one, less;" for place, name in enumerate(low + high)),
     ]
     return "{ " + " ".join(lines) + " }"
 
@@ -428,7 +426,9 @@ def round_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
     limit = tl.max(largest, axis=0)
-    factor = tl.where(limit > 1e-30, LARGEST / tl.maximum(limit, 1e-30), 0.0)
+    # As torch divides: to the nearest.
+    factor = tl.div_rn(tl.full((1,), LARGEST, tl.float32), tl.maximum(limit, 1e-30))
+    factor = tl.where(limit > 1e-30, factor, 0.0)
     for start in range(first, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
@@ -503,7 +503,9 @@ def _round_case(number: str) -> AotCase:
     largest = largest_of(torch.int8 if number == "i8" else FLOAT8)
     constants = {"BLOCK": _ROUND_BLOCK, "LARGEST": largest}
     capabilities = (90,) if number == FP8 else (80, 90)
-    return AotCase(f"round_inputs {number}", round_kernel, types, constants, capabilities=capabilities)
+    return AotCase(
+        f"round_inputs {number}", round_kernel, types, constants, capabilities=capabilities
+    )
 
 
 _MANY_TOKENS = 2048
