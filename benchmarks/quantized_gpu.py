@@ -39,7 +39,7 @@ interpret_without_gpu()
 
 from triton import TritonError  # noqa: E402
 
-from baton_kernels import GroupedIntegers, reference  # noqa: E402
+from baton_kernels import GroupedIntegers, Groups, reference  # noqa: E402
 from baton_kernels.packed import WeightFormat, rounded_to  # noqa: E402
 from baton_kernels.quantized import (  # noqa: E402
     FLOAT8,
@@ -49,14 +49,16 @@ from baton_kernels.quantized import (  # noqa: E402
 )
 from baton_kernels.triton import quantized_linear as kernels  # noqa: E402
 from baton_kernels.triton.fp8 import has_fp8  # noqa: E402
-from baton_kernels.triton.quantized_linear import ProductTile  # noqa: E402
 
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 TINY_LAYERS = {"o": (48, 256)}
 TOKENS = (1, 8, 32, 64, 256, 2048)
 CACHE_BYTES = 200e6  # weights of one measurement are no fewer
 ATOL, RTOL = 3e-2, 2e-2
-FORMATS = ("int4, groups of 128", "int4", "int8-weight-only", "int8", "fp8", "fp8, groups of 128")
+FORMATS = (
+    *("int4, groups of 128", "int4, zero points", "int4", "int8-weight-only"),
+    *("int8", "fp8", "fp8, groups of 128"),
+)
 PROCESSES = 12
 
 
@@ -71,6 +73,14 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
         return rounded
     if name == "int4":
         integers: GroupedIntegers | None = rounded_to(WeightFormat.INT4, numbers)
+    elif "zero" in name:  # as AWQ and GPTQ keep them
+        groups = numbers.view(out_features, -1, 128)
+        low, high = groups.amin(2), groups.amax(2)
+        scales = ((high - low) / 15).half()
+        zeros = (-low / scales).round().clamp(0, 15)
+        codes = (groups / scales.unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, 15)
+        both = Groups(scales, (-zeros).char())
+        integers = GroupedIntegers.of(4, codes.flatten(1).byte(), both, 128)
     else:
         bits, group = (4, 128) if "4" in name else (8, size)
         groups = numbers.view(out_features, -1, group)
@@ -88,16 +98,6 @@ def copy_of(weight: QuantizedWeight) -> QuantizedWeight:
     if isinstance(weight, RoundedWeight):
         return replace(weight, numbers=weight.numbers.clone(), scales=weight.scales.clone())
     return replace(weight, codes=weight.codes.clone(), groups=weight.groups.map(torch.clone))
-
-
-def scaled_mm(x: Tensor, weight: RoundedWeight) -> Tensor:
-    """The vendor's product of float8 with a scale per row and per token."""
-    numbers, scales = kernels.round_inputs(x, FLOAT8, weight.group_size)
-    product: Tensor = torch._scaled_mm(
-        numbers, weight.numbers.T, scales.view(-1, 1), weight.scales.view(1, -1),
-        out_dtype=x.dtype,
-    )  # fmt: skip
-    return product
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def cases(device: str) -> Iterator[Case]:
             copies = _copies(weight, copy_of, weight_bytes, device)
             ways: dict[str, Callable[[Tensor, Any], Tensor]] = {name: kernels.quantized_linear}
             if name == "fp8":
-                ways["fp8, _scaled_mm"] = scaled_mm
+                ways["fp8, the vendor's"] = kernels.scaled_mm
             for way, function in ways.items():
                 for count, x in inputs.items():
                     yield Case(
@@ -192,17 +192,13 @@ def measure(device: str) -> Iterator[Row]:
         yield row
 
 
-# Rows, warps, stages and how many times the usual number of parts.
-FEW_TILES = (
-    *((64, 4, 3, 1), (64, 4, 4, 1), (64, 4, 6, 1), (64, 4, 6, 2)),
-    *((128, 4, 3, 1), (128, 4, 4, 2), (128, 4, 3, 4), (128, 8, 4, 2)),
-)
-MANY_TILES = ((128, 4, 3, 1), (128, 8, 3, 1), (128, 8, 4, 1), (128, 4, 4, 1), (64, 4, 4, 1))
-SWEPT = (("down", 1), ("qkv", 16), ("gate_up", 1), ("gate_up", 64), ("gate_up", 2048))
+# Stages, and how many times the usual number of parts.
+FEW_TILES = ((3, 1.0), (4, 1.0), (6, 1.0), (8, 1.0), (6, 0.5), (6, 2.0))
+SWEPT = (("qkv", 1), ("down", 1), ("gate_up", 1), ("down", 64), ("gate_up", 64))
 
 
 def other_tiles(device: str) -> Iterator[Case]:
-    """Each format with other tiles and parts than are chosen."""
+    """Few tokens with other tiles and parts than are chosen."""
     for layer, num_tokens in SWEPT if device != "cpu" else (("o", 3),):
         out_features, size = LAYERS[layer] if device != "cpu" else TINY_LAYERS[layer]
         torch.manual_seed(0)
@@ -214,31 +210,29 @@ def other_tiles(device: str) -> Iterator[Case]:
                 continue
             weight = weight_of(name, numbers)
             copies = _copies(weight, copy_of, num_bytes(*weight.tensors), device)
-            for tile, parts in _tiles(weight, num_tokens):
-                linear: Callable[..., Tensor] = (
-                    kernels.grouped_linear
-                    if isinstance(weight, GroupedWeight)
-                    else kernels.rounded_linear
-                )
-                row: Row = {
-                    "what": f"{layer}, {num_tokens} tokens, {name}",
-                    "tile": f"{tile.rows}x{tile.tokens} w{tile.num_warps} s{tile.num_stages}",
-                    "parts": parts,
-                }
+            for stages, times in FEW_TILES:
+                linear, tile, parts = _chosen(weight, x)
+                tile = replace(tile, num_stages=stages)
+                parts = max(1, int(parts * times))
+                row: Row = {"what": f"{layer}, {num_tokens} tokens, {name}"}
+                row |= {"stages": stages, "parts": parts}
                 calls = [partial(linear, x, one, None, tile, parts) for one in copies]
                 yield Case(row, calls, num_bytes(*weight.tensors), 0.0)
 
 
-def _tiles(weight: QuantizedWeight, num_tokens: int) -> Iterator[tuple[ProductTile, int]]:
-    few = num_tokens <= kernels.FEW_TOKENS
-    chunks = (
-        len(weight.codes) if isinstance(weight, GroupedWeight) else -(-weight.in_features // 128)
-    )
-    for rows, warps, stages, times in FEW_TILES if few else MANY_TILES:
-        for tokens in (kernels.tokens_of(num_tokens),) if few else (128, 256):
-            tile = ProductTile(rows, tokens, warps, stages)
-            parts = kernels.num_parts(num_tokens, weight.out_features, chunks, tile)
-            yield tile, min(max(1, parts * times), chunks) if few else 1
+def _chosen(
+    weight: QuantizedWeight, x: Tensor
+) -> tuple[Callable[..., Tensor], kernels.ProductTile, int]:
+    size, out_features = len(x), weight.out_features
+    if isinstance(weight, GroupedWeight):
+        tile = kernels.grouped_tile(size, weight.bits, x.itemsize)
+        wanted = kernels.WANTED_PROGRAMS[weight.bits]
+        parts = kernels.num_parts(out_features, len(weight.codes), tile, wanted)
+        return kernels.grouped_linear, tile, parts
+    tile = kernels.rounded_tile(size)
+    num_chunks = -(-weight.in_features // kernels.ROUNDED_BLOCK)
+    parts = kernels.num_parts(out_features, num_chunks, tile, kernels.WANTED_ROUNDED)
+    return kernels.rounded_linear, tile, parts
 
 
 def sweep(device: str) -> Iterator[Row]:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.packed import SUPER_GROUP, GroupedIntegers, Groups
+from baton_kernels.packed import GroupedIntegers, Groups
 
 FLOAT8 = torch.float8_e4m3fn
-# Bytes of a row that are read together, at most.
-MOST_SIDE = 64
+# Words of a row that are read together, and inputs of a plane of theirs.
+SIDE = 16
+_WORD_BITS = 32
 # Inputs that a product of bytes takes at once; groups of rounded weights are multiples of it.
 ROUNDED_BLOCK = 128
-_SMALLEST_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,17 +62,18 @@ class Float8Rows:
 class GroupedWeight:
     """``[out_features, in_features]`` integers in groups, each with a scale, perhaps a minimum.
 
-    Neighbours of a row that are read together are a chunk, and a chunk of all rows lies together::
+    Neighbours of a row that are read together are a chunk, in `SIDE` words; a chunk of all rows
+    lies together. Each word has one code of every plane, the first in its lowest bits::
 
-        8 bits    byte j of a chunk of `side` inputs: input j
-        4 bits    byte j of a chunk of 2 * `side` inputs: low half input j, high half input side + j
+        input of the chunk    0 ... 15  16 ... 31  32 ...       16 neighbours are a plane
+        in word                0 ... 15   0 ... 15   0 ...
 
-    Codes count from 0 where groups have minima, else from ``-2 ** (bits - 1)``; of 8 bits the
-    latter are int8.
+    So unpacking a plane takes the same steps in all words, and its numbers are where products want
+    them. A code is ``weight / scale + 2 ** (bits - 1)``, or counts from the group's minimum.
 
     Attributes:
         bits: of a code, 4 or 8.
-        codes: ``[chunks, out_features, side]`` uint8 or int8.
+        codes: ``[chunks, out_features, SIDE]`` int32.
         groups: see `CodeLayout`; ``[groups, out_features]``, factors likewise.
         group_size: neighbouring inputs of a group.
         in_features: of a row; what fills up the last chunk is multiplied with zeros.
@@ -92,9 +93,9 @@ class GroupedWeight:
         return self.codes.shape[1]
 
     @property
-    def side(self) -> int:
-        """Bytes of a row within a chunk."""
-        return self.codes.shape[2]
+    def chunk_size(self) -> int:
+        """Inputs of a chunk."""
+        return SIDE * _WORD_BITS // self.bits
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -107,10 +108,8 @@ class GroupedWeight:
     ) -> GroupedWeight:
         """Allocate one whose rows are to be written, of the layout of some of them."""
         in_features, bits = like.numbers.shape[1], like.bits
-        side = side_of(like.group_size)
-        chunks = -(-in_features // (side * 8 // bits))
-        dtype = torch.int8 if bits == 8 and like.groups.minima is None else torch.uint8
-        codes = torch.zeros(chunks, out_features, side, dtype=dtype, device=device)
+        chunks = -(-in_features // (SIDE * _WORD_BITS // bits))
+        codes = torch.empty(chunks, out_features, SIDE, dtype=torch.int32, device=device)
 
         def numbers(one: Tensor) -> Tensor:
             return torch.empty(one.shape[1], out_features, dtype=one.dtype, device=device)
@@ -122,27 +121,28 @@ class GroupedWeight:
     def write_rows(self, first_row: int, rows: GroupedIntegers) -> None:
         """Write some rows, of the layout that this has."""
         here, count = self.codes.device, len(rows.numbers)
-        numbers = rows.numbers.to(here)
-        if self.bits == 4 and rows.groups.minima is None:
-            numbers = (numbers + 8).to(torch.uint8)
-        per_chunk = self.side * 8 // self.bits
-        filled = functional.pad(numbers, (0, -self.in_features % per_chunk))
-        chunks = filled.view(count, -1, per_chunk)
+        codes = rows.numbers.to(here)
+        if rows.groups.minima is None:
+            codes = codes.to(torch.int16) + 2 ** (self.bits - 1)
+        filled = functional.pad(codes.to(torch.uint8), (0, -self.in_features % self.chunk_size))
+        planes = filled.view(count, len(self.codes), -1, SIDE).transpose(2, 3)
         if self.bits == 4:
-            chunks = chunks[..., : self.side] | chunks[..., self.side :] << 4
-        self.codes[:, first_row : first_row + count] = chunks.transpose(0, 1)
+            planes = planes[..., 0::2] | planes[..., 1::2] << 4
+        words = planes.contiguous().view(torch.int32).squeeze(3)  # [count, chunks, SIDE]
+        self.codes[:, first_row : first_row + count] = words.transpose(0, 1)
         for ours, theirs in zip(self.groups.tensors, rows.groups.tensors, strict=True):
             if ours is not None and theirs is not None:
                 ours[:, first_row : first_row + count] = theirs.to(here).T
 
     def dequantized(self) -> Tensor:
         """Return ``[out_features, in_features]`` float32."""
-        chunks = self.codes.transpose(0, 1)
+        words = self.codes.transpose(0, 1).unsqueeze(3).contiguous()
+        planes = words.view(torch.uint8)  # [out_features, chunks, SIDE, bytes]
         if self.bits == 4:
-            chunks = torch.cat([chunks & 15, chunks >> 4], dim=-1)
-        numbers = chunks.flatten(1)[:, : self.in_features].float()
-        if self.bits == 4 and self.groups.minima is None:
-            numbers = numbers - 8
+            planes = torch.stack([planes & 15, planes >> 4], dim=4).flatten(3)
+        numbers = planes.transpose(2, 3).flatten(1)[:, : self.in_features].float()
+        if self.groups.minima is None:
+            numbers = numbers - 2 ** (self.bits - 1)
         scales, minima = self.groups.map(lambda one: one.T).widened(self.group_size)
         size = min(self.group_size, self.in_features)
 
@@ -153,17 +153,11 @@ class GroupedWeight:
         return numbers if minima is None else numbers + spread(minima)
 
 
-def side_of(group_size: int) -> int:
-    """Return how many bytes of a row are read together: inputs of two groups, or of one."""
-    return min(group_size, MOST_SIDE)
-
-
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Say whether `GroupedWeight` takes them: groups of 16, 32 or multiples of 64, no e2m1."""
+    """Say whether `GroupedWeight` takes them: groups of 16, 32, 64 or multiples of 128, no e2m1."""
     size = integers.group_size
-    fits = size in (_SMALLEST_GROUP, 2 * _SMALLEST_GROUP) or size % MOST_SIDE == 0
-    has_whole_factors = integers.groups.scale_factors is None or SUPER_GROUP % size == 0
-    return fits and has_whole_factors and not integers.is_e2m1
+    is_one = integers.groups.scales.shape[1] == 1
+    return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,9 +253,10 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
     largest = largest_of(dtype)
     limits = groups.abs().amax(dim=2, keepdim=True)
     factors = torch.where(limits > 1e-30, torch.full_like(limits, largest) / limits, 0.0)
-    numbers = groups * factors
-    if dtype == torch.int8:
-        numbers = numbers.round()
+    if dtype == torch.int8:  # in float64 the product is exact, as in a fused multiply-add
+        numbers = (groups.double() * factors.double()).round().float()
+    else:
+        numbers = groups * factors
     numbers = numbers.clamp(-largest, largest).to(dtype)
     return numbers.flatten(1)[:, :size], (limits * (1 / largest)).squeeze(2)
 
@@ -274,6 +269,7 @@ def largest_of(dtype: torch.dtype) -> float:
 __all__ = [
     "FLOAT8",
     "ROUNDED_BLOCK",
+    "SIDE",
     "Float8Rows",
     "GroupedWeight",
     "QuantizedWeight",
@@ -281,5 +277,4 @@ __all__ = [
     "is_kept",
     "largest_of",
     "rounded_rows",
-    "side_of",
 ]

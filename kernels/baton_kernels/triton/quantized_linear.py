@@ -1,11 +1,13 @@
 """Linear layers whose weights have 4 or 8 bits a number, see `baton_kernels.quantized`.
 
 A product is computed turned: rows of the weight times tokens. So the weight is the operand that
-comes from registers, in which its codes become numbers, and few tokens fill a tile of 16. Codes
-are multiplied as they are, and each group's sum by its scale: a weight is never rounded to the
-type of ``x``. Where tokens are so few that they do not fill the GPU, a row's inputs are split, in
-as many parts as the weight's shape says; the last part to arrive adds them all, in order.
-Refuses to know: layers, formats of checkpoints.
+comes from registers, in which its codes become numbers, and few tokens fill a tile of 16. Where
+codes of a chunk share a scale they are multiplied as they are, and their sum by it; else each plane
+becomes numbers of the type of ``x``. A row's inputs are summed in parts where tokens are few, as
+many as the weight's shape says; the last part to arrive adds them all, in order.
+
+For a prompt integers become numbers once, in memory, and the vendor's product is the faster one; so
+it is for rows of float8. Refuses to know: layers, formats of checkpoints.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from baton_kernels.packed import SUPER_GROUP as _SUPER_GROUP
 from baton_kernels.quantized import (
     FLOAT8,
     ROUNDED_BLOCK,
+    SIDE,
     GroupedWeight,
     QuantizedWeight,
     RoundedWeight,
@@ -30,12 +34,17 @@ from baton_kernels.quantized import (
 from baton_kernels.triton.aot import FP8, AotCase
 from baton_kernels.triton.launch import Launcher
 
-FEW_TOKENS = 64  # a row's inputs are split for no more
+FEW_TOKENS = 64  # more are a prompt's
 _LEAST_TOKENS = 16
 _ROUND_BLOCK = 1024
-_WANTED_PROGRAMS = 264  # two for each processor of a large GPU
+WANTED_PROGRAMS = {4: 512, 8: 384}  # by bits of a code
+WANTED_ROUNDED = 264
 _LEAST_CHUNKS = 4  # of a part
+_STAGE_BYTES = 60 * 2**10  # of shared memory, for all stages
+_UNPACK_ROWS = 16
+_ALL = 2**30  # more inputs than any row has: they are one group
 SUPER_GROUP = tl.constexpr(_SUPER_GROUP)
+WORDS = tl.constexpr(SIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,42 +64,66 @@ class ProductTile:
     num_stages: int
 
 
-def grouped_tile(num_tokens: int, side: int) -> ProductTile:
+def grouped_tile(num_tokens: int, bits: int, element_size: int) -> ProductTile:
     """Choose the tile of `GroupedWeight`."""
-    stages = 4 if side == 64 else 6
-    if num_tokens <= FEW_TOKENS:
-        return ProductTile(64, tokens_of(num_tokens), 4, stages)
-    return ProductTile(128, 128, 8, 4)
+    rows, tokens = 64, tokens_of(num_tokens)
+    stage = 4 * SIDE * rows + SIDE * 32 // bits * tokens * element_size
+    return ProductTile(rows, tokens, 4, max(2, min(6, _STAGE_BYTES // stage)))
 
 
 def rounded_tile(num_tokens: int) -> ProductTile:
     """Choose the tile of `RoundedWeight`."""
     if num_tokens <= FEW_TOKENS:
-        return ProductTile(64, tokens_of(num_tokens), 4, 5)
-    return ProductTile(128, 128, 8, 4)
+        return ProductTile(64, tokens_of(num_tokens), 4, 6 if num_tokens <= 16 else 4)
+    return ProductTile(128, 128, 8, 3)
 
 
 def tokens_of(num_tokens: int) -> int:
     """Return the tokens of a tile for a few of them."""
-    return max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens))
+    return min(FEW_TOKENS, max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens)))
 
 
-def num_parts(num_tokens: int, out_features: int, num_chunks: int, tile: ProductTile) -> int:
-    """Return in how many parts a row's inputs are summed."""
-    if num_tokens > FEW_TOKENS:
-        return 1
-    wanted = _WANTED_PROGRAMS // -(-out_features // tile.rows)
-    return max(1, min(wanted, num_chunks // _LEAST_CHUNKS))
+def num_parts(out_features: int, num_chunks: int, tile: ProductTile, wanted: int) -> int:
+    """Return in how many parts a row's inputs are summed, for so many programs."""
+    return max(1, min(wanted // -(-out_features // tile.rows), num_chunks // _LEAST_CHUNKS))
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """See `baton_kernels.reference.quantized_linear`."""
     rows = x.reshape(-1, weight.in_features)
-    if isinstance(weight, GroupedWeight):
+    if len(rows) > FEW_TOKENS and _is_unpacked(weight):
+        out = functional.linear(rows, unpacked(weight, x.dtype), bias)
+    elif isinstance(weight, GroupedWeight):
         out = grouped_linear(rows, weight, bias)
+    elif len(rows) > FEW_TOKENS and _has_vendors_product(rows, weight):
+        out = scaled_mm(rows, weight, bias)
     else:
         out = rounded_linear(rows, weight, bias)
     return out.view(*x.shape[:-1], weight.out_features)
+
+
+def _is_unpacked(weight: QuantizedWeight) -> bool:
+    """Say whether many tokens are multiplied with numbers of their own type."""
+    if isinstance(weight, GroupedWeight):
+        return True
+    return weight.numbers.dtype == FLOAT8 and len(weight.scales) > 1
+
+
+def _has_vendors_product(x: Tensor, weight: RoundedWeight) -> bool:
+    sizes = weight.numbers.shape
+    is_float8 = weight.numbers.dtype == FLOAT8
+    return x.is_cuda and is_float8 and x.dtype == torch.bfloat16 and not any(n % 16 for n in sizes)
+
+
+def scaled_mm(x: Tensor, weight: RoundedWeight, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows of float8 with a scale per row and per token, by the vendor's library."""
+    numbers, scales = round_inputs(x, FLOAT8, weight.group_size)
+    product: Tensor = torch._scaled_mm(
+        *(numbers, weight.numbers.T, scales.view(-1, 1), weight.scales.view(1, -1)),
+        bias=bias,
+        out_dtype=x.dtype,
+    )
+    return product
 
 
 def grouped_linear(
@@ -107,20 +140,49 @@ def grouped_linear(
     out = x.new_empty(num_tokens, out_features)
     if not num_tokens:
         return out
-    tile = tile or grouped_tile(num_tokens, weight.side)
-    parts = parts or num_parts(num_tokens, out_features, len(weight.codes), tile)
-    scales, minima, factors, minimum_factors = weight.groups.tensors
+    bits, num_chunks = weight.bits, len(weight.codes)
+    tile = tile or grouped_tile(num_tokens, bits, x.itemsize)
+    parts = parts or num_parts(out_features, num_chunks, tile, WANTED_PROGRAMS[bits])
     sums = None if parts == 1 else x.new_empty(parts, num_tokens, out_features, dtype=torch.float32)
-    launcher = _grouped_launcher(weight.bits, weight.side, weight.group_size, tile, _has_asm(x))
+    scales, minima, factors, minimum_factors = weight.groups.tensors
+    launcher = _grouped_launcher(
+        bits, _group_of(weight), weight.in_features % weight.chunk_size == 0, _has_asm(x), tile
+    )
     launcher(
         (-(-num_tokens // tile.tokens), -(-out_features // tile.rows), parts),
         (
             *(x, weight.codes, scales, minima, factors, minimum_factors, bias, out, sums),
             weight.arrived,
         ),
-        (num_tokens, x.stride(0), weight.in_features, out_features, len(weight.codes)),
+        (num_tokens, x.stride(0), weight.in_features, out_features, num_chunks),
     )
     return out
+
+
+def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return ``[out_features, in_features]`` numbers of a weight in ``dtype``."""
+    out_features, size = weight.out_features, weight.in_features
+    out = torch.empty(out_features, size, dtype=dtype, device=weight.tensors[0].device)
+    rows = -(-out_features // _UNPACK_ROWS)
+    if isinstance(weight, RoundedWeight):
+        _unpack_float8_launcher(weight.group_size)(
+            (rows, -(-size // ROUNDED_BLOCK)),
+            (weight.numbers, weight.scales, out),
+            (size, out_features),
+        )
+        return out
+    scales, minima, factors, minimum_factors = weight.groups.tensors
+    has_asm = _has_asm(out)
+    _unpack_launcher(weight.bits, _group_of(weight), has_asm)(
+        (rows, len(weight.codes)),
+        (weight.codes, scales, minima, factors, minimum_factors, out),
+        (size, out_features),
+    )
+    return out
+
+
+def _group_of(weight: GroupedWeight) -> int:
+    return weight.group_size if len(weight.groups.scales) > 1 else _ALL
 
 
 def rounded_linear(
@@ -140,7 +202,9 @@ def rounded_linear(
     numbers, scales = round_inputs(x, weight.numbers.dtype, weight.group_size)
     tile = tile or rounded_tile(num_tokens)
     num_chunks = -(-weight.in_features // ROUNDED_BLOCK)
-    parts = parts or num_parts(num_tokens, out_features, num_chunks, tile)
+    if parts is None:
+        few = num_tokens <= FEW_TOKENS
+        parts = num_parts(out_features, num_chunks, tile, WANTED_ROUNDED) if few else 1
     is_grouped = len(weight.scales) > 1
     exact = torch.int32 if weight.numbers.dtype == torch.int8 and not is_grouped else torch.float32
     sums = None if parts == 1 else x.new_empty(parts, num_tokens, out_features, dtype=exact)
@@ -176,10 +240,22 @@ def _has_asm(x: Tensor) -> bool:
 
 @functools.cache
 def _grouped_launcher(
-    bits: int, side: int, group_size: int, tile: ProductTile, has_asm: bool
+    bits: int, group: int, is_even: bool, has_asm: bool, tile: ProductTile
 ) -> Launcher:
-    options = {"BITS": bits, "SIDE": side, "GROUP": group_size, "HAS_ASM": has_asm}
+    options = {"BITS": bits, "GROUP": group, "IS_EVEN": is_even, "HAS_ASM": has_asm}
     return Launcher(grouped_kernel, **options, **_options(tile))
+
+
+@functools.cache
+def _unpack_launcher(bits: int, group: int, has_asm: bool) -> Launcher:
+    options = {"BITS": bits, "GROUP": group, "HAS_ASM": has_asm}
+    return Launcher(unpack_kernel, **options, BLOCK_N=_UNPACK_ROWS, num_warps=4)
+
+
+@functools.cache
+def _unpack_float8_launcher(group: int) -> Launcher:
+    options = {"GROUP": group, "BLOCK_N": _UNPACK_ROWS, "BLOCK_K": ROUNDED_BLOCK}
+    return Launcher(unpack_float8_kernel, **options, num_warps=4)
 
 
 @functools.cache
@@ -202,81 +278,205 @@ def _options(tile: ProductTile) -> dict[str, int]:
     }
 
 
-def _asm_of_codes(kind: str, base: int, one: int, less: int) -> str:
-    """Return what makes numbers of the low and the high halves of four bytes.
+def _nibbles(kind: str, base: int, one: int, less: int) -> str:
+    """Return what makes two numbers of each of eight planes of two words.
 
-    A code of 4 bits behind the bits of ``base``, whose own last bit counts 1, is ``base`` plus the
-    code; ``less`` is subtracted. Constants are two numbers of ``kind``'s bits each.
+    A code behind the bits of ``base``, whose own last bit counts 1, is ``base`` plus the code;
+    ``less`` is subtracted. Constants are two numbers of ``kind``'s bits each.
     """
-    low, high = ("first", "second"), ("first_high", "second_high")
-    lines = [
-        f".reg .b32 {', '.join(low + high)}, one, less;",
-        f"mov.b32 one, {one:#x};",
-        f"mov.b32 less, {less:#x};",
-        "prmt.b32 first, $4, 0, 0x4140;",
-        "prmt.b32 second, $4, 0, 0x4342;",
-        *(f"shr.u32 {name}_high, {name}, 4;" for name in low),
-        *(f"lop3.b32 {name}, {name}, 0x000f000f, {base:#x}, 0xea;" for name in low + high),
-        *(f"fma.rn.{kind}x2 ${place}, {name}, one, less;" for place, name in enumerate(low + high)),
-    ]
+    names = [f"plane{place}" for place in range(8)]
+    halves = {0: "prmt.b32 plane0, $8, $9, 0x5410;", 4: "prmt.b32 plane4, $8, $9, 0x7632;"}
+    lines = [f".reg .b32 {', '.join(names)}, one, less;"]
+    lines += [f"mov.b32 one, {one:#x};", f"mov.b32 less, {less:#x};"]
+    for place, name in enumerate(names):
+        first = place // 4 * 4
+        lines.append(halves.get(place, f"shr.u32 {name}, {names[first]}, {4 * (place - first)};"))
+    for place, name in enumerate(names):
+        lines.append(f"lop3.b32 {name}, {name}, 0x000f000f, {base:#x}, 0xea;")
+        lines.append(f"fma.rn.{kind}x2 ${place}, {name}, one, less;")
     return "{ " + " ".join(lines) + " }"
 
 
-# 128 in bfloat16 and 1,024 in float16, of which a code is subtracted; or 136 and 1,032.
-_BF16_FROM_0 = tl.constexpr(_asm_of_codes("bf16", 0x43004300, 0x3F803F80, 0xC300C300))
-_BF16_FROM_8 = tl.constexpr(_asm_of_codes("bf16", 0x43004300, 0x3F803F80, 0xC308C308))
-_FP16_FROM_0 = tl.constexpr(_asm_of_codes("f16", 0x64006400, 0x3C003C00, 0xE400E400))
-_FP16_FROM_8 = tl.constexpr(_asm_of_codes("f16", 0x64006400, 0x3C003C00, 0xE408E408))
-_HALVES = tl.constexpr("=r,=r,=r,=r,r")
+def _bytes_bf16(less: int) -> str:
+    """Return what makes two numbers of each of four planes of two words, by way of float32.
+
+    A code in the lowest bits of 2^23 is that plus the code; ``less`` is added.
+    """
+    lines = [".reg .b32 base; .reg .f32 first, second;", "mov.b32 base, 0x4b000000;"]
+    for place in range(4):
+        for name, word in (("first", "$4"), ("second", "$5")):
+            lines.append(
+                f"{{ .reg .b32 t; prmt.b32 t, {word}, base, {0x7650 + place:#x};"
+                f" mov.b32 {name}, t; }}"
+            )
+            lines.append(f"add.rn.f32 {name}, {name}, 0f{less:08x};")
+        lines.append(f"cvt.rn.bf16x2.f32 ${place}, second, first;")
+    return "{ " + " ".join(lines) + " }"
+
+
+def _bytes_fp16(less: int) -> str:
+    """Return the same for float16, as `_nibbles` does it."""
+    lines = [".reg .b32 both, one, less;", "mov.b32 one, 0x3c003c00;", f"mov.b32 less, {less:#x};"]
+    for place in range(4):
+        lines.append(f"prmt.b32 both, $4, $5, {(4 + place) << 8 | place:#x};")
+        lines.append("lop3.b32 both, both, 0x00ff00ff, 0x64006400, 0xea;")
+        lines.append(f"fma.rn.f16x2 ${place}, both, one, less;")
+    return "{ " + " ".join(lines) + " }"
+
+
+# Behind 128 in bfloat16, and 1,024 in float16; counted from 0, or from 8 and 128.
+_BF16_4_FROM_0 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC300C300))
+_BF16_4 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC308C308))
+_FP16_4_FROM_0 = tl.constexpr(_nibbles("f16", 0x64006400, 0x3C003C00, 0xE400E400))
+_FP16_4 = tl.constexpr(_nibbles("f16", 0x64006400, 0x3C003C00, 0xE408E408))
+_BF16_8_FROM_0 = tl.constexpr(_bytes_bf16(0xCB000000))
+_BF16_8 = tl.constexpr(_bytes_bf16(0xCB000080))
+_FP16_8_FROM_0 = tl.constexpr(_bytes_fp16(0xE400E400))
+_FP16_8 = tl.constexpr(_bytes_fp16(0xE480E480))
+_EIGHT_OF_TWO = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
+_FOUR_OF_TWO = tl.constexpr("=r,=r,=r,=r,r,r")
 
 
 @triton.jit
-def halves_as_numbers(codes, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
-    """The codes in the low and in the high halves of bytes, as numbers from 0 or from -8."""
+def plane_of(
+    words, place: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr, FROM_0: tl.constexpr
+):
+    """One plane's numbers, without the instructions of a GPU."""
+    number = ((words >> (place * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+    if not FROM_0:
+        number -= 1 << (BITS - 1)
+    return number.to(dtype)
+
+
+@triton.jit
+def planes_of_4_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
+    """The numbers of eight planes."""
     if HAS_ASM and dtype == tl.bfloat16:
-        ASM: tl.constexpr = _BF16_FROM_0 if FROM_0 else _BF16_FROM_8
-        low, high = tl.inline_asm_elementwise(
-            ASM, _HALVES, [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    elif HAS_ASM and dtype == tl.float16:
-        ASM: tl.constexpr = _FP16_FROM_0 if FROM_0 else _FP16_FROM_8
-        low, high = tl.inline_asm_elementwise(
-            ASM, _HALVES, [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-        )
+        planes = tl.inline_asm_elementwise(
+            _BF16_4_FROM_0 if FROM_0 else _BF16_4, _EIGHT_OF_TWO, [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                   tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    elif HAS_ASM:
+        planes = tl.inline_asm_elementwise(
+            _FP16_4_FROM_0 if FROM_0 else _FP16_4, _EIGHT_OF_TWO, [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16,
+                   tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
     else:
-        low, high = (codes & 15).to(tl.float32), (codes >> 4).to(tl.float32)
-        if not FROM_0:
-            low, high = low - 8, high - 8
-        low, high = low.to(dtype), high.to(dtype)
-    return low, high
+        planes = (
+            plane_of(words, 0, dtype, 4, FROM_0), plane_of(words, 1, dtype, 4, FROM_0),
+            plane_of(words, 2, dtype, 4, FROM_0), plane_of(words, 3, dtype, 4, FROM_0),
+            plane_of(words, 4, dtype, 4, FROM_0), plane_of(words, 5, dtype, 4, FROM_0),
+            plane_of(words, 6, dtype, 4, FROM_0), plane_of(words, 7, dtype, 4, FROM_0),
+        )  # fmt: skip
+    return planes
 
 
 @triton.jit
-def group_numbers(ptr, factor_ptr, group, row, is_row, out_features, GROUP: tl.constexpr):
-    """Scales, or minima, of one group of some rows."""
-    numbers = tl.load(ptr + group * out_features + row, mask=is_row, other=0).to(tl.float32)
+def planes_of_8_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
+    """The numbers of four planes."""
+    if HAS_ASM and dtype == tl.bfloat16:
+        planes = tl.inline_asm_elementwise(
+            _BF16_8_FROM_0 if FROM_0 else _BF16_8, _FOUR_OF_TWO, [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif HAS_ASM:
+        planes = tl.inline_asm_elementwise(
+            _FP16_8_FROM_0 if FROM_0 else _FP16_8, _FOUR_OF_TWO, [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        planes = (
+            plane_of(words, 0, dtype, 8, FROM_0), plane_of(words, 1, dtype, 8, FROM_0),
+            plane_of(words, 2, dtype, 8, FROM_0), plane_of(words, 3, dtype, 8, FROM_0),
+        )  # fmt: skip
+    return planes
+
+
+@triton.jit
+def group_numbers(ptr, factor_ptr, group, row, out_features, GROUP: tl.constexpr):
+    """Scales, or minima, of one group of some rows, in float32."""
+    numbers = tl.load(ptr + group * out_features + row).to(tl.float32)
     if factor_ptr is not None:
         factor_at = factor_ptr + group * GROUP // SUPER_GROUP * out_features + row
-        numbers *= tl.load(factor_at, mask=is_row, other=0).to(tl.float32)
+        numbers *= tl.load(factor_at).to(tl.float32)
     return numbers
 
 
 @triton.jit
-def add_group(
-    total, codes, x, scale_ptr, factor_ptr, minimum_ptr, minimum_factor_ptr, group, row, is_row,
-    out_features, GROUP: tl.constexpr,
-):  # fmt: skip
-    """``total`` plus the sum of some inputs of one group: ``[rows, tokens]``."""
-    scale = group_numbers(scale_ptr, factor_ptr, group, row, is_row, out_features, GROUP)
-    total += tl.dot(codes, x, input_precision="ieee") * scale[:, None]
+def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Of the group that a plane's inputs belong to, for some rows; the scale twice without one."""
+    chunk, groups, row, in_features, out_features = at
+    scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr = groups
+    first = chunk * (512 // BITS) + place * 16
+    # The last chunk may have planes that no input belongs to: any group will do.
+    group = tl.minimum(first, in_features - 1) // GROUP
+    scale = group_numbers(scale_ptr, factor_ptr, group, row, out_features, GROUP)
+    minimum = scale
     if minimum_ptr is not None:
-        minimum = group_numbers(
-            minimum_ptr, minimum_factor_ptr, group, row, is_row, out_features, GROUP
-        )
+        minimum = group_numbers(minimum_ptr, minimum_factor_ptr, group, row, out_features, GROUP)
         if minimum_factor_ptr is None and minimum_ptr.dtype.element_ty == tl.int8:
             minimum *= scale
-        total += minimum[:, None] * tl.sum(x.to(tl.float32), axis=0)[None, :]
-    return total
+    return scale, minimum
+
+
+@triton.jit
+def scaled(codes, of_group, HAS_MINIMA: tl.constexpr):
+    """One plane's codes as weights, computed in float32 and rounded to the codes' type."""
+    numbers = codes.to(tl.float32) * of_group[0][:, None]
+    if HAS_MINIMA:
+        numbers += of_group[1][:, None]
+    return numbers.to(codes.dtype)
+
+
+@triton.jit
+def numbers_of(
+    words, at, dtype: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    IS_SCALED: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_ASM: tl.constexpr,
+):  # fmt: skip
+    """A chunk's codes as numbers, ``[rows, inputs]``; scaled, if they are to be.
+
+    ``at``: the chunk, pointers to the groups' numbers, rows, and how many inputs and rows there
+    are. Planes are joined by turns, so that an input's place is its plane's, and then its word's:
+    where its number is already, in the registers of a product's operand.
+    """
+    if BITS == 4:
+        p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)
+        if IS_SCALED:
+            # Planes share what they can share.
+            g0 = scale_and_minimum(0, at, 4, GROUP)
+            g4 = scale_and_minimum(4, at, 4, GROUP) if GROUP <= 64 else g0
+            g2 = scale_and_minimum(2, at, 4, GROUP) if GROUP <= 32 else g0
+            g6 = scale_and_minimum(6, at, 4, GROUP) if GROUP <= 32 else g4
+            g1 = scale_and_minimum(1, at, 4, GROUP) if GROUP == 16 else g0
+            g3 = scale_and_minimum(3, at, 4, GROUP) if GROUP == 16 else g2
+            g5 = scale_and_minimum(5, at, 4, GROUP) if GROUP == 16 else g4
+            g7 = scale_and_minimum(7, at, 4, GROUP) if GROUP == 16 else g6
+            p = (
+                scaled(p[0], g0, HAS_MINIMA), scaled(p[1], g1, HAS_MINIMA),
+                scaled(p[2], g2, HAS_MINIMA), scaled(p[3], g3, HAS_MINIMA),
+                scaled(p[4], g4, HAS_MINIMA), scaled(p[5], g5, HAS_MINIMA),
+                scaled(p[6], g6, HAS_MINIMA), scaled(p[7], g7, HAS_MINIMA),
+            )  # fmt: skip
+        even = tl.join(tl.join(p[0], p[4]), tl.join(p[2], p[6]))
+        odd = tl.join(tl.join(p[1], p[5]), tl.join(p[3], p[7]))
+        numbers = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1))
+    else:
+        p = planes_of_8_bits(words, dtype, HAS_MINIMA, HAS_ASM)
+        if IS_SCALED:
+            g0 = scale_and_minimum(0, at, 8, GROUP)
+            g2 = scale_and_minimum(2, at, 8, GROUP) if GROUP <= 32 else g0
+            g1 = scale_and_minimum(1, at, 8, GROUP) if GROUP == 16 else g0
+            g3 = scale_and_minimum(3, at, 8, GROUP) if GROUP == 16 else g2
+            p = (
+                scaled(p[0], g0, HAS_MINIMA), scaled(p[1], g1, HAS_MINIMA),
+                scaled(p[2], g2, HAS_MINIMA), scaled(p[3], g3, HAS_MINIMA),
+            )  # fmt: skip
+        numbers = tl.permute(tl.join(tl.join(p[0], p[2]), tl.join(p[1], p[3])), (0, 2, 3, 1))
+    return tl.reshape(numbers, (words.shape[0], 512 // BITS))
 
 
 @triton.jit
@@ -319,48 +519,84 @@ def store_sums(
 def grouped_kernel(
     x_ptr, code_ptr, scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr, bias_ptr, out_ptr,
     sum_ptr, arrived_ptr, num_tokens, x_stride, in_features, out_features, num_chunks,
-    BITS: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, HAS_ASM: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, IS_EVEN: tl.constexpr, HAS_ASM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Some rows of the weight times some tokens, over some chunks of the inputs."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_token, is_row = (token < num_tokens)[None, :], row < out_features
-    side = tl.arange(0, SIDE)
-    x_at = x_ptr + token[None, :].to(tl.int64) * x_stride + side[:, None]
-    code_at = code_ptr + row[:, None].to(tl.int64) * SIDE + side[None, :]
-    chunk_size = out_features.to(tl.int64) * SIDE
-    CHUNK: tl.constexpr = SIDE * 8 // BITS
+    # Rows and tokens that there are not repeat the last: they are not stored.
+    known = tl.minimum(row, out_features - 1)
+    CHUNK: tl.constexpr = 512 // BITS
+    depth = tl.arange(0, CHUNK)
+    x_at = x_ptr + tl.minimum(token, num_tokens - 1)[None, :].to(tl.int64) * x_stride
+    x_at += depth[:, None]
+    code_at = code_ptr + known[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    chunk_words = out_features.to(tl.int64) * WORDS
     per_part = tl.cdiv(num_chunks, tl.num_programs(2))
     first = tl.program_id(2) * per_part
+    groups = (scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr)
+    HAS_MINIMA: tl.constexpr = minimum_ptr is not None
+    IS_SCALED: tl.constexpr = GROUP < CHUNK or HAS_MINIMA
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for chunk in range(first, tl.minimum(first + per_part, num_chunks)):
-        codes = tl.load(code_at + chunk * chunk_size, mask=is_row[:, None], other=0)
-        start = chunk * CHUNK
-        exists = is_token & (side < in_features - start)[:, None]
-        x = tl.load(x_at + start, mask=exists, other=0.0)
-        if BITS == 4:
-            low, high = halves_as_numbers(codes, x.dtype, minimum_ptr is not None, HAS_ASM)
-            total = add_group(
-                total, low, x, scale_ptr, factor_ptr, minimum_ptr, minimum_factor_ptr,
-                start // GROUP, row, is_row, out_features, GROUP,
-            )  # fmt: skip
-            start += SIDE
-            exists = is_token & (side < in_features - start)[:, None]
-            x = tl.load(x_at + start, mask=exists, other=0.0)
-            has_group = is_row & (start < in_features)  # the last chunk may have but a low one
-            total = add_group(
-                total, high, x, scale_ptr, factor_ptr, minimum_ptr, minimum_factor_ptr,
-                start // GROUP, row, has_group, out_features, GROUP,
-            )  # fmt: skip
+        words = tl.load(code_at + chunk * chunk_words)
+        if IS_EVEN:
+            x = tl.load(x_at + chunk * CHUNK)
         else:
-            total = add_group(
-                total, codes.to(x.dtype), x, scale_ptr, factor_ptr, minimum_ptr,
-                minimum_factor_ptr, start // GROUP, row, is_row, out_features, GROUP,
-            )  # fmt: skip
+            exists = depth < in_features - chunk * CHUNK
+            x = tl.load(x_at + chunk * CHUNK, mask=exists[:, None], other=0.0)
+        at = (chunk, groups, known, in_features, out_features)
+        numbers = numbers_of(words, at, x.dtype, BITS, GROUP, IS_SCALED, HAS_MINIMA, HAS_ASM)
+        if IS_SCALED:
+            total = tl.dot(numbers, x, total, input_precision="ieee")
+        else:
+            group = chunk * CHUNK // GROUP
+            scale = group_numbers(scale_ptr, factor_ptr, group, known, out_features, GROUP)
+            total += tl.dot(numbers, x, input_precision="ieee") * scale[:, None]
     store_sums(
         total, None, sum_ptr, bias_ptr, out_ptr, arrived_ptr, token, row, num_tokens, out_features
     )
+
+
+@triton.jit
+def unpack_kernel(
+    code_ptr, scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr, out_ptr, in_features,
+    out_features, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A chunk of some rows as numbers."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    chunk = tl.program_id(1)
+    known = tl.minimum(row, out_features - 1)
+    code_at = code_ptr + (chunk.to(tl.int64) * out_features + known[:, None]) * WORDS
+    words = tl.load(code_at + tl.arange(0, WORDS)[None, :])
+    groups = (scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr)
+    at = (chunk, groups, known, in_features, out_features)
+    HAS_MINIMA: tl.constexpr = minimum_ptr is not None
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    numbers = numbers_of(words, at, dtype, BITS, GROUP, True, HAS_MINIMA, HAS_ASM)
+    column = chunk * (512 // BITS) + tl.arange(0, 512 // BITS)
+    exists = (row < out_features)[:, None] & (column < in_features)[None, :]
+    out_at = out_ptr + row[:, None].to(tl.int64) * in_features + column[None, :]
+    tl.store(out_at, numbers, mask=exists)
+
+
+@triton.jit
+def unpack_float8_kernel(
+    number_ptr, scale_ptr, out_ptr, in_features, out_features,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Some inputs, of one group, of some rows as numbers."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    is_row = row < out_features
+    exists = is_row[:, None] & (column < in_features)[None, :]
+    place = row[:, None].to(tl.int64) * in_features + column[None, :]
+    group = tl.program_id(1) * BLOCK_K // GROUP
+    scale = tl.load(scale_ptr + group * out_features + row, mask=is_row, other=0.0)
+    numbers = tl.load(number_ptr + place, mask=exists, other=0.0).to(tl.float32) * scale[:, None]
+    tl.store(out_ptr + place, numbers.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -432,42 +668,61 @@ def round_kernel(
     for start in range(first, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
-        numbers = x.to(tl.float32) * factor
+        x = x.to(tl.float32)
         if number_ptr.dtype.element_ty == tl.int8:
             # To the nearest, of two the even one: added to 1.5 * 2^23, a number has no fraction.
-            numbers = (numbers + 12582912.0) - 12582912.0
+            shift = tl.full((BLOCK,), 12582912.0, tl.float32)
+            numbers = tl.fma(x, factor + tl.zeros_like(x), shift) - shift
+        else:
+            numbers = x * factor
         numbers = tl.clamp(numbers, -LARGEST, LARGEST).to(number_ptr.dtype.element_ty)
         tl.store(number_ptr + token * size + column, numbers, mask=column < end)
     tl.store(scale_ptr + group * num_tokens + token, limit * (1.0 / LARGEST))
 
 
 def _grouped_case(
-    bits: int, side: int, tile: ProductTile, *, minima: bool = False, parts: bool = False,
-    x: str = "*bf16", scales: str = "*bf16",
+    bits: int, tokens: int, group: int, *, minima: str | None = None, x: str = "*bf16",
+    scales: str = "*bf16", is_unpacked: bool = False,
 ) -> AotCase:  # fmt: skip
-    codes = "*u8" if bits == 4 or minima else "*i8"
+    tile = grouped_tile(tokens, bits, 4 if x == "*fp32" else 2)
     types = {
-        **{"x_ptr": x, "code_ptr": codes, "scale_ptr": scales, "minimum_ptr": "*i8"},
+        **{"x_ptr": x, "code_ptr": "*i32", "scale_ptr": scales, "minimum_ptr": f"*{minima}"},
         **dict.fromkeys(("factor_ptr", "minimum_factor_ptr"), "*bf16"),
         **{"bias_ptr": x, "out_ptr": x, "sum_ptr": "*fp32", "arrived_ptr": "*i32"},
         **{"num_tokens": "i32", "num_chunks": "i32"},
         **dict.fromkeys(("x_stride", "in_features", "out_features"), "i32:16"),
     }
     constants: dict[str, int | float | bool | str | None] = {
-        **{"BITS": bits, "SIDE": side, "GROUP": max(side, 32) if minima else 128},
-        **{"HAS_ASM": x != "*fp32", "BLOCK_N": tile.rows, "BLOCK_M": tile.tokens},
-        **dict.fromkeys(("factor_ptr", "minimum_factor_ptr", "bias_ptr")),
+        **{"BITS": bits, "GROUP": group, "HAS_ASM": x != "*fp32", "BLOCK_N": tile.rows},
+        **{"IS_EVEN": True, "BLOCK_M": tile.tokens, "bias_ptr": None},
     }
-    if not minima:
+    if minima is None:
         constants["minimum_ptr"] = None
-    elif scales == "*i8":
-        del constants["factor_ptr"], constants["minimum_factor_ptr"]
-    if not parts:
-        constants["sum_ptr"] = None
+    if scales != "*i8":
+        constants |= dict.fromkeys(("factor_ptr", "minimum_factor_ptr"))
+    kernel, what = grouped_kernel, f"grouped_linear x {tile.tokens}"
+    if is_unpacked:
+        kernel, what = unpack_kernel, "unpack"
+        constants["BLOCK_N"] = _UNPACK_ROWS
     types |= dict.fromkeys(constants, "constexpr")
-    name = f"grouped_linear {bits} bits, {side} x {tile.tokens} {x[1:]}"
-    name += ", minima" * minima + ", parts" * parts + f", scales {scales[1:]}"
-    return AotCase(name, grouped_kernel, types, constants, tile.num_warps, tile.num_stages)
+    types = {name: types[name] for name in kernel.arg_names}
+    constants = {name: one for name, one in constants.items() if name in types}
+    size = "all" if group == _ALL else group
+    name = f"{what} {bits} bits, groups of {size}, {x[1:]}, scales {scales[1:]}"
+    name += "" if minima is None else f", minima {minima}"
+    if is_unpacked:
+        return AotCase(name, kernel, types, constants)
+    return AotCase(name, kernel, types, constants, tile.num_warps, tile.num_stages)
+
+
+def _unpack_float8_case() -> AotCase:
+    types = {
+        **{"number_ptr": f"*{FP8}", "scale_ptr": "*fp32", "out_ptr": "*bf16"},
+        **dict.fromkeys(("in_features", "out_features"), "i32:16"),
+    }
+    constants = {"GROUP": 128, "BLOCK_N": _UNPACK_ROWS, "BLOCK_K": ROUNDED_BLOCK}
+    types |= dict.fromkeys(constants, "constexpr")
+    return AotCase("unpack float8", unpack_float8_kernel, types, constants, capabilities=(90,))
 
 
 def _rounded_case(number: str, tile: ProductTile, group: int, *, parts: bool = False) -> AotCase:
@@ -510,27 +765,23 @@ def _round_case(number: str) -> AotCase:
 
 _MANY_TOKENS = 2048
 AOT_CASES = (
-    *(
-        _grouped_case(4, 64, grouped_tile(tokens, 64), parts=tokens <= FEW_TOKENS)
-        for tokens in (1, FEW_TOKENS, _MANY_TOKENS)
-    ),
-    _grouped_case(4, 64, grouped_tile(1, 64), parts=True, x="*fp16", scales="*fp16"),
-    _grouped_case(4, 64, grouped_tile(1, 64), minima=True, parts=True),
-    *(
-        _grouped_case(
-            4, 32, grouped_tile(tokens, 32), minima=True, parts=tokens <= FEW_TOKENS, scales="*i8"
-        )
-        for tokens in (1, _MANY_TOKENS)
-    ),
-    *(
-        _grouped_case(8, 64, grouped_tile(tokens, 64), parts=tokens <= FEW_TOKENS)
-        for tokens in (1, _MANY_TOKENS)
-    ),
+    *(_grouped_case(4, tokens, 128) for tokens in (1, 32, FEW_TOKENS)),
+    _grouped_case(4, 1, 128, x="*fp16", scales="*fp16"),
+    _grouped_case(4, 1, 128, minima="i8", scales="*fp16"),
+    _grouped_case(4, 1, 32, scales="*fp16"),
+    *(_grouped_case(4, tokens, 32, minima="i8", scales="*i8") for tokens in (1, FEW_TOKENS)),
+    *(_grouped_case(8, tokens, _ALL) for tokens in (1, FEW_TOKENS)),
+    _grouped_case(8, 1, 16, scales="*fp16"),
+    _grouped_case(8, 1, _ALL, x="*fp16", scales="*fp16"),
+    _grouped_case(4, 1, 128, is_unpacked=True),
+    _grouped_case(4, 1, 32, minima="i8", scales="*i8", is_unpacked=True),
+    _grouped_case(8, 1, _ALL, is_unpacked=True),
+    _unpack_float8_case(),
     *(
         _rounded_case(number, rounded_tile(tokens), group, parts=tokens <= FEW_TOKENS)
         for number in ("i8", FP8)
         for group in (0, ROUNDED_BLOCK)
-        for tokens in (1, _MANY_TOKENS)
+        for tokens in (1, FEW_TOKENS, _MANY_TOKENS)
         if number == FP8 or not group
     ),
     _round_case("i8"),
