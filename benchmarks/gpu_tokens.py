@@ -187,7 +187,8 @@ def check_quantized(device: str, report: Report) -> bool:
     from engine import LLM
 
     options: dict[str, Any] = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
-    ops, right, of_int4 = ops_for(torch.empty(0, device=device)), True, []
+    ops, right = ops_for(torch.empty(0, device=device)), True
+    of_int4: list[tuple[int, ...]] = []
     params = replace(_params()[0], prompt_logprobs=0)
     for weights in WEIGHTS if device != "cpu" else WEIGHTS[:1]:
         with mock.patch.object(ops, "quantized_linear", reference.quantized_linear):

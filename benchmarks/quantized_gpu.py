@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,7 @@ from baton_kernels import GroupedIntegers, Groups, reference  # noqa: E402
 from baton_kernels.packed import WeightFormat, rounded_to  # noqa: E402
 from baton_kernels.quantized import (  # noqa: E402
     FLOAT8,
+    ROUNDED_BLOCK,
     GroupedWeight,
     QuantizedWeight,
     RoundedWeight,
@@ -114,7 +115,7 @@ class Case:
     """
 
     row: Row
-    calls: list[Callable[[], Tensor]]
+    calls: Sequence[Callable[[], Tensor]]
     weight_bytes: int
     flops: float
     expected: Callable[[], Tensor] | None = None
@@ -132,7 +133,6 @@ def cases(device: str) -> Iterator[Case]:
         plain = numbers.to(dtype)
         plains = _copies(plain, torch.clone, num_bytes(plain), device)
         for count, x in inputs.items():
-            calls: list[Callable[[], Tensor]]
             calls = [partial(functional.linear, x, one) for one in plains]
             row: Row = {"layer": layer, "tokens": count, "weights": "bfloat16"}
             yield Case(row, calls, num_bytes(plain), 2.0 * count * plain.numel())
@@ -230,7 +230,7 @@ def _chosen(
         parts = kernels.num_parts(out_features, len(weight.codes), tile, wanted)
         return kernels.grouped_linear, tile, parts
     tile = kernels.rounded_tile(size)
-    num_chunks = -(-weight.in_features // kernels.ROUNDED_BLOCK)
+    num_chunks = -(-weight.in_features // ROUNDED_BLOCK)
     parts = kernels.num_parts(out_features, num_chunks, tile, kernels.WANTED_ROUNDED)
     return kernels.rounded_linear, tile, parts
 

@@ -32,10 +32,10 @@ from baton_kernels.quantized import (
     largest_of,
 )
 from baton_kernels.triton.aot import FP8, AotCase
+from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
 FEW_TOKENS = 64  # more are a prompt's
-_LEAST_TOKENS = 16
 _ROUND_BLOCK = 1024
 WANTED_PROGRAMS = {4: 512, 8: 384}  # by bits of a code
 WANTED_ROUNDED = 264
@@ -80,7 +80,7 @@ def rounded_tile(num_tokens: int) -> ProductTile:
 
 def tokens_of(num_tokens: int) -> int:
     """Return the tokens of a tile for a few of them."""
-    return min(FEW_TOKENS, max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens)))
+    return min(FEW_TOKENS, padded_side(num_tokens))
 
 
 def num_parts(out_features: int, num_chunks: int, tile: ProductTile, wanted: int) -> int:
@@ -226,7 +226,7 @@ def round_inputs(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor
     num_groups = -(-size // group_size)
     numbers = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
     scales = x.new_empty(num_groups, num_tokens, dtype=torch.float32)
-    block = min(triton.next_power_of_2(min(group_size, size)), _ROUND_BLOCK)
+    block = min(padded_side(min(group_size, size)), _ROUND_BLOCK)
     _round_launcher(block, dtype == torch.int8)(
         (num_tokens, num_groups), (x, numbers, scales),
         (x.stride(0), num_tokens, size, min(group_size, size)),
@@ -333,8 +333,9 @@ _BF16_8_FROM_0 = tl.constexpr(_bytes_bf16(0xCB000000))
 _BF16_8 = tl.constexpr(_bytes_bf16(0xCB000080))
 _FP16_8_FROM_0 = tl.constexpr(_bytes_fp16(0xE400E400))
 _FP16_8 = tl.constexpr(_bytes_fp16(0xE480E480))
-_EIGHT_OF_TWO = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
-_FOUR_OF_TWO = tl.constexpr("=r,=r,=r,=r,r,r")
+# Results are written while there is still a word to be read: they have registers of their own.
+_EIGHT_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
+_FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
 
 @triton.jit
