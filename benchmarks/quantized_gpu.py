@@ -40,13 +40,13 @@ interpret_without_gpu()
 from triton import TritonError  # noqa: E402
 
 from baton_kernels import GroupedIntegers, Groups, reference  # noqa: E402
-from baton_kernels.packed import WeightFormat, rounded_to  # noqa: E402
 from baton_kernels.quantized import (  # noqa: E402
     FLOAT8,
     ROUNDED_BLOCK,
     GroupedWeight,
     QuantizedWeight,
     RoundedWeight,
+    four_bits,
 )
 from baton_kernels.triton import quantized_linear as kernels  # noqa: E402
 from baton_kernels.triton.fp8 import has_fp8  # noqa: E402
@@ -57,7 +57,7 @@ TOKENS = (1, 8, 32, 64, 256, 2048)
 CACHE_BYTES = 200e6  # weights of one measurement are no fewer
 ATOL, RTOL = 3e-2, 2e-2
 FORMATS = (
-    *("int4, groups of 128", "int4, zero points", "int4", "int8-weight-only"),
+    *("int4", "int4, zero points", "int4, groups of 32", "int8-weight-only"),
     *("int8", "fp8", "fp8, groups of 128"),
 )
 PROCESSES = 12
@@ -73,7 +73,7 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
         rounded.round_rows(0, numbers)
         return rounded
     if name == "int4":
-        integers: GroupedIntegers | None = rounded_to(WeightFormat.INT4, numbers)
+        integers: GroupedIntegers | None = four_bits(numbers)
     elif "zero" in name:  # as AWQ and GPTQ keep them
         groups = numbers.view(out_features, -1, 128)
         low, high = groups.amin(2), groups.amax(2)
@@ -83,7 +83,7 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
         both = Groups(scales, (-zeros).char())
         integers = GroupedIntegers.of(4, codes.flatten(1).byte(), both, 128)
     else:
-        bits, group = (4, 128) if "4" in name else (8, size)
+        bits, group = (4, 32) if "4" in name else (8, size)
         groups = numbers.view(out_features, -1, group)
         scales = groups.abs().amax(2) / (7 if bits == 4 else 127)
         codes = (groups / scales.unsqueeze(2)).round().clamp(-8 if bits == 4 else -127, 127)

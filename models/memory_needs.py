@@ -158,7 +158,7 @@ def _weight_bytes(
         head_format = dtype
     total = norms + layers + _matrix_bytes(head, head_format, dtype)
     if not config.tie_word_embeddings:
-        is_narrow = format_ in _FORMATS and _is_narrow(config)
+        is_narrow = format_ in _FORMATS and format_ != "fp8" and _is_narrow(config)
         total += head[0] * head[1] * (2 if is_narrow else _DTYPE_BYTES[dtype])
     return total
 

@@ -18,6 +18,7 @@ from baton.kv_manifest import KVKind
 from baton_kernels import FP8, WeightFormat
 from baton_kernels.attention import choose_attention_backend
 from baton_kernels.dispatch import enable_native_kernels
+from baton_kernels.quantized import QuantizedFormat
 from engine.worker.kv_cache import KVCacheSpec
 from models.config import ModelConfig
 from models.cpu.packing import CpuPacker
@@ -107,25 +108,26 @@ def choose_packer(
     """
     if device.type == "cpu":
         enable_native_kernels(config.native_kernels)
-        if config.weights == WeightFormat.FP8.value:
+        if config.weights == QuantizedFormat.FP8.value:
             raise ConfigError("weights: fp8 is for GPUs, got device cpu")
         return CpuPacker.choose(dtype, config.weights)
     return _gpu_packer(config.weights, device, dtype)
 
 
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
-    wanted = None if weights == "auto" else WeightFormat(weights)
-    if wanted is not None and wanted.keeps_numbers:
-        if WeightFormat.of(dtype) != wanted:
-            name = str(dtype).removeprefix("torch.")
-            raise ConfigError(f"weights: {weights} on a GPU wants the --dtype of it, got {name}")
+    own = WeightFormat.of(dtype)
+    if own is not None and own.value == weights:
         return None  # as torch keeps them
+    if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"weights: {weights} on a GPU wants --dtype to be that, got {name}")
+    wanted = None if weights == "auto" else QuantizedFormat(weights)
     if find_spec("triton") is None:
         if wanted is None:
             return None
         raise ConfigError(f"weights: {weights} on a GPU needs Triton, which is not installed")
     has_float8 = torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
-    if wanted == WeightFormat.FP8 and not has_float8:
+    if wanted == QuantizedFormat.FP8 and not has_float8:
         raise ConfigError(f"weights: fp8 wants a GPU of compute capability 8.9, got {device}")
     return GpuPacker(device, wanted, has_float8)
 

@@ -42,8 +42,6 @@ class WeightFormat(Enum):
     # Codes of 4 bits; those that are made have scale and minimum for every 32 inputs, of 8 bits.
     # Inputs are rounded to 8 bits.
     INT4 = "int4"
-    # Of GPUs only: numbers of e4m3, one scale per output; inputs are rounded likewise.
-    FP8 = "fp8"
 
     @property
     def code_bits(self) -> int | None:
@@ -428,7 +426,8 @@ class PackedWeight:
         ids = torch.arange(first_row, first_row + len(rows))
         if self.groups is not None:
             assert self.has_own_groups
-            self.write_integers(first_row, rounded_to(self.format, rows))
+            cut = _four_bits if self.format == WeightFormat.INT4 else _eight_bits
+            self.write_integers(first_row, cut(rows))
             return
         if self.scales is not None:
             limits = rows.abs().amax(dim=1).float().clamp(min=1e-30)  # [n]
@@ -530,11 +529,6 @@ def _empty_groups(
     return Groups(
         scales, minima, factors, None if factors is None or minima is None else factors.clone()
     )
-
-
-def rounded_to(format_: WeightFormat, rows: Tensor) -> GroupedIntegers:
-    """Round rows of numbers, ``[n, in_features]``, to the integers of `INT8` or `INT4`."""
-    return _four_bits(rows) if format_ == WeightFormat.INT4 else _eight_bits(rows)
 
 
 def _cut_into_groups(rows: Tensor, size: int) -> Tensor:

@@ -8,7 +8,9 @@ Refuses to know: what computes with it, and layers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -20,8 +22,22 @@ FLOAT8 = torch.float8_e4m3fn
 # Words of a row that are read together, and inputs of a plane of theirs.
 SIDE = 16
 _WORD_BITS = 32
+_FOUR_BITS_GROUP = 128
+_NUM_TRIED = 12  # scales of a group
 # Inputs that a product of bytes takes at once; groups of rounded weights are multiples of it.
 ROUNDED_BLOCK = 128
+
+
+class QuantizedFormat(Enum):
+    """What numbers of a weight are rounded to, where a GPU is to have fewer bits."""
+
+    # A scale per 128 inputs; inputs stay what they are.
+    INT4 = "int4"
+    # One scale per output; inputs stay what they are.
+    INT8_WEIGHT_ONLY = "int8-weight-only"
+    # One scale per output; inputs are rounded likewise, with a scale per token.
+    INT8 = "int8"
+    FP8 = "fp8"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,6 +277,34 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
     return numbers.flatten(1)[:, :size], (limits * (1 / largest)).squeeze(2)
 
 
+def four_bits(rows: Tensor) -> GroupedIntegers:
+    """Round ``[n, in_features]`` to 4 bits, with the scales of the least squared error.
+
+    From the codes of each of some scales follows, by least squares, a better one.
+    """
+    size = rows.shape[1]
+    filled = functional.pad(rows.float(), (0, -size % _FOUR_BITS_GROUP))
+    groups = filled.view(len(rows), -1, _FOUR_BITS_GROUP)
+    limits = groups.abs().amax(dim=2)
+    best = torch.full_like(limits, math.inf)
+    scales = torch.zeros_like(limits)
+    for step in range(_NUM_TRIED):
+        codes = _codes(groups, limits / (6.0 + 0.25 * step))
+        squares = (codes * codes).sum(dim=2)
+        scale = torch.where(squares > 0, (codes * groups).sum(dim=2) / squares, 0.0)
+        error = (groups - codes * scale.unsqueeze(2)).square().sum(dim=2)
+        scales = torch.where(error < best, scale, scales)
+        best = torch.minimum(error, best)
+    kept = scales.bfloat16()
+    codes = _codes(groups, kept.float()).flatten(1)[:, :size]
+    return GroupedIntegers(4, codes.to(torch.int8), Groups(kept), _FOUR_BITS_GROUP)
+
+
+def _codes(groups: Tensor, scales: Tensor) -> Tensor:
+    exact = scales.unsqueeze(2)
+    return torch.where(exact == 0, 0.0, groups / exact).round().clamp(-8, 7)
+
+
 def largest_of(dtype: torch.dtype) -> float:
     """Return the largest number of int8, as it is used, or of float8."""
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
@@ -272,8 +316,10 @@ __all__ = [
     "SIDE",
     "Float8Rows",
     "GroupedWeight",
+    "QuantizedFormat",
     "QuantizedWeight",
     "RoundedWeight",
+    "four_bits",
     "is_kept",
     "largest_of",
     "rounded_rows",

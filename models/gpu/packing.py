@@ -20,10 +20,9 @@ from baton_kernels import (
     GroupedWeight,
     QuantizedWeight,
     RoundedWeight,
-    WeightFormat,
 )
-from baton_kernels.packed import rounded_to
-from baton_kernels.quantized import FLOAT8, is_kept, rounded_rows
+from baton_kernels.packed import WeightFormat
+from baton_kernels.quantized import FLOAT8, QuantizedFormat, four_bits, is_kept, rounded_rows
 from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.layers.latent_attention import LatentProjection
@@ -33,7 +32,7 @@ from models.loading.stored_weights import WeightPart, integers_alike
 
 logger = logging.getLogger(__name__)
 
-_ROUNDED = {WeightFormat.INT8: torch.int8, WeightFormat.FP8: FLOAT8}
+_ROUNDED = {QuantizedFormat.INT8: torch.int8, QuantizedFormat.FP8: FLOAT8}
 _NAMES = {torch.int8: "int8", FLOAT8: "fp8"}
 
 
@@ -49,7 +48,7 @@ class GpuPacker:
     """
 
     device: torch.device
-    weights: WeightFormat | None
+    weights: QuantizedFormat | None
     has_float8: bool
 
     def start(self, model: DecoderForCausalLM) -> _Packing:
@@ -105,7 +104,10 @@ class _Packing:
     def _pack(self, parts: Sequence[WeightPart], *, is_head: bool) -> QuantizedWeight | None:
         wanted = self._packer.weights
         kept, layout = integers_alike(parts)
-        if layout is not None and wanted in (None, layout.format):
+        if layout is not None and (
+            wanted is None
+            or (wanted == QuantizedFormat.INT4 and layout.format == WeightFormat.INT4)
+        ):
             return self._keep(parts, kept)
         if wanted is None:
             return self._keep_float8(parts)
@@ -120,7 +122,7 @@ class _Packing:
                     weight.round_rows(first_row, rows)
             return weight
         if is_head:
-            wanted = WeightFormat.INT8_WEIGHT_ONLY
+            wanted = QuantizedFormat.INT8_WEIGHT_ONLY
         return self._pack_grouped(out_features, wanted, parts)
 
     def _keep(
@@ -159,7 +161,7 @@ class _Packing:
         return weight
 
     def _pack_grouped(
-        self, out_features: int, wanted: WeightFormat, parts: Sequence[WeightPart]
+        self, out_features: int, wanted: QuantizedFormat, parts: Sequence[WeightPart]
     ) -> GroupedWeight:
         weight: GroupedWeight | None = None
         for part in parts:
@@ -184,9 +186,9 @@ def _is_symmetric_by_row(integers: GroupedIntegers) -> bool:
     return integers.bits == 8 and groups.minima is None and groups.scales.shape[1] == 1
 
 
-def _integers_of(rows: torch.Tensor, wanted: WeightFormat) -> GroupedIntegers:
-    if wanted == WeightFormat.INT4:
-        return rounded_to(wanted, rows)
+def _integers_of(rows: torch.Tensor, wanted: QuantizedFormat) -> GroupedIntegers:
+    if wanted == QuantizedFormat.INT4:
+        return four_bits(rows)
     numbers, scales = rounded_rows(rows, torch.int8, rows.shape[1])
     integers = GroupedIntegers.of(8, numbers, scales, rows.shape[1])
     assert integers is not None

@@ -20,15 +20,14 @@ from baton_kernels import (
     RoundedWeight,
     reference,
 )
-from baton_kernels.packed import WeightFormat, rounded_to
-from baton_kernels.quantized import FLOAT8, rounded_rows
+from baton_kernels.quantized import FLOAT8, four_bits, rounded_rows
 from baton_kernels.triton import quantized_linear as kernels
 from baton_kernels.triton.fp8 import has_fp8
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.numerics.tolerances import assert_close
 
 # Tokens, outputs, inputs: whole tiles and others, few tokens and many.
-SHAPES = [(1, 80, 192), (5, 64, 200), (64, 136, 512), (70, 130, 256)]
+SHAPES = [(1, 80, 192), (5, 64, 200), (33, 136, 512), (70, 130, 256)]
 
 
 def integers_of(kind: str, num_rows: int, size: int) -> GroupedIntegers:
@@ -39,9 +38,17 @@ def integers_of(kind: str, num_rows: int, size: int) -> GroupedIntegers:
         return -(-size // of)
 
     match kind.split():
-        case ["own", bits]:
-            wanted = WeightFormat.INT4 if bits == "4" else WeightFormat.INT8
-            return rounded_to(wanted, torch.randn(num_rows, size))
+        case ["searched"]:
+            return four_bits(torch.randn(num_rows, size))
+        case ["factors", of]:  # K-quants: multiples of a factor that 256 inputs share
+
+            def multiples(least: int) -> Tensor:
+                return torch.randint(least, 64, (num_rows, groups(int(of)))).to(torch.int8)
+
+            factors = [torch.rand(num_rows, groups(256)).half() / 256 for _ in range(2)]
+            both = Groups(multiples(0), multiples(-64), *factors)
+            numbers = torch.randint(0, 16, (num_rows, size))
+            found = GroupedIntegers.of(4, numbers, both, int(of))
         case ["zeros", of]:  # AWQ and GPTQ
             zeros = torch.randint(-15, 1, (num_rows, groups(int(of)))).to(torch.int8)
             both = Groups(torch.rand(zeros.shape).half() / 8, zeros)
@@ -63,7 +70,15 @@ def integers_of(kind: str, num_rows: int, size: int) -> GroupedIntegers:
 
 
 KINDS = [
-    *("own 4", "own 8", "zeros 32", "zeros 128", "minima 4 64", "minima 8 32"),
+    *(
+        "searched",
+        "factors 16",
+        "factors 32",
+        "zeros 32",
+        "zeros 128",
+        "minima 4 64",
+        "minima 8 32",
+    ),
     *(f"{bits} {of}" for bits in (4, 8) for of in (16, 32, 64, 128, 100_000)),
 ]
 
@@ -95,7 +110,7 @@ def test_products_with_integers_in_groups(
     torch.manual_seed(0)
     x = (torch.randn(num_tokens, size) / size**0.5).to(device, dtype)
     numbers = weight.dequantized()
-    if num_tokens > kernels.FEW_TOKENS or weight.groups.minima is not None or "own" in kind:
+    if num_tokens > kernels.FEW_TOKENS or weight.groups.minima is not None:
         numbers = numbers.to(dtype).float()  # as the type of the inputs has them
     for bias in (None, torch.randn(num_rows).to(device, dtype)):
         found = kernels.quantized_linear(x, weight, bias)
@@ -235,3 +250,18 @@ def test_some_rows_and_columns_of_float8() -> None:
     of_all = Float8Rows(numbers, scales[:, :1], 512).part(slice(2, 4), slice(64, 512))
     assert of_all is not None
     assert torch.equal(of_all.dequantized(), numbers.float()[2:4, 64:] * scales[2:4, :1])
+
+
+def test_searched_scales_are_better_than_the_largest_numbers() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(20, 500) * torch.rand(20, 1)
+    rows[3] = 0
+    rows[4, :128] = 0
+    found = four_bits(rows)
+    assert torch.equal(found.dequantized()[3], torch.zeros(500))
+    filled = functional.pad(rows, (0, 12)).view(20, -1, 128)
+    scales = filled.abs().amax(2, keepdim=True) / 7
+    simple = (filled / scales.clamp(min=1e-30)).round() * scales
+    error = (found.dequantized() - rows).square().sum()
+    assert error < 0.9 * (simple - filled).square().sum()
+    assert (found.dequantized() - rows).norm() < 0.12 * rows.norm()

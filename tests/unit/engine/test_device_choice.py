@@ -13,12 +13,14 @@ import torch
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
+from baton_kernels.quantized import QuantizedFormat
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
-from engine.worker.device_choice import choose_dtype
+from engine.worker.device_choice import choose_dtype, choose_packer
 from engine.worker.model_runner import LaunchedStep, ModelRunner
 from models.config import ModelConfig
+from models.gpu.packing import GpuPacker
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 CPU, SECOND_GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -126,3 +128,57 @@ def test_a_negative_limit_is_refused(name: str) -> None:
 def test_limits_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^max_num_batched_tokens: must be at least max_num_req"):
         EngineConfig(max_num_requests=65, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "capability", "becomes"),
+    [
+        ("auto", torch.bfloat16, (9, 0), (None, True)),
+        ("auto", torch.float16, (8, 0), (None, False)),
+        ("int4", torch.bfloat16, (8, 0), (QuantizedFormat.INT4, False)),
+        ("int8", torch.bfloat16, (9, 0), (QuantizedFormat.INT8, True)),
+        ("fp8", torch.bfloat16, (8, 9), (QuantizedFormat.FP8, True)),
+        ("bf16", torch.bfloat16, (9, 0), None),
+    ],
+)
+def test_how_a_gpu_keeps_weights(
+    weights: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    becomes: tuple[QuantizedFormat | None, bool] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    packer = choose_packer(EngineConfig(weights=weights), SECOND_GPU, dtype)
+    assert (packer is None) == (becomes is None)
+    if becomes is not None:
+        assert isinstance(packer, GpuPacker)
+        assert (packer.weights, packer.has_float8) == becomes
+
+
+@pytest.mark.parametrize(
+    ("weights", "device", "capability", "problem"),
+    [
+        ("fp8", CPU, (0, 0), "weights: fp8 is for GPUs"),
+        ("fp8", SECOND_GPU, (8, 0), "compute capability 8.9"),
+        ("fp16", SECOND_GPU, (9, 0), "wants --dtype to be that, got bfloat16"),
+    ],
+)
+def test_weights_that_a_device_cannot_keep_are_refused(
+    weights: str,
+    device: torch.device,
+    capability: tuple[int, int],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with pytest.raises(ConfigError, match=problem):
+        choose_packer(EngineConfig(weights=weights), device, torch.bfloat16)
+
+
+def test_without_triton_a_gpu_has_no_weights_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.worker.device_choice.find_spec", lambda _: None)
+    assert choose_packer(EngineConfig(), SECOND_GPU, torch.bfloat16) is None
+    with pytest.raises(ConfigError, match="weights: int4 on a GPU needs Triton"):
+        choose_packer(EngineConfig(weights="int4"), SECOND_GPU, torch.bfloat16)

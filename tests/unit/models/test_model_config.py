@@ -131,11 +131,19 @@ def compressed(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            QuantizationConfig("fp8", block_shape=(128, 128)),
+            QuantizationConfig("fp8", block_shape=(128, 128), rounds_inputs=True),
         ),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             QuantizationConfig("gptq", 4, zero_point_offset=1),
+        ),
+        (
+            {
+                "quantization_config": with_group(
+                    {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}
+                )
+            },
+            QuantizationConfig("compressed-tensors", rounds_inputs=True),
         ),
         (
             {"compression_config": {"quant_method": "awq", "bits": 4}},
