@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct, computed in float32; the text is this repository's own prose, cut into
 windows that are scored as prompts. Told is each perplexity over that of float32 weights, and how
-often the likeliest next token is another one.
+often the likeliest next token is another one. Formats of GPUs are computed by their definition.
 
     python benchmarks/perplexity.py
 """
@@ -10,28 +10,45 @@ often the likeliest next token is another one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from pathlib import Path
+from unittest import mock
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import WEIGHTS
+from baton_kernels.quantized import QuantizedFormat
 from engine import LLM
+from engine.worker import worker
 from environment import record_environment, write_results
 from examples.demo import NAME, PACKAGE, SHA256, fetch_model
+from models.gpu.packing import GpuPacker
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ("docs/architecture.md", "docs/inside.md", "docs/routing.md", "docs/security.md")
-BASE = "fp32"
+BASE, ON_GPUS = "fp32", "on GPUs: "
+OTHERS = [
+    *(name for name in WEIGHTS if name not in ("auto", BASE, QuantizedFormat.FP8.value)),
+    *(f"{ON_GPUS}{one.value}" for one in QuantizedFormat),
+]
 
 
 def score(
     model: str, weights: str, num_windows: int, num_tokens: int
 ) -> tuple[list[float], list[int]]:
     """Return each token's log-likelihood after those before it, and the likeliest token there."""
-    llm = LLM(model, dtype="float32", weights=weights, prefix_cache=False)
+    with contextlib.ExitStack() as replaced:
+        if weights.startswith(ON_GPUS):
+            format_ = QuantizedFormat(weights.removeprefix(ON_GPUS))
+            packer = GpuPacker(torch.device("cpu"), format_, has_float8=True)
+            choose = mock.patch.object(worker, "choose_packer", return_value=packer)
+            replaced.enter_context(choose)
+            weights = "auto"
+        llm = LLM(model, dtype="float32", weights=weights, prefix_cache=False)
     assert llm.tokenizer is not None
     text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXTS)
     token_ids = list(llm.tokenizer.encode(text))
@@ -59,7 +76,7 @@ def main() -> None:
         raise SystemExit("the model cannot be had")
     scored = {
         weights: score(model, weights, arguments.windows, arguments.tokens)
-        for weights in (BASE, *(name for name in WEIGHTS if name not in ("auto", BASE)))
+        for weights in (BASE, *OTHERS)
     }
     perplexity = {
         weights: math.exp(-sum(logprobs) / len(logprobs))
