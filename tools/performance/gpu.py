@@ -165,6 +165,41 @@ SUITE = Source(
 )
 
 
+LAYERS = ("qkv", "o", "gate_up", "down")
+
+
+def _product(weights: str, num_tokens: int, least: float, unmeasured: str = "") -> Row:
+    """bfloat16's time over ours, all linear layers of a layer together."""
+
+    def measure(document: Json) -> Found:
+        us = {row["what"]: float(row["us"]) for row in document["rows"]}
+        plain, ours = (
+            sum(us[f"{layer}, {num_tokens} tokens, {one}"] for layer in LAYERS)
+            for one in ("bfloat16", weights)
+        )
+        return Found(f"{plain / ours:.2f}", judge(plain / ours, least, None, None))
+
+    tokens = "1 token" if num_tokens == 1 else f"{num_tokens:,} tokens"
+    what = f"linear layers of 8B, weights in {weights}, {tokens}: bfloat16's time / ours"
+    return Row(what=what, target=f">= {least:.1f}", measure=measure, unmeasured=unmeasured)
+
+
+_CHANGED = "its kernels have changed since a GPU was at hand."
+PRODUCTS = Source(
+    name="quantized_gpu",
+    command="benchmarks/quantized_gpu.py",
+    absent="no GPU was at hand",
+    rows=(
+        *(_product("int8", count, least) for count, least in ((1, 1.3), (64, 1.0), (2048, 1.0))),
+        *(_product("fp8", count, least) for count, least in ((1, 1.3), (64, 1.0))),
+        _product("fp8, the vendor's", 2048, 1.4),
+        _product("fp8, groups of 128", 1, 1.2),
+        *(_product("int4", count, least, _CHANGED) for count, least in ((1, 1.5), (64, 1.0))),
+        _product("int8-weight-only", 1, 1.2, _CHANGED),
+    ),
+)
+
+
 def _by_release(document: Json, architecture: str, figure: str) -> dict[str, dict[str, float]]:
     """Release of Triton -> kernel -> figure; older GPUs have no float8 and fewer kernels."""
     return {
@@ -223,4 +258,4 @@ AHEAD = Source(
     ),
 )
 
-AREAS = (Area(title="On a GPU", sources=(SUITE, AHEAD)),)
+AREAS = (Area(title="On a GPU", sources=(SUITE, PRODUCTS, AHEAD)),)
