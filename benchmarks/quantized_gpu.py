@@ -40,8 +40,8 @@ interpret_without_gpu()
 from triton import TritonError  # noqa: E402
 
 from baton_kernels import GroupedIntegers, Groups, reference  # noqa: E402
+from baton_kernels.packed import FLOAT8  # noqa: E402
 from baton_kernels.quantized import (  # noqa: E402
-    FLOAT8,
     ROUNDED_BLOCK,
     GroupedWeight,
     QuantizedWeight,

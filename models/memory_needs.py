@@ -138,8 +138,6 @@ def _weight_bytes(
         dtype: of what is not packed.
         experts: their format; None: as other layers.
     """
-    if format_ == "fp8":  # of GPUs, where experts stay as they are
-        experts = dtype
     head: _Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
     layers = sum(
@@ -154,11 +152,9 @@ def _weight_bytes(
     )
     layers += _exact_bytes(config, format_, dtype)
     head_format = _HEADS_FORMATS.get(format_, format_)
-    if format_ == "fp8" and config.tie_word_embeddings:
-        head_format = dtype
     total = norms + layers + _matrix_bytes(head, head_format, dtype)
     if not config.tie_word_embeddings:
-        is_narrow = format_ in _FORMATS and format_ != "fp8" and _is_narrow(config)
+        is_narrow = format_ in _FORMATS and _is_narrow(config)
         total += head[0] * head[1] * (2 if is_narrow else _DTYPE_BYTES[dtype])
     return total
 

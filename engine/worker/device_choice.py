@@ -108,8 +108,6 @@ def choose_packer(
     """
     if device.type == "cpu":
         enable_native_kernels(config.native_kernels)
-        if config.weights == QuantizedFormat.FP8.value:
-            raise ConfigError("weights: fp8 is for GPUs, got device cpu")
         return CpuPacker.choose(dtype, config.weights)
     return _gpu_packer(config.weights, device, dtype)
 

@@ -13,12 +13,13 @@ from baton_kernels.dispatch import ops_for
 from baton_kernels.packed import (
     E2M1_TWICE,
     CodeLayout,
+    Float8Rows,
     GroupedIntegers,
     Groups,
     PackedWeight,
     WeightFormat,
 )
-from baton_kernels.quantized import Float8Rows, GroupedWeight, QuantizedWeight, RoundedWeight
+from baton_kernels.quantized import GroupedWeight, QuantizedWeight, RoundedWeight
 from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
 from baton_kernels.routing import Routing, Scoring
 from baton_kernels.state_metadata import StateMetadata
@@ -210,6 +211,11 @@ def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
     ops_for(rows).pack_rows(weight, first_row, rows)
 
 
+def pack_float8(weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
+    """Write rows that a checkpoint keeps in float8 into a weight's panels."""
+    ops_for(rows.numbers).pack_float8(weight, first_row, rows)
+
+
 def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedIntegers) -> None:
     """Write rows that a checkpoint keeps as integers into a weight's panels."""
     ops_for(integers.numbers).pack_integers(weight, first_row, integers)
@@ -316,6 +322,7 @@ __all__ = [
     "largest",
     "norm_rotary_store",
     "norm_rotary_store_latent",
+    "pack_float8",
     "pack_integers",
     "pack_rows",
     "packed_experts",

@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 INT8_LIMIT = 127
+FLOAT8 = torch.float8_e4m3fn
 # Inputs that are rounded with one scale where the weight is codes.
 INPUT_BLOCK = 64
 # Inputs whose groups' scales are whole multiples of one factor, where they are multiples.
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
+FLOAT8_GROUP = 128  # inputs with a scale, of float8, or a multiple
 _STEP = 8  # inputs by which codes are filled up
 # What codes of e2m1 (OCP Microscaling Formats, 1.0) stand for, twice: 0.5 is 1. In the order of
 # codes.h.
@@ -36,6 +38,8 @@ class WeightFormat(Enum):
     FP16 = "fp16"
     # 8 bits, one scale per output; inputs stay what they are.
     INT8_WEIGHT_ONLY = "int8-weight-only"
+    # e4m3, a scale per output or per 128 inputs of it; inputs stay what they are.
+    FP8 = "fp8"
     # Codes of 8 bits; those that are made have a bfloat16 scale for every 128 inputs. Inputs are
     # rounded to 8 bits too.
     INT8 = "int8"
@@ -70,7 +74,11 @@ _ELEMENTS = {
     WeightFormat.BF16: torch.bfloat16,
     WeightFormat.FP16: torch.float16,
     WeightFormat.INT8_WEIGHT_ONLY: torch.int8,
+    WeightFormat.FP8: FLOAT8,
 }
+# Of numbers with one scale per output: what the largest becomes.
+_LARGEST = {WeightFormat.INT8_WEIGHT_ONLY: INT8_LIMIT, WeightFormat.FP8: torch.finfo(FLOAT8).max}
+_PAIRED = (WeightFormat.BF16, WeightFormat.FP8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +86,9 @@ class CodeLayout:
     """How a weight keeps its codes, and the numbers of their groups.
 
     Attributes:
-        format: `INT8` or `INT4`.
-        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`.
+        format: `INT8` or `INT4`; or `FP8`, whose scales are float32 and all there is.
+        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; of
+            `FP8` a multiple of `FLOAT8_GROUP`.
         scales: their type. int8: multiples of a factor that `SUPER_GROUP` inputs share.
         minima: their type; None: there are none, and codes are symmetric. int8: multiples of a
             factor of their own where scales are, else (zero points) of the group's scale.
@@ -312,6 +321,40 @@ def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None, group_size: 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Float8Rows:
+    """Rows of a weight in float8, as a checkpoint keeps them.
+
+    Attributes:
+        numbers: ``[n, in_features]``, e4m3.
+        scales: ``[n, groups]`` float32: what a group of a row's neighbours is multiplied with.
+        group_size: of neighbours; one group may have all.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    group_size: int
+
+    def part(self, rows: slice | Tensor | None, columns: slice | None) -> Float8Rows | None:
+        """Return some rows, and some columns of these; None where a group would be cut."""
+        numbers, scales, size = self.numbers, self.scales, self.group_size
+        if rows is not None:
+            numbers, scales = numbers.view(torch.uint8)[rows].view(FLOAT8), scales[rows]
+        if columns is None:
+            return Float8Rows(numbers, scales, size)
+        first, end, _ = columns.indices(numbers.shape[1])
+        if scales.shape[1] > 1:
+            if first % size or (end % size and end != numbers.shape[1]):
+                return None
+            scales = scales[:, first // size : -(-end // size)]
+        return Float8Rows(numbers[:, first:end], scales, size)
+
+    def dequantized(self) -> Tensor:
+        """Return ``[n, in_features]`` float32."""
+        wide = self.scales.repeat_interleave(self.group_size, dim=1)
+        return self.numbers.float() * wide[:, : self.numbers.shape[1]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """``[out_features, in_features]``, cut into panels of neighbouring outputs.
 
@@ -320,8 +363,9 @@ class PackedWeight:
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
     The last panel is filled up with zeros. Numbers of 8 bits are symmetric: the largest weight of
-    each output becomes 127. Of bfloat16 an output's neighbours lie together, as instructions want
-    them that multiply pairs: ``[panel, pair, output, 2]``, a missing one is 0.
+    each output becomes 127, or 448 in float8. Of bfloat16 and float8 an output's neighbours lie
+    together, as instructions want them that multiply pairs: ``[panel, pair, output, 2]``, a missing
+    one is 0.
 
     Codes lie as ``[panel, step, output, 4 bytes]``: bytes (4 inputs a step), or two codes each: of
     inputs 0 to 3 of the step's 8 in the low halves, of 4 to 7 in the high ones. A weight is
@@ -385,21 +429,23 @@ class PackedWeight:
             layout: of codes; None: as `pack_rows` makes them.
         """
         num_panels = -(-out_features // width)
-        scales = torch.empty(out_features) if format == WeightFormat.INT8_WEIGHT_ONLY else None
         groups, filling = None, 0
         layout = layout or _OWN_LAYOUTS.get(format)
+        scales = torch.empty(out_features) if format in _LARGEST and layout is None else None
         if format.code_bits:
             assert layout is not None
             steps = -(-in_features // _STEP) * format.code_bits // _QUAD
             panels = empty(num_panels, steps, width, _QUAD, dtype=format.element)
             filling = 128 if format.code_bits == 8 else 8 | 8 << 4
             groups = _empty_groups(num_panels, in_features, width, layout, empty)
-        elif format == WeightFormat.BF16:
+        elif format in _PAIRED:
             pairs = -(-in_features // _PAIR)
             panels = empty(num_panels, pairs, width, _PAIR, dtype=format.element)
+            if layout is not None:
+                groups = _empty_groups(num_panels, in_features, width, layout, empty)
         else:
             panels = empty(num_panels, in_features, width, dtype=format.element)
-        panels[-1:] = filling
+        _as_bytes(panels)[-1:] = filling
         group_size = INPUT_BLOCK if layout is None else layout.group_size
         is_e2m1 = layout is not None and layout.is_e2m1
         sizes = (out_features, in_features)
@@ -431,13 +477,34 @@ class PackedWeight:
             return
         if self.scales is not None:
             limits = rows.abs().amax(dim=1).float().clamp(min=1e-30)  # [n]
-            self.scales[ids] = limits / INT8_LIMIT
-            numbers = (rows.float() / self.scales[ids].unsqueeze(1)).round()
-        numbers = numbers.to(self.panels.dtype)
-        if self.format == WeightFormat.BF16:
+            self.scales[ids] = limits / _LARGEST[self.format]
+            numbers = rows.float() / self.scales[ids].unsqueeze(1)
+            if self.format == WeightFormat.INT8_WEIGHT_ONLY:
+                numbers = numbers.round()
+            else:
+                numbers = numbers.clamp(-_LARGEST[self.format], _LARGEST[self.format])
+        self._write_numbers(ids, numbers.to(self.panels.dtype))
+
+    def write_float8(self, first_row: int, rows: Float8Rows) -> None:
+        """Write rows of float8 as they are; their groups are this weight's."""
+        ids = torch.arange(first_row, first_row + len(rows.numbers))
+        self._write_numbers(ids, rows.numbers)
+        self.write_scales(first_row, rows)
+
+    def write_scales(self, first_row: int, rows: Float8Rows) -> None:
+        """Write the scales of rows of float8."""
+        if self.scales is not None:
+            self.scales[first_row : first_row + len(rows.scales)] = rows.scales.squeeze(1)
+        else:
+            self.write_groups(first_row, Groups(rows.scales))
+
+    def _write_numbers(self, ids: Tensor, numbers: Tensor) -> None:
+        """Write ``[n, in_features]`` of the panels' type."""
+        numbers = _as_bytes(numbers)
+        if self.format in _PAIRED:
             filled = functional.pad(numbers, (0, -self.in_features % _PAIR))
-            numbers = filled.view(len(rows), -1, _PAIR)
-        _put_rows(self.panels, ids, numbers)
+            numbers = filled.view(len(numbers), -1, _PAIR)
+        _put_rows(_as_bytes(self.panels), ids, numbers)
 
     def write_integers(self, first_row: int, rows: GroupedIntegers) -> None:
         """Write rows that are integers already; their layout is this weight's."""
@@ -457,21 +524,22 @@ class PackedWeight:
 
     def read_rows(self, ids: Tensor) -> Tensor:
         """Read rows ``[...]`` as numbers: ``[..., in_features]``, as kept, or float32 of codes."""
-        rows = _take_rows(self.panels, ids)
+        rows = _take_rows(_as_bytes(self.panels), ids)
         bits = self.format.code_bits
-        if self.format == WeightFormat.BF16:  # rows: [..., pairs, 2]
+        if self.format in _PAIRED:  # rows: [..., pairs, 2]
             rows = rows.flatten(-2)[..., : self.in_features]
+        if self.format == WeightFormat.FP8:
+            rows = rows.contiguous().view(FLOAT8).float()
         if bits:  # rows: [..., steps, 4]
             if bits == 4:
                 rows = torch.stack([rows & 15, rows >> 4], dim=-2).flatten(-3, -2)
             rows = rows.flatten(-2)[..., : self.in_features].float()
         if self.groups is not None:
-            assert bits is not None
             of_rows = self.groups.map(lambda one: _take_rows(one, ids))  # [..., groups]
             scales, minima = of_rows.widened(self.group_size)
             if self.is_e2m1:
                 rows = torch.tensor(E2M1_TWICE).float()[rows.long()]
-            elif minima is None:
+            elif minima is None and bits is not None:
                 rows = rows - 2 ** (bits - 1)
             rows = _scaled(rows, scales, minima, self.group_size)
         return rows if self.scales is None else rows * self.scales[ids].unsqueeze(-1)
@@ -496,6 +564,11 @@ def rounded_inputs(x: Tensor) -> Tensor:
     numbers = (blocks.double() * factors.double()).round().float()
     rounded = numbers * (limits * (1 / INT8_LIMIT))
     return rounded.view(filled.shape)[..., :size]
+
+
+def _as_bytes(numbers: Tensor) -> Tensor:
+    """Float8 as bytes: torch moves and pads few types of one."""
+    return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 
 def _take_rows(panels: Tensor, ids: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from baton_kernels.packed import GroupedIntegers, Groups
 
-FLOAT8 = torch.float8_e4m3fn
 # Words of a row that are read together, and inputs of a plane of theirs.
 SIDE = 16
 _WORD_BITS = 32
@@ -38,40 +37,6 @@ class QuantizedFormat(Enum):
     # One scale per output; inputs are rounded likewise, with a scale per token.
     INT8 = "int8"
     FP8 = "fp8"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Float8Rows:
-    """Rows of a weight in float8, as a checkpoint keeps them.
-
-    Attributes:
-        numbers: ``[n, in_features]``, e4m3.
-        scales: ``[n, groups]`` float32: what a group of a row's neighbours is multiplied with.
-        group_size: of neighbours; one group may have all.
-    """
-
-    numbers: Tensor
-    scales: Tensor
-    group_size: int
-
-    def part(self, rows: slice | Tensor | None, columns: slice | None) -> Float8Rows | None:
-        """Return some rows, and some columns of these; None where a group would be cut."""
-        numbers, scales, size = self.numbers, self.scales, self.group_size
-        if rows is not None:
-            numbers, scales = numbers.view(torch.uint8)[rows].view(FLOAT8), scales[rows]
-        if columns is None:
-            return Float8Rows(numbers, scales, size)
-        first, end, _ = columns.indices(numbers.shape[1])
-        if scales.shape[1] > 1:
-            if first % size or (end % size and end != numbers.shape[1]):
-                return None
-            scales = scales[:, first // size : -(-end // size)]
-        return Float8Rows(numbers[:, first:end], scales, size)
-
-    def dequantized(self) -> Tensor:
-        """Return ``[n, in_features]`` float32."""
-        wide = self.scales.repeat_interleave(self.group_size, dim=1)
-        return self.numbers.float() * wide[:, : self.numbers.shape[1]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -311,10 +276,8 @@ def largest_of(dtype: torch.dtype) -> float:
 
 
 __all__ = [
-    "FLOAT8",
     "ROUNDED_BLOCK",
     "SIDE",
-    "Float8Rows",
     "GroupedWeight",
     "QuantizedFormat",
     "QuantizedWeight",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.packed import GroupedIntegers, PackedWeight, rounded_inputs
+from baton_kernels.packed import Float8Rows, GroupedIntegers, PackedWeight, rounded_inputs
 from baton_kernels.quantized import QuantizedWeight, RoundedWeight, rounded_rows
 from baton_kernels.recurrent import causal_conv as causal_conv
 from baton_kernels.recurrent import gated_delta_rule as gated_delta_rule
@@ -353,6 +353,17 @@ def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
         rows: ``[n, in_features]``, float64, float32, bfloat16 or float16.
     """
     weight.write_rows(first_row, rows)
+
+
+def pack_float8(weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
+    """Write rows that a checkpoint keeps in float8 into a weight's panels, as they are.
+
+    Args:
+        weight: of `FP8`, with groups of the same size.
+        first_row: of the weight.
+        rows: ``[n, in_features]``.
+    """
+    weight.write_float8(first_row, rows)
 
 
 def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedIntegers) -> None:

@@ -77,8 +77,8 @@ INLINE void add_column(int paired, int pairs, const decode_state *d, int heads, 
             }
 #endif
             if (pairs) { /* each half becomes a float where it is */
-                sum[h][b] = multiply_add(splat(from[2 * j]), first_of((vec_u32)key), sum[h][b]);
-                sum[h][b] = multiply_add(splat(from[2 * j + 1]), second_of((vec_u32)key), sum[h][b]);
+                sum[h][b] = multiply_add(splat(from[2 * j]), first_of(BFLOAT16, (vec_u32)key), sum[h][b]);
+                sum[h][b] = multiply_add(splat(from[2 * j + 1]), second_of(BFLOAT16, (vec_u32)key), sum[h][b]);
             } else {
                 sum[h][b] = multiply_add(splat(from[j]), key, sum[h][b]);
             }

@@ -138,6 +138,13 @@ INLINE __m512i e4m3s_as_halves(__m512i codes) {
     return _mm512_ternarylogic_epi32(halves, _mm512_slli_epi16(codes, 8), _mm512_set1_epi16((short)0x8000), 0xf8);
 }
 
+/* A step of w, STEP_BYTES of bfloat16, of as many codes. */
+INLINE void widen_step(const char *codes, char *step) {
+    for (int64_t i = 0; i < STEP_BYTES; i += 64)
+        _mm512_store_si512(step + i, e4m3s_as_halves(_mm512_cvtepu8_epi16(
+                                         _mm256_loadu_si256((const void *)(codes + i / 2)))));
+}
+
 /* A line of the output, rounded as store_rounded does. One that nobody reads soon goes past the cache,
  * which would fetch it first. */
 INLINE void store_line(void *to, vec first, vec second, int passes_by) {
@@ -173,7 +180,7 @@ INLINE void pairs_rows(int rows, const char *w, const char *x, int64_t x_step, i
     if (rows == 1) as_one_loop(&num_pairs);
     for (int64_t s = 0; s < num_steps; s++, x += x_step)
         for (int64_t j = 0; j < num_pairs; j++, w += PANEL * 4, f.from += fetched) {
-            vec_u32 first = load_pairs(w, 0), second = load_pairs(w, LANES);
+            vec_u32 first = load_pairs(BFLOAT16, w, 0), second = load_pairs(BFLOAT16, w, LANES);
             fetch_into(1, f.from);
             if (fetched > 64) fetch_into(1, f.from + 64);
             if (j < rows) __builtin_prefetch(x + (rows + j) * ROW_BYTES, 0, 3); /* of the next rows */

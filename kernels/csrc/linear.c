@@ -24,13 +24,16 @@
 #define SUPER 256 /* inputs whose groups' scales have a factor in common */
 #define WIDEN_FROM 3 /* blocks of rows that pay for converting a slice of bf16 or int8 once */
 #define SLICE_STEPS 8 /* of HALVES inputs: so much of a panel of bf16 stays in L1 */
+#define SCALED_DEPTH 128 /* inputs of which groups of float8 are multiples */
 
 INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type == CODES_E2M1; }
 
 /* Whether bfloat16 is multiplied as it is; else all is multiplied in float. */
 INLINE int in_halves(const linear_call *c) {
-    return DOTS_HALVES && c->x_type == BFLOAT16 && c->w_type == BFLOAT16;
+    return DOTS_HALVES && c->x_type == BFLOAT16 && is_paired(c->w_type);
 }
+/* Whether groups of inputs of numbers have scales: then no slice is of two groups. */
+INLINE int has_scales(const linear_call *c) { return c->w_type == FLOAT8 && c->group_scales; }
 INLINE int in_tiles(const linear_call *c) {
     if (is_codes(c->w_type)) return TILES_OF_CODES && c->num_rows >= TILED_FROM && baton_has_tiles();
     return HAS_TILES && in_halves(c) && baton_has_tiles();
@@ -52,12 +55,15 @@ INLINE int64_t block_start(row_blocks b, int64_t i) {
 }
 
 INLINE int64_t num_panels(const linear_call *c) { return ceil_div(c->num_columns, PANEL); }
-INLINE int64_t num_slices(const linear_call *c) { return ceil_div(c->depth, MAX_DEPTH); }
+INLINE int64_t num_slices(const linear_call *c) {
+    return ceil_div(c->depth, has_scales(c) ? SCALED_DEPTH : MAX_DEPTH);
+}
 INLINE int64_t num_steps(const linear_call *c) { return ceil_div(c->depth, HALVES); }
 INLINE int64_t filled_depth(const linear_call *c) { return filled_to(c->w_type, c->depth); }
 
 /* No slice begins within a pair. */
 INLINE int64_t slice_start(const linear_call *c, int64_t s) {
+    if (has_scales(c)) return min64(s * SCALED_DEPTH, c->depth);
     return s == num_slices(c) ? c->depth : (c->depth * s / num_slices(c) + 1) / 2 * 2;
 }
 
@@ -166,23 +172,38 @@ INLINE void widen(int type, const void *w, int64_t size, float *to) {
 
 /* Numbers of a panel; pairs come apart. */
 INLINE void widen_panel(int type, const void *w, int64_t size, float *to) {
-    if (type != BFLOAT16) {
+    if (!is_paired(type)) {
         widen(type, w, size * PANEL, to);
         return;
     }
     for (int64_t k = 0; k < size; k += 2, to += 2 * PANEL)
         for (int64_t i = 0; i < PANEL; i += LANES) {
-            vec_u32 pairs = load_pairs(w, k * PANEL / 2 + i);
-            store(to + i, first_of(pairs));
-            store(to + PANEL + i, second_of(pairs));
+            vec_u32 pairs = load_pairs(type, w, k * PANEL / 2 + i);
+            store(to + i, first_of(type, pairs));
+            store(to + PANEL + i, second_of(type, pairs));
         }
+}
+
+/* tile (+)= part times the scales of a panel's group that the input k belongs to. */
+INLINE void add_scaled(const linear_call *c, int64_t panel, int64_t k, int64_t rows, const float *part,
+                       int accumulate, float *tile) {
+    int64_t group = panel * ceil_div(c->depth, c->group) + k / c->group;
+    const float *scales = (const float *)c->group_scales + group * PANEL;
+    for (int64_t i = 0; i < PANEL; i += LANES) {
+        vec scale = load(FLOAT32, scales, i);
+        for (int64_t r = 0; r < rows; r++) {
+            vec sum = accumulate ? load(FLOAT32, tile, r * PANEL + i) : (vec){0};
+            store(tile + r * PANEL + i, multiply_add(load(FLOAT32, part, r * PANEL + i), scale, sum));
+        }
+    }
 }
 
 /* tiles[rows of blocks begin..end][PANEL] of one panel of W; `then`: what is read after it. */
 INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *then, row_blocks b,
                      int64_t begin, int64_t end, const float *packed, float *tiles) {
     float wide[MAX_DEPTH * PANEL] __attribute__((aligned(64)));
-    int widens = type != FLOAT32 && end - begin >= WIDEN_FROM;
+    float part[MAX_ROWS * PANEL] __attribute__((aligned(64)));
+    int widens = type != FLOAT32 && end - begin >= WIDEN_FROM, scaled = type == FLOAT8 && has_scales(c);
     int64_t origin = block_start(b, begin), last = num_slices(c) - 1;
     for (int64_t s = 0; s <= last; s++) {
         int64_t k = slice_start(c, s), size = slice_start(c, s + 1) - k;
@@ -195,12 +216,13 @@ INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
             const float *x = packed + (is_direct(c) ? k : (s * b.count + start) * X_STRIDE);
-            float *tile = tiles + (start - origin) * PANEL;
+            float *tile = tiles + (start - origin) * PANEL, *sums = scaled ? part : tile;
             if (end - begin > 1) f.from = next + (i - begin) * size * f.step;
             if (widens)
-                micro(rows, FLOAT32, wide, x, size, tile, PANEL, s > 0, f);
+                micro(rows, FLOAT32, wide, x, size, sums, PANEL, s > 0 && !scaled, f);
             else
-                micro(rows, type, w, x, size, tile, PANEL, s > 0, f);
+                micro(rows, type, w, x, size, sums, PANEL, s > 0 && !scaled, f);
+            if (scaled) add_scaled(c, panel, k, rows, part, s > 0, tile);
         }
     }
 }
@@ -212,46 +234,57 @@ static void finish_piece(void *left, int64_t num_rows) { finish_rows(left, num_r
 #if DOTS_HALVES
 /* The same where bfloat16 is multiplied as it is; tiles have memory for whole matrices. Finishes rows
  * of `left`, if there is any, as soon as their sums are complete: while the next are multiplied. */
-INLINE void multiply_halves(const linear_call *c, int64_t panel, const void *then, row_blocks b,
+INLINE void multiply_halves(const linear_call *c, int type, int64_t panel, const void *then, row_blocks b,
                             int64_t begin, int64_t end, const char *packed, float *tiles, unfinished *left) {
     char last_step[STEP_BYTES] __attribute__((aligned(64)));
-    int64_t origin = block_start(b, begin), all = num_steps(c);
+    char wide[SLICE_STEPS * STEP_BYTES] __attribute__((aligned(64)));
+    float part[TILED_ROWS * PANEL] __attribute__((aligned(64)));
+    int scaled = type == FLOAT8 && has_scales(c);
+    int64_t origin = block_start(b, begin), all = num_steps(c), step_bytes = HALVES * PANEL * size_of(type);
     int64_t x_step = packed_bytes(c, b.count) / all, full = c->depth / HALVES;
-    const char *w = (const char *)c->w + panel * filled_depth(c) * PANEL * 2;
+    const char *w = (const char *)c->w + panel * filled_depth(c) * PANEL * size_of(type);
     /* A block alone reads no part of a panel twice. */
-    int64_t most = end - begin == 1 ? full : SLICE_STEPS;
+    int64_t most = end - begin == 1 && type == BFLOAT16 ? full : SLICE_STEPS;
+    if (scaled) most = SCALED_DEPTH / HALVES;
     if (full < all) {
         memset(last_step, 0, sizeof last_step);
-        memcpy(last_step, w + full * STEP_BYTES, (filled_depth(c) - full * HALVES) * PANEL * 2);
+        memcpy(last_step, w + full * step_bytes, (filled_depth(c) - full * HALVES) * PANEL * size_of(type));
     }
     for (int64_t s = 0, count; s < all; s += count) {
         int is_last = s == full;
         count = is_last ? 1 : min64(most, full - s);
-        const char *here = is_last ? last_step : w + s * STEP_BYTES;
-        fetch f = {here + FETCH_AHEAD, STEP_BYTES};
-        if (end - begin > 1) f.step = ceil_div(STEP_BYTES / 64, end - begin) * 64;
+        const char *here = is_last ? last_step : w + s * step_bytes, *step = here;
+        fetch f = {here + FETCH_AHEAD, step_bytes};
+        if (end - begin > 1) f.step = ceil_div(step_bytes / 64, end - begin) * 64;
         if (is_last) f.step = 0;
-        const char *next = s + count == all ? then : here + count * STEP_BYTES;
+        const char *next = s + count == all ? then : here + count * step_bytes;
+        if (type == FLOAT8) {
+            for (int64_t i = 0; i < count; i++) widen_step(here + i * step_bytes, wide + i * STEP_BYTES);
+            step = wide;
+        }
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
             const char *x = packed + s * x_step + start * ROW_BYTES;
-            float *tile = tiles + (start - origin) * PANEL;
+            float *tile = tiles + (start - origin) * PANEL, *sums = scaled ? part : tile;
+            int accumulate = s > 0 && !scaled;
             if (end - begin > 1) f.from = next + (i - begin) * count * f.step;
 #if HAS_TILES
             if (b.size) {
                 meanwhile m = {left && left->ready ? finish_piece : NULL, left, ceil_div(TILED_ROWS, count)};
                 if (end - begin == 1 && rows <= TILE_ROWS) f.from = here + FETCH_NEXT;
                 if (rows > TILE_ROWS)
-                    tiles_product(2, 2, here, x, x_step, count, tile, PANEL, s > 0, f, m);
+                    tiles_product(2, 2, step, x, x_step, count, sums, PANEL, accumulate, f, m);
                 else if (end - begin > 1)
-                    tiles_product(1, 2, here, x, x_step, count, tile, PANEL, s > 0, f, m);
+                    tiles_product(1, 2, step, x, x_step, count, sums, PANEL, accumulate, f, m);
                 else
-                    tiles_product(1, 1, here, x, x_step, count, tile, PANEL, s > 0, f, m);
+                    tiles_product(1, 1, step, x, x_step, count, sums, PANEL, accumulate, f, m);
+                if (scaled) add_scaled(c, panel, s * HALVES, rows, part, s > 0, tile);
                 if (left && s + count == all) left->ready += rows;
                 continue;
             }
 #endif
-            pairs_product(rows, here, x, x_step, count, tile, PANEL, s > 0, NULL, f);
+            pairs_product(rows, step, x, x_step, count, sums, PANEL, accumulate, NULL, f);
+            if (scaled) add_scaled(c, panel, s * HALVES, rows, part, s > 0, tile);
         }
     }
 }
@@ -386,8 +419,8 @@ INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chun
         if (is_codes(type))
             multiply_codes(c, type, here, b, begin, end, packed, tiles[half]);
 #if DOTS_HALVES
-        else if (type == BFLOAT16 && in_halves(c))
-            multiply_halves(c, here, then, b, begin, end, packed, tiles[half], half < halves ? NULL : &left);
+        else if (is_paired(type) && in_halves(c))
+            multiply_halves(c, type, here, then, b, begin, end, packed, tiles[half], half < halves ? NULL : &left);
 #endif
         else
             multiply(c, type, here, then, b, begin, end, packed, tiles[half]);
@@ -407,6 +440,8 @@ static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row
         panel_of(c, BFLOAT16, panel, chunk, b, begin, end, packed);
     else if (c->w_type == FLOAT16)
         panel_of(c, FLOAT16, panel, chunk, b, begin, end, packed);
+    else if (c->w_type == FLOAT8)
+        panel_of(c, FLOAT8, panel, chunk, b, begin, end, packed);
     else if (c->w_type == CODES8)
         panel_of(c, CODES8, panel, chunk, b, begin, end, packed);
     else if (c->w_type == CODES4)

@@ -41,7 +41,7 @@ INLINE void add_products(int rows, const float *x, vec first, vec second, vec su
     }
 }
 
-/* w: of `type`, PANEL per step, contiguous; of bfloat16 in pairs of steps, x has a zero at the end. */
+/* w: of `type`, PANEL per step, contiguous; of bfloat16 and float8 in pairs of steps, x has a zero at the end. */
 INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_t size, float *c,
                        int64_t c_stride, int accumulate, fetch f) {
     vec sum[MAX_ROWS][2];
@@ -54,12 +54,12 @@ INLINE void micro_rows(int rows, int type, const void *w, const float *x, int64_
         const char *here = at(type, w, k * PANEL);
         fetch_into(1, f.from + k * f.step);
         if (f.step > 64) fetch_into(1, f.from + k * f.step + 64);
-        if (type == BFLOAT16) {
-            vec_u32 left = load_pairs(here, 0), right = load_pairs(here, LANES);
-            add_products(rows, x + k, first_of(left), first_of(right), sum);
+        if (is_paired(type)) {
+            vec_u32 left = load_pairs(type, here, 0), right = load_pairs(type, here, LANES);
+            add_products(rows, x + k, first_of(type, left), first_of(type, right), sum);
             k++;
             fetch_into(1, f.from + k * f.step);
-            add_products(rows, x + k, second_of(left), second_of(right), sum);
+            add_products(rows, x + k, second_of(type, left), second_of(type, right), sum);
         } else {
             add_products(rows, x + k, load(type, here, 0), load(type, here, LANES), sum);
         }

@@ -57,7 +57,10 @@ INLINE float largest_of(const float *x, int64_t size) {
 }
 
 /* The largest weight of each output becomes 127. */
-static void scale_rows(const pack_call *c, panel_rows rows, float *scales) {
+/* Of numbers of `type`: what the largest of an output becomes. */
+INLINE float limit_of(int type) { return type == FLOAT8 ? 448.0f : 127.0f; }
+
+static void scale_rows(const pack_call *c, int type, panel_rows rows, float *scales) {
     float x[STRIP];
     for (int64_t i = rows.begin; i < rows.end; i++) {
         float limit = 1e-30f;
@@ -67,13 +70,18 @@ static void scale_rows(const pack_call *c, panel_rows rows, float *scales) {
             float largest = largest_of(x, size);
             limit = largest > limit ? largest : limit;
         }
-        c->scales[rows.panel * PANEL + i] = scales[i] = limit / 127.0f;
+        c->scales[rows.panel * PANEL + i] = scales[i] = limit / limit_of(type);
     }
 }
 
 INLINE void round_row(const float *x, float scale, int8_t *numbers) {
 #pragma omp simd
     for (int64_t k = 0; k < STRIP; k++) numbers[k] = (int8_t)nearest(x[k] / scale);
+}
+
+/* `scale` 1: numbers of float8 stay what they are. */
+INLINE void round_to_e4m3(const float *x, float scale, int8_t *numbers) {
+    for (int64_t k = 0; k < STRIP; k++) numbers[k] = (int8_t)to_e4m3(x[k] / scale);
 }
 
 /* The largest weight of a group becomes 127 without its sign; returns the group's scale, by which,
@@ -190,6 +198,7 @@ INLINE void round_strip(const pack_call *c, int type, panel_rows rows, int64_t k
     for (int64_t i = rows.begin; i < rows.end; i++) {
         if (type == BFLOAT16 || type == FLOAT16) write_row(type, s->x[i], s->halves[i], STRIP);
         if (type == INT8) round_row(s->x[i], s->scales[i], s->numbers[i]);
+        if (type == FLOAT8) round_to_e4m3(s->x[i], c->scales ? s->scales[i] : 1, s->numbers[i]);
         if (type != CODES8) continue;
         for (int64_t g = 0; g < STRIP && k + g < c->depth; g += GROUP8) {
             int64_t group = rows.panel * ceil_div(c->depth, GROUP8) + (k + g) / GROUP8;
@@ -208,6 +217,15 @@ INLINE void write_strip(const pack_call *c, int type, panel_rows rows, int64_t k
             for (int64_t i = rows.begin; i < rows.end; i++) {
                 panel[j * PANEL + 2 * i] = s->halves[i][j];
                 panel[j * PANEL + 2 * i + 1] = j + 1 < size ? s->halves[i][j + 1] : 0;
+            }
+        return;
+    }
+    if (type == FLOAT8) {
+        int8_t *panel = (int8_t *)c->panels + first;
+        for (int64_t j = 0; j < size; j += 2)
+            for (int64_t i = rows.begin; i < rows.end; i++) {
+                panel[j * PANEL + 2 * i] = s->numbers[i][j];
+                panel[j * PANEL + 2 * i + 1] = j + 1 < size ? s->numbers[i][j + 1] : 0;
             }
         return;
     }
@@ -237,7 +255,7 @@ INLINE void write_codes(void *panels, int type, int64_t depth, panel_rows rows, 
 
 INLINE void pack_panel(const pack_call *c, int type, panel_rows rows) {
     strip s;
-    if (type == INT8) scale_rows(c, rows, s.scales);
+    if ((type == INT8 || type == FLOAT8) && c->scales) scale_rows(c, type, rows, s.scales);
     for (int64_t k = 0; k < c->depth; k += STRIP) {
         int64_t size = min64(STRIP, c->depth - k);
         for (int64_t i = rows.begin; i < rows.end; i++) {
@@ -272,6 +290,7 @@ int baton_pack_rows(const pack_call *c) {
         case BFLOAT16: pack_panel(c, BFLOAT16, rows); break;
         case FLOAT16: pack_panel(c, FLOAT16, rows); break;
         case INT8: pack_panel(c, INT8, rows); break;
+        case FLOAT8: pack_panel(c, FLOAT8, rows); break;
         case CODES8: pack_panel(c, CODES8, rows); break;
         case CODES4: pack_panel(c, CODES4, rows); break;
         }

@@ -323,16 +323,22 @@ INLINE int64_t size_of(int type) {
     return type == FLOAT32 ? 4 : type == BFLOAT16 || type == FLOAT16 ? 2 : 1;
 }
 
-/* Weights of bfloat16 lie in pairs of inputs, the first in the lower half. */
-INLINE vec_u32 load_pairs(const void *p, int64_t index) {
+/* Weights of bfloat16 and float8 lie in pairs of inputs, the first in the lower half. */
+INLINE int is_paired(int w_type) { return w_type == BFLOAT16 || w_type == FLOAT8; }
+INLINE vec_u32 load_pairs(int type, const void *p, int64_t index) {
+    if (type == FLOAT8) return widened((const uint16_t *)p + index);
     return *(const vec_u32_any *)((const uint32_t *)p + index);
 }
-INLINE vec first_of(vec_u32 pairs) { return (vec)(pairs << 16); }
-INLINE vec second_of(vec_u32 pairs) { return (vec)(pairs & 0xffff0000u); }
+INLINE vec first_of(int type, vec_u32 pairs) {
+    return type == FLOAT8 ? from_e4m3s(pairs & 0xff) : (vec)(pairs << 16);
+}
+INLINE vec second_of(int type, vec_u32 pairs) {
+    return type == FLOAT8 ? from_e4m3s(pairs >> 8) : (vec)(pairs & 0xffff0000u);
+}
 
 /* Inputs of a layer as its weight has them: with zeros at the end. */
 INLINE int64_t filled_to(int w_type, int64_t depth) {
-    int64_t step = w_type == BFLOAT16 ? 2 : w_type >= CODES8 ? 8 : 1;
+    int64_t step = is_paired(w_type) ? 2 : w_type >= CODES8 ? 8 : 1;
     return ceil_div(depth, step) * step;
 }
 

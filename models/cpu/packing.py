@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
-from baton_kernels import CodeLayout, WeightFormat
+from baton_kernels import CodeLayout, Float8Rows, WeightFormat
 from baton_kernels.dispatch import native_ops
 from baton_kernels.huge_pages import WeightMemory
 from baton_kernels.native.ops import NativeOps
@@ -25,7 +25,7 @@ from models.cpu.decode_tapes import DecodeTapes
 from models.layers.embedding import NarrowEmbedding, PackedEmbedding
 from models.layers.latent_attention import LatentProjection, PackedLatentProjection
 from models.layers.linear import ExactLinear, GatedLinear, PackedLinear
-from models.loading.stored_weights import WeightPart, integers_alike
+from models.loading.stored_weights import WeightPart, float8_alike, integers_alike
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,9 @@ class CpuPacker:
 class _Packing:
     """A ``PackingModel``."""
 
-    takes_float8 = False
-
     def __init__(self, packer: CpuPacker, model: DecoderForCausalLM) -> None:
         self._packer = packer
+        self.takes_float8 = packer.weights in (None, WeightFormat.FP8)
         self._model = model
         self._packed: dict[nn.Module, ops.PackedWeight] = {}
         self._latents: dict[nn.Module, PackedLatentProjection] = {}
@@ -147,11 +146,24 @@ class _Packing:
             for part, integers in zip(parts, kept, strict=True):
                 ops.pack_integers(weight, part.first_row, integers)
             return weight
+        float8 = float8_alike(parts)
+        if float8 and wanted in (None, WeightFormat.FP8):
+            return self._keep_float8(parts, float8)
         if wanted is None:
             wanted = self._exact_format(parts)
         elif wanted == WeightFormat.INT4 and is_head:
             wanted = WeightFormat.INT8
         return self._pack_as(wanted, parts)
+
+    def _keep_float8(
+        self, parts: Sequence[WeightPart], kept: Sequence[Float8Rows]
+    ) -> ops.PackedWeight:
+        size, num_groups = kept[0].group_size, kept[0].scales.shape[1]
+        layout = None if num_groups == 1 else CodeLayout(WeightFormat.FP8, size, torch.float32)
+        weight = self._empty(parts, WeightFormat.FP8, layout)
+        for part, rows in zip(parts, kept, strict=True):
+            ops.pack_float8(weight, part.first_row, rows)
+        return weight
 
     def _pack_latents(
         self, owner: LatentProjection, parts: Sequence[WeightPart]

@@ -15,20 +15,24 @@ import torch
 from torch import nn
 
 from baton_kernels import (
-    Float8Rows,
     GroupedIntegers,
     GroupedWeight,
     QuantizedWeight,
     RoundedWeight,
 )
-from baton_kernels.packed import WeightFormat
-from baton_kernels.quantized import FLOAT8, QuantizedFormat, four_bits, is_kept, rounded_rows
+from baton_kernels.packed import FLOAT8, WeightFormat
+from baton_kernels.quantized import (
+    QuantizedFormat,
+    four_bits,
+    is_kept,
+    rounded_rows,
+)
 from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
 from models.layers.latent_attention import LatentProjection
 from models.layers.linear import ExactLinear, GatedLinear, QuantizedLinear
 from models.layers.moe import SparseMoe
-from models.loading.stored_weights import WeightPart, integers_alike
+from models.loading.stored_weights import WeightPart, float8_alike, integers_alike
 
 logger = logging.getLogger(__name__)
 
@@ -145,11 +149,8 @@ class _Packing:
         return weight
 
     def _keep_float8(self, parts: Sequence[WeightPart]) -> RoundedWeight | None:
-        kept = [part.content for part in parts if isinstance(part.content, Float8Rows)]
-        if (
-            len(kept) < len(parts)
-            or len({(one.group_size, one.scales.shape[1]) for one in kept}) > 1
-        ):
+        kept = float8_alike(parts)
+        if not kept:
             return None
         first = kept[0]
         weight = RoundedWeight.empty(

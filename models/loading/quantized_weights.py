@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.api.errors import ModelLoadError
 from baton_kernels import Float8Rows, GroupedIntegers, Groups
-from baton_kernels.quantized import FLOAT8, ROUNDED_BLOCK
+from baton_kernels.packed import FLOAT8, FLOAT8_GROUP
 from models.loading.fp4 import fp4, mxfp4
 from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
@@ -271,7 +271,7 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
         scale = scale.repeat_interleave(high, dim=0)[:rows]
     else:
         return None
-    fits = size % ROUNDED_BLOCK == 0 and scale.shape == (rows, -(-columns // size))
+    fits = size % FLOAT8_GROUP == 0 and scale.shape == (rows, -(-columns // size))
     return Float8Rows(weight, scale, size) if fits else None
 
 

@@ -97,6 +97,13 @@ def integers_alike(
     return kept, layouts.pop() if len(layouts) == 1 else None
 
 
+def float8_alike(parts: Sequence[WeightPart]) -> list[Float8Rows]:
+    """Return all parts' rows of float8; none where some are others, or cut into other groups."""
+    kept = [part.content for part in parts if isinstance(part.content, Float8Rows)]
+    cuts = {(one.group_size, one.scales.shape[1]) for one in kept}
+    return kept if len(kept) == len(parts) and len(cuts) == 1 else []
+
+
 def open_safetensors(paths: Iterable[Path], files: ExitStack) -> dict[str, StoredTensor]:
     """Map the files, until ``files`` is closed; return their tensors by name.
 

@@ -20,7 +20,11 @@ from baton_kernels import (
     RoundedWeight,
     reference,
 )
-from baton_kernels.quantized import FLOAT8, four_bits, rounded_rows
+from baton_kernels.packed import FLOAT8
+from baton_kernels.quantized import (
+    four_bits,
+    rounded_rows,
+)
 from baton_kernels.triton import quantized_linear as kernels
 from baton_kernels.triton.fp8 import has_fp8
 from tests.kernels.poison import poisoned_memory as poisoned_memory

@@ -14,11 +14,17 @@ import torch
 from torch import Tensor
 
 from baton_kernels import GroupedWeight, RoundedWeight
-from baton_kernels.quantized import FLOAT8, QuantizedFormat
+from baton_kernels import WeightFormat as CpuFormat
+from baton_kernels.dispatch import native_ops
+from baton_kernels.packed import FLOAT8
+from baton_kernels.quantized import (
+    QuantizedFormat,
+)
 from models import load_model
 from models.architectures.decoder import DecoderForCausalLM
+from models.cpu.packing import CpuPacker
 from models.gpu.packing import GpuPacker
-from models.layers.linear import QuantizedLinear
+from models.layers.linear import PackedLinear, QuantizedLinear
 from tests.numerics.test_quantized_checkpoints import (
     Parts,
     as_awq,
@@ -129,6 +135,26 @@ def kind_of(weight: GroupedWeight | RoundedWeight) -> str:
 
 def error_of(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if "8" in name])
+def test_float8_of_a_checkpoint_is_kept_on_a_cpu(name: str, tmp_path: Path) -> None:
+    """Whatever is said of inputs, which stay what they are; other blocks become numbers."""
+    (config, make), _ = CHECKPOINTS[name]
+    if "int" in str(config) or native_ops() is None:
+        pytest.skip("no float8, or no native kernels here")
+    folder = save(make_hugging_face_model("Qwen3ForCausalLM", **SIZES), tmp_path / "model")
+    plain = quantize_folder(folder, config, make)
+    packer = CpuPacker.choose(torch.float32, "auto")
+    found, expected = (
+        load_model(one, dtype=torch.float32, packer=packer) for one in (folder, plain)
+    )
+    assert isinstance(found, DecoderForCausalLM)
+    layers = [one for one in found.modules() if isinstance(one, PackedLinear)]
+    formats = [one.packed.format for one in layers]
+    assert formats.count(CpuFormat.FP8) == (0 if "40 x 24" in name else LAYERS)
+    ours, theirs = paged_logits(found, TOKENS), paged_logits(expected, TOKENS)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_kernels import dispatch
-from baton_kernels.packed import PackedWeight, WeightFormat
+from baton_kernels import dispatch, reference
+from baton_kernels.packed import CodeLayout, Float8Rows, PackedWeight, WeightFormat
+from tests.numerics.tolerances import assert_close
 
 MOST_ROWS = 70
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -53,6 +54,37 @@ def test_linear(
     if len(weight) // width % 2 == 0:
         check(lambda x: native.packed_gated_linear(x, gated), rows)
         check(lambda x: native.packed_gated_linear(x, gated, "gelu_tanh"), rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features", "group"), [(40, 96, 128), (150, 700, 256)])
+def test_float8_with_scales_of_groups(
+    dtype: torch.dtype, out_features: int, in_features: int, group: int
+) -> None:
+    native = dispatch.native_ops()
+    assert native is not None
+    torch.manual_seed(0)
+    layout = CodeLayout(WeightFormat.FP8, group, torch.float32)
+    sizes = (out_features, in_features, WeightFormat.FP8, native.panel_width)
+    packed = PackedWeight.empty(*sizes, layout=layout)
+    numbers = torch.randn(out_features, in_features).clamp(-4, 4).to(torch.float8_e4m3fn)
+    numbers.view(-1)[:3].copy_(
+        torch.tensor([2**-9, -7 * 2**-9, 448.0])
+    )  # the smallest, the largest
+    scales = torch.rand(out_features, -(-in_features // group)) + 0.1
+    written = Float8Rows(numbers, scales, group)
+    for piece in (slice(0, 7), slice(7, out_features)):  # as parts of a layer are
+        rows = written.part(piece, None)
+        assert rows is not None
+        native.pack_float8(packed, piece.start, rows)
+    assert torch.equal(packed.unpacked(), written.dequantized())
+    again = PackedWeight.empty(*sizes, layout=layout)
+    again.write_float8(0, written)
+    assert torch.equal(again.panels.view(torch.uint8), packed.panels.view(torch.uint8))
+    rows = (torch.randn(MOST_ROWS, in_features) / in_features**0.5).to(dtype)
+    found, expected = native.packed_linear(rows, packed), reference.packed_linear(rows, packed)
+    assert_close(found, expected)
+    check(lambda x: native.packed_linear(x, packed), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

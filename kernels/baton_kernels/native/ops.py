@@ -41,7 +41,7 @@ from baton_kernels.native.library import (
     load_library,
 )
 from baton_kernels.native.tape import Recorder, Result, Tape, check, record
-from baton_kernels.packed import GroupedIntegers, Groups, PackedWeight, WeightFormat
+from baton_kernels.packed import Float8Rows, GroupedIntegers, Groups, PackedWeight, WeightFormat
 from baton_kernels.quantized import QuantizedWeight
 from baton_kernels.reference import FP8
 from baton_kernels.routing import Routing, Scoring
@@ -65,6 +65,7 @@ _FORMATS = {
     WeightFormat.BF16: 1,
     WeightFormat.FP16: 4,
     WeightFormat.INT8_WEIGHT_ONLY: 2,
+    WeightFormat.FP8: 3,
     WeightFormat.INT8: 5,
     WeightFormat.INT4: 6,
 }
@@ -263,6 +264,23 @@ class NativeOps:
             *(_address(scales), *map(_address, groups)),
         )
         self._run(self._library.baton_pack_rows, call, rows, weight.panels, scales, *groups)
+
+    def pack_float8(self, weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
+        """See the reference."""
+        numbers = rows.numbers
+        if weight.width != self.panel_width or numbers.stride(1) != 1:
+            reference.pack_float8(weight, first_row, rows)
+            return
+        assert numbers.shape[1] == weight.in_features
+        assert 0 <= first_row <= first_row + len(numbers) <= weight.out_features
+        code = _FORMATS[WeightFormat.FP8]
+        call = PackCall(
+            *(code, code, torch.get_num_threads()),
+            *(first_row, *numbers.shape, numbers.stride(0)),
+            *(numbers.data_ptr(), weight.panels.data_ptr()),
+        )
+        self._run(self._library.baton_pack_rows, call, numbers, weight.panels)
+        weight.write_scales(first_row, rows)
 
     def pack_integers(
         self, weight: PackedWeight, first_row: int, integers: GroupedIntegers

@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from baton_kernels.packed import FLOAT8
 from baton_kernels.packed import SUPER_GROUP as _SUPER_GROUP
 from baton_kernels.quantized import (
-    FLOAT8,
     ROUNDED_BLOCK,
     SIDE,
     GroupedWeight,

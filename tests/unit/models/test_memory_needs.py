@@ -19,15 +19,12 @@ from baton.api.errors import ConfigError
 from baton.checkpoint.model_folder import find_model_folder
 from baton.engine_config import GIB, WEIGHTS, EngineConfig
 from baton_kernels.dispatch import native_ops
-from baton_kernels.quantized import QuantizedFormat
 from engine import LLM
 from engine.worker import worker
 from engine.worker.host.host_memory import HostMemory
 from engine.worker.host.memory_check import check_memory
 from models import ModelConfig, load_model
 from models.cpu.packing import CpuPacker
-from models.gpu.packing import GpuPacker
-from models.loading.loader import WeightPacker
 from models.memory_needs import memory_needs
 from tests.fakes.gguf_files import write_model
 from tests.numerics.tiny_models import make_hugging_face_model, save
@@ -60,11 +57,7 @@ def test_what_a_loaded_model_has(
     folders: dict[torch.dtype, Path], dtype: str, weights: str
 ) -> None:
     for folder in folders.values():
-        packer: WeightPacker | None
-        if weights == "fp8":  # of GPUs
-            packer = GpuPacker(torch.device("cpu"), QuantizedFormat.FP8, has_float8=True)
-        else:
-            packer = CpuPacker.choose(getattr(torch, dtype), weights)
+        packer = CpuPacker.choose(getattr(torch, dtype), weights)
         model = load_model(folder, dtype=getattr(torch, dtype), packer=packer)
         assert isinstance(model, torch.nn.Module)
         kept = sum(one.numel() * one.itemsize for one in model.parameters())
