@@ -157,7 +157,7 @@ INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *
         return;
     }
 #endif
-    pairs_product(rows, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, factors, nothing);
+    pairs_product(rows, BFLOAT16, (const char *)w, x, x_step, num_steps, tile, stride, accumulate, factors, nothing);
 }
 
 /* As attend_block. */

@@ -138,11 +138,17 @@ INLINE __m512i e4m3s_as_halves(__m512i codes) {
     return _mm512_ternarylogic_epi32(halves, _mm512_slli_epi16(codes, 8), _mm512_set1_epi16((short)0x8000), 0xf8);
 }
 
+/* The pairs of LANES outputs as bfloat16; index counts pairs. */
+INLINE vec_u32 load_halves_of_pairs(int type, const void *w, int64_t index) {
+    if (type != FLOAT8) return load_pairs(BFLOAT16, w, index);
+    const char *codes = (const char *)w + index * 2;
+    return (vec_u32)e4m3s_as_halves(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)codes)));
+}
+
 /* A step of w, STEP_BYTES of bfloat16, of as many codes. */
 INLINE void widen_step(const char *codes, char *step) {
-    for (int64_t i = 0; i < STEP_BYTES; i += 64)
-        _mm512_store_si512(step + i, e4m3s_as_halves(_mm512_cvtepu8_epi16(
-                                         _mm256_loadu_si256((const void *)(codes + i / 2)))));
+    for (int64_t i = 0; i < STEP_BYTES / 4; i += LANES)
+        _mm512_store_si512(step + i * 4, (__m512i)load_halves_of_pairs(FLOAT8, codes, i));
 }
 
 /* A line of the output, rounded as store_rounded does. One that nobody reads soon goes past the cache,
@@ -167,7 +173,7 @@ INLINE vec dot_pair(vec sum, const void *two, vec_u32 pairs) {
 
 /* tile: from row to row `stride` floats; what it has is multiplied by a row's factor first, where there are
  * any. */
-INLINE void pairs_rows(int rows, const char *w, const char *x, int64_t x_step, int64_t num_steps,
+INLINE void pairs_rows(int rows, int type, const char *w, const char *x, int64_t x_step, int64_t num_steps,
                        float *tile, int64_t stride, int accumulate, const float *factors, fetch f) {
     vec sum[MAX_ROWS][2];
 #pragma GCC unroll 12
@@ -179,8 +185,8 @@ INLINE void pairs_rows(int rows, const char *w, const char *x, int64_t x_step, i
     int64_t fetched = f.step / (HALVES / 2), num_pairs = HALVES / 2;
     if (rows == 1) as_one_loop(&num_pairs);
     for (int64_t s = 0; s < num_steps; s++, x += x_step)
-        for (int64_t j = 0; j < num_pairs; j++, w += PANEL * 4, f.from += fetched) {
-            vec_u32 first = load_pairs(BFLOAT16, w, 0), second = load_pairs(BFLOAT16, w, LANES);
+        for (int64_t j = 0; j < num_pairs; j++, w += PANEL * 2 * size_of(type), f.from += fetched) {
+            vec_u32 first = load_halves_of_pairs(type, w, 0), second = load_halves_of_pairs(type, w, LANES);
             fetch_into(1, f.from);
             if (fetched > 64) fetch_into(1, f.from + 64);
             if (j < rows) __builtin_prefetch(x + (rows + j) * ROW_BYTES, 0, 3); /* of the next rows */
@@ -199,10 +205,10 @@ INLINE void pairs_rows(int rows, const char *w, const char *x, int64_t x_step, i
 
 #define PAIRS_CASE(n) \
     case n: \
-        if (n <= MAX_ROWS) pairs_rows(n, w, x, x_step, num_steps, tile, stride, accumulate, factors, f); \
+        if (n <= MAX_ROWS) pairs_rows(n, type, w, x, x_step, num_steps, tile, stride, accumulate, factors, f); \
         break;
 
-INLINE void pairs_product(int rows, const char *w, const char *x, int64_t x_step, int64_t num_steps,
+INLINE void pairs_product(int rows, int type, const char *w, const char *x, int64_t x_step, int64_t num_steps,
                           float *tile, int64_t stride, int accumulate, const float *factors, fetch f) {
     switch (rows) {
         PAIRS_CASE(1)

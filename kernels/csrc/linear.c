@@ -244,7 +244,7 @@ INLINE void multiply_halves(const linear_call *c, int type, int64_t panel, const
     int64_t x_step = packed_bytes(c, b.count) / all, full = c->depth / HALVES;
     const char *w = (const char *)c->w + panel * filled_depth(c) * PANEL * size_of(type);
     /* A block alone reads no part of a panel twice. */
-    int64_t most = end - begin == 1 && type == BFLOAT16 ? full : SLICE_STEPS;
+    int64_t most = end - begin == 1 && (type == BFLOAT16 || !b.size) ? full : SLICE_STEPS;
     if (scaled) most = SCALED_DEPTH / HALVES;
     if (full < all) {
         memset(last_step, 0, sizeof last_step);
@@ -258,7 +258,9 @@ INLINE void multiply_halves(const linear_call *c, int type, int64_t panel, const
         if (end - begin > 1) f.step = ceil_div(step_bytes / 64, end - begin) * 64;
         if (is_last) f.step = 0;
         const char *next = s + count == all ? then : here + count * step_bytes;
-        if (type == FLOAT8) {
+        /* Codes of a block alone become numbers in registers. */
+        int in_place = type == BFLOAT16 || (end - begin == 1 && !b.size);
+        if (!in_place) {
             for (int64_t i = 0; i < count; i++) widen_step(here + i * step_bytes, wide + i * STEP_BYTES);
             step = wide;
         }
@@ -283,7 +285,10 @@ INLINE void multiply_halves(const linear_call *c, int type, int64_t panel, const
                 continue;
             }
 #endif
-            pairs_product(rows, step, x, x_step, count, sums, PANEL, accumulate, NULL, f);
+            if (in_place)
+                pairs_product(rows, type, step, x, x_step, count, sums, PANEL, accumulate, NULL, f);
+            else
+                pairs_product(rows, BFLOAT16, step, x, x_step, count, sums, PANEL, accumulate, NULL, f);
             if (scaled) add_scaled(c, panel, s * HALVES, rows, part, s > 0, tile);
         }
     }

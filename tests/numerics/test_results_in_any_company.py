@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "int8 weights": {"dtype": "bfloat16", "weights": "int8"},
     "int4 weights": {"dtype": "float32", "weights": "int4"},
+    "fp8 weights": {"dtype": "bfloat16", "weights": "fp8"},
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 MODELS = {

@@ -50,9 +50,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "int8 weights": {"dtype": "bfloat16", "weights": "int8"},
     "int4 weights": {"dtype": "bfloat16", "weights": "int4"},
+    "fp8 weights": {"dtype": "bfloat16", "weights": "fp8"},
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
-MORE_KINDS = ("float16", "bfloat16", "int4 weights")  # not in `make test`
+MORE_KINDS = ("float16", "bfloat16", "int4 weights", "fp8 weights")  # not in `make test`
 # In keys, those of `kernels/csrc/attention.h`: texts end on both sides of their borders.
 TILE, SPAN = 192, 576
 LENGTHS = (3, 17, 40, 90, TILE - 3, TILE + 5, SPAN - 2, SPAN + 30)
