@@ -75,11 +75,9 @@ def load_model(
             model.shard(ranks)
     dtype = dtype or getattr(torch, config.dtype)
     if config.quantization is not None:
-        kept = "are kept" if packer is None else "are, but for groups of integers, kept"
-        kind = str(dtype).removeprefix("torch.")
-        logger.info(
-            "weights are stored as %s, and %s in %s", config.quantization.method, kept, kind
-        )
+        kind, method = str(dtype).removeprefix("torch."), config.quantization.method
+        other = "" if packer is None else ", but for integers and float8 that kernels multiply"
+        logger.info("weights are stored as %s, and are kept in %s%s", method, kind, other)
     with ExitStack() as files:
         stored = open_weights(path, config, files)
         if config.moe is not None:

@@ -110,9 +110,15 @@ def _is_unpacked(weight: QuantizedWeight) -> bool:
 
 
 def _has_vendors_product(x: Tensor, weight: RoundedWeight) -> bool:
-    sizes = weight.numbers.shape
-    is_float8 = weight.numbers.dtype == FLOAT8
-    return x.is_cuda and is_float8 and x.dtype == torch.bfloat16 and not any(n % 16 for n in sizes)
+    is_taken = x.is_cuda and weight.numbers.dtype == FLOAT8 and x.dtype == torch.bfloat16
+    is_taken = is_taken and not any(size % 16 for size in weight.numbers.shape)
+    return is_taken and _scales_rows(x.device)
+
+
+@functools.cache
+def _scales_rows(device: torch.device) -> bool:
+    """Say whether the vendor's product of float8 takes a scale per row on this device."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def scaled_mm(x: Tensor, weight: RoundedWeight, bias: Tensor | None = None) -> Tensor:
