@@ -105,7 +105,7 @@ class EngineConfig:
         "CPU int8 (a scale per 128) and int4 (scale and minimum per 32; the head is int8) round "
         "inputs to 8 bits too, per row and 64 of them; int8-weight-only and fp8, a scale per "
         "output, do not. On a GPU int8 and fp8 (a scale per output) round inputs likewise, per "
-        "row; the others do not. The same on all nodes.",
+        "row, and auto does where the checkpoint says so. The same on all nodes.",
     )
     check_memory: bool = option(
         True,

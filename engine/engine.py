@@ -79,7 +79,7 @@ class Engine:
         self.compatibility = {
             **identity,
             "dtype": self.dtype,
-            "linear_weights": config.weights,
+            "linear_weights": executor.linear_weights,
             "kv_cache_dtype": self.kv_memory.dtype,
             "block_size": str(config.block_size),
             "kv_layout": self.kv_memory.manifest.layout,

@@ -74,7 +74,7 @@ def memory_needs(
     """Compute what a model takes on a CPU.
 
     What ``auto`` makes of a quantized checkpoint is the sum of its files, at the least: integers in
-    groups are kept, other formats dequantized. Of a GGUF file each tensor is looked at.
+    groups and float8 are kept, other formats dequantized. Of a GGUF file each tensor is looked at.
 
     Args:
         config: of the model.

@@ -101,9 +101,10 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
             child = quantization.child(name)
             if child.names() and child.get("format") not in _SPARSE_FORMATS:
                 raise quantization.wrong(name, "not supported")
-    blocks, rounds_inputs = set[tuple[int, int]](), False
-    for group in _groups(quantization):
-        rounds_inputs = rounds_inputs or group.has("input_activations")
+    blocks, groups = set[tuple[int, int]](), _groups(quantization)
+    # Which layers a group is of is not read: inputs are left alone where one group says so.
+    rounds_inputs = bool(groups) and all(group.has("input_activations") for group in groups)
+    for group in groups:
         weights = group.child("weights")
         kind = weights.text("type", "int")
         if kind not in ("int", "float"):

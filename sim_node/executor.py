@@ -127,6 +127,7 @@ class SimExecutor:
 
     runs_ahead = True
     dtype = "bfloat16"
+    linear_weights = "auto"
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class Executor(Protocol):
         config: as it is for the workers' devices.
         model_config: of the model that they have loaded.
         dtype: of its weights, by name.
+        linear_weights: how its linear layers are kept: alike only where they compute alike.
         max_model_len: most tokens of one request.
         kv_memory: of the worker in this process.
         runs_ahead: whether a step may be submitted before the one before has ended; then
@@ -39,6 +40,7 @@ class Executor(Protocol):
     config: EngineConfig
     model_config: ModelConfig
     dtype: str
+    linear_weights: str
     max_model_len: int
     kv_memory: KVMemory
     runs_ahead: bool

@@ -191,7 +191,7 @@ class RanksExecutor:
         self.worker = local.worker
         self.config = local.config
         self.model_config = local.model_config
-        self.dtype = local.dtype
+        self.dtype, self.linear_weights = local.dtype, local.linear_weights
         self.max_model_len = local.max_model_len
         self.kv_memory = local.kv_memory
         self.runs_ahead = local.runs_ahead

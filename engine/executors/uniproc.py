@@ -43,6 +43,7 @@ class UniprocExecutor:
         self.config = worker.config
         self.model_config = worker.model_config
         self.dtype = str(worker.dtype).removeprefix("torch.")
+        self.linear_weights = worker.linear_weights
         self.max_model_len = worker.max_model_len
         self.kv_memory = worker.kv_memory
         self.runs_ahead = worker.runs_ahead

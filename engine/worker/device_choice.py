@@ -20,9 +20,10 @@ from baton_kernels.attention import choose_attention_backend
 from baton_kernels.dispatch import enable_native_kernels
 from baton_kernels.quantized import QuantizedFormat
 from engine.worker.kv_cache import KVCacheSpec
+from models.base import CausalLM
 from models.config import ModelConfig
 from models.cpu.packing import CpuPacker
-from models.gpu.packing import GpuPacker
+from models.gpu.packing import GpuPacker, quantized_kinds
 from models.loading.loader import WeightPacker
 
 logger = logging.getLogger(__name__)
@@ -124,10 +125,23 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
         if wanted is None:
             return None
         raise ConfigError(f"weights: {weights} on a GPU needs Triton, which is not installed")
-    has_float8 = torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+    capability = torch.cuda.get_device_capability(device)
+    has_float8 = capability >= FLOAT8_CAPABILITY
     if wanted == QuantizedFormat.FP8 and not has_float8:
-        raise ConfigError(f"weights: fp8 wants a GPU of compute capability 8.9, got {device}")
+        found = ".".join(map(str, capability))
+        raise ConfigError(f"weights: fp8 wants a GPU of compute capability 8.9, got {found}")
     return GpuPacker(device, wanted, has_float8)
+
+
+def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -> str:
+    """Describe how linear layers are kept; of nodes that say the same, a pair may be made.
+
+    CPUs and GPUs round otherwise where weights have few bits.
+    """
+    if not isinstance(packer, GpuPacker):
+        return asked
+    kinds = quantized_kinds(model)
+    return f"{asked} on a GPU: {', '.join(kinds)}" if kinds else asked
 
 
 def choose_backends(

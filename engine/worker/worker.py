@@ -22,6 +22,7 @@ from engine.worker.device_choice import (
     choose_dtype,
     choose_kv_cache_dtype,
     choose_packer,
+    describe_weights,
     make_current,
 )
 from engine.worker.drafting.make_drafting import (
@@ -62,6 +63,7 @@ class Worker:
 
     Attributes:
         config: as it is for the device.
+        linear_weights: see ``Executor``.
         max_model_len: most tokens of one request, by the model and by the KV memory.
         runs_ahead: whether a step may be launched before the one before has ended.
         runner: of the steps.
@@ -91,17 +93,19 @@ class Worker:
         if device.type == "cpu":
             name = str(self.dtype).removeprefix("torch.")
             check_memory(model_folder, config, name, read_host_memory())
+        packer = choose_packer(config, device, self.dtype)
         model = load_model(
             model_folder,
             dtype=self.dtype,
             device=device,
             max_model_len=config.max_model_len,
-            packer=choose_packer(config, device, self.dtype),
+            packer=packer,
             ranks=ranks,
         )
         if device.type == "cpu":
             keep_freed_memory()
         self.model_config = model.config
+        self.linear_weights = describe_weights(config.weights, packer, model)
         drafter = load_drafter(config, model_folder, model, self.dtype, device)
         config = fit_num_drafts(config, drafter)
         spec = kv_cache_spec(

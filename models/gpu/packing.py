@@ -78,7 +78,9 @@ class _Packing:
         self._packed: dict[nn.Module, QuantizedWeight] = {}
         quantization = model.config.quantization
         self._rounds_inputs = quantization is not None and quantization.rounds_inputs
-        self.takes_float8 = packer.has_float8 and self._rounds_inputs and packer.weights is None
+        is_asked_for = packer.weights == QuantizedFormat.FP8
+        as_stored = packer.weights is None and self._rounds_inputs
+        self.takes_float8 = packer.has_float8 and (is_asked_for or as_stored)
         experts = [one for one in model.modules() if isinstance(one, SparseMoe)]
         self._left_alone = {layer for one in experts for layer in (one.gate_up, one.down)}
 
@@ -107,43 +109,55 @@ class _Packing:
 
     def _pack(self, parts: Sequence[WeightPart], *, is_head: bool) -> QuantizedWeight | None:
         wanted = self._packer.weights
-        kept, layout = integers_alike(parts)
-        if layout is not None and (
-            wanted is None
-            or (wanted == QuantizedFormat.INT4 and layout.format == WeightFormat.INT4)
-        ):
-            return self._keep(parts, kept)
-        if wanted is None:
-            return self._keep_float8(parts)
+        weight = self._keep(parts, wanted)
+        if weight is not None or wanted is None:
+            return weight
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         rounded = _ROUNDED.get(wanted)
         if rounded is not None:
-            weight = RoundedWeight.empty(
-                out_features, in_features, rounded, None, self._packer.device
-            )
+            device = self._packer.device
+            made = RoundedWeight.empty(out_features, in_features, rounded, None, device)
             for part in parts:
                 for first_row, rows in part.pieces():
-                    weight.round_rows(first_row, rows)
-            return weight
+                    made.round_rows(first_row, rows)
+            return made
         if is_head:
             wanted = QuantizedFormat.INT8_WEIGHT_ONLY
         return self._pack_grouped(out_features, wanted, parts)
 
     def _keep(
-        self, parts: Sequence[WeightPart], kept: Sequence[GroupedIntegers]
+        self, parts: Sequence[WeightPart], wanted: QuantizedFormat | None
     ) -> QuantizedWeight | None:
-        """Keep a checkpoint's integers; None where kernels have no form for them."""
-        first, device = kept[0], self._packer.device
-        out_features = sum(part.shape[0] for part in parts)
-        if self._rounds_inputs and all(map(_is_symmetric_by_row, kept)):
-            in_features = first.numbers.shape[1]
-            rounded = RoundedWeight.empty(out_features, in_features, torch.int8, None, device)
-            for part, integers in zip(parts, kept, strict=True):
-                rounded.write_rows(part.first_row, integers.numbers, integers.groups.scales)
-            return rounded
-        if not is_kept(first):
+        """Keep what a checkpoint has, if it is what is wanted; None where it is not, or kernels
+        have no form for it.
+        """
+        kept, layout = integers_alike(parts)
+        if layout is None:
+            return self._keep_float8(parts) if wanted in (None, QuantizedFormat.FP8) else None
+        by_row, four = all(map(_is_symmetric_by_row, kept)), layout.format == WeightFormat.INT4
+        if by_row and (wanted == QuantizedFormat.INT8 or (wanted is None and self._rounds_inputs)):
+            return self._keep_rows(parts, kept)
+        if wanted is not None and wanted != (
+            QuantizedFormat.INT4 if four else QuantizedFormat.INT8_WEIGHT_ONLY
+        ):
             return None
-        weight = GroupedWeight.empty(out_features, first, device)
+        return self._keep_groups(parts, kept) if is_kept(kept[0]) else None
+
+    def _keep_rows(
+        self, parts: Sequence[WeightPart], kept: Sequence[GroupedIntegers]
+    ) -> RoundedWeight:
+        out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        sizes = (out_features, in_features, torch.int8, None)
+        rounded = RoundedWeight.empty(*sizes, self._packer.device)
+        for part, integers in zip(parts, kept, strict=True):
+            rounded.write_rows(part.first_row, integers.numbers, integers.groups.scales)
+        return rounded
+
+    def _keep_groups(
+        self, parts: Sequence[WeightPart], kept: Sequence[GroupedIntegers]
+    ) -> GroupedWeight:
+        out_features = sum(part.shape[0] for part in parts)
+        weight = GroupedWeight.empty(out_features, kept[0], self._packer.device)
         for part, integers in zip(parts, kept, strict=True):
             weight.write_rows(part.first_row, integers)
         return weight
@@ -196,10 +210,18 @@ def _integers_of(rows: torch.Tensor, wanted: QuantizedFormat) -> GroupedIntegers
     return integers
 
 
+def quantized_kinds(model: CausalLM) -> list[str]:
+    """List the kinds of layers of few bits that a model has, each once."""
+    assert isinstance(model, nn.Module)
+    layers = [one.quantized for one in model.modules() if isinstance(one, QuantizedLinear)]
+    return sorted(set(map(_kind, layers)))
+
+
 def _kind(weight: QuantizedWeight) -> str:
     if isinstance(weight, RoundedWeight):
         return f"{_NAMES[weight.numbers.dtype]} times {_NAMES[weight.numbers.dtype]}"
-    return f"int{weight.bits}"
+    size = "all" if len(weight.groups.scales) == 1 else weight.group_size
+    return f"int{weight.bits} in groups of {size}"
 
 
-__all__ = ["GpuPacker"]
+__all__ = ["GpuPacker", "quantized_kinds"]

@@ -268,6 +268,8 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
         size = -(-columns // scale.shape[1])
     elif quantization.block_shape is not None:
         high, size = quantization.block_shape
+        if len(scale) != -(-rows // high):
+            return None  # `_plain` says what does not fit
         scale = scale.repeat_interleave(high, dim=0)[:rows]
     else:
         return None

@@ -55,6 +55,7 @@ class DraftingExecutor:
     ) -> None:
         self.config, self.model_config = executor.config, executor.model_config
         self.dtype, self.max_model_len = executor.dtype, executor.max_model_len
+        self.linear_weights = executor.linear_weights
         self.kv_memory, self.runs_ahead = executor.kv_memory, executor.runs_ahead
         self.num_accepted = self.num_computed = 0
         self._executor = executor

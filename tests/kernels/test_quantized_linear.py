@@ -31,7 +31,7 @@ from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.numerics.tolerances import assert_close
 
 # Tokens, outputs, inputs: whole tiles and others, few tokens and many.
-SHAPES = [(1, 80, 192), (5, 64, 200), (33, 136, 512), (70, 130, 256)]
+SHAPES = [(1, 80, 192), (5, 64, 200), (33, 136, 512), (70, 130, 256), (130, 80, 128)]
 
 
 def integers_of(kind: str, num_rows: int, size: int) -> GroupedIntegers:
@@ -114,7 +114,7 @@ def test_products_with_integers_in_groups(
     torch.manual_seed(0)
     x = (torch.randn(num_tokens, size) / size**0.5).to(device, dtype)
     numbers = weight.dequantized()
-    if num_tokens > kernels.FEW_TOKENS or weight.groups.minima is not None:
+    if num_tokens >= kernels.GROUPED_UNPACKED_FROM or weight.groups.minima is not None:
         numbers = numbers.to(dtype).float()  # as the type of the inputs has them
     for bias in (None, torch.randn(num_rows).to(device, dtype)):
         found = kernels.quantized_linear(x, weight, bias)
@@ -180,9 +180,6 @@ def check_rounded(x: Tensor, weight: RoundedWeight) -> None:
     for bias in (None, torch.randn(weight.out_features).to(x)):
         found = kernels.quantized_linear(x, weight, bias)
         expected = functional.linear(inputs, weight.dequantized(), wide(bias)).to(x.dtype)
-        if len(x) > kernels.FEW_TOKENS and len(weight.scales) > 1 and few_bits:
-            numbers = weight.dequantized().to(x.dtype).float()
-            expected = functional.linear(x.float(), numbers, wide(bias)).to(x.dtype)
         check_close(found, expected, few_bits)
     expected = functional.linear(inputs, weight.dequantized()).to(x.dtype)
     check_close(kernels.rounded_linear(x, weight, None), expected, few_bits)
@@ -233,6 +230,25 @@ def test_bytes_give_a_token_the_same_bits_in_any_company(
         assert torch.equal(kernels.quantized_linear(x[rows], weight), whole[rows])
 
 
+def test_many_tokens_are_rounded_too_where_the_vendor_multiplies(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float8 in groups: as by few tokens, but for the rounding to the type of the inputs."""
+    if not has_fp8(device):
+        pytest.skip("this GPU has no float8")
+    torch.manual_seed(0)
+    weight = RoundedWeight.empty(80, 256, FLOAT8, 128, device)
+    scales = torch.rand_like(weight.scales.T) / 8
+    weight.write_rows(0, small_integers(80, 256).to(FLOAT8), scales)
+    x = small_integers(70, 256) * 32 / 512
+    x[:, ::128] = 448 / 512
+    x = x.to(device, dtype)
+    expected = kernels.quantized_linear(x, weight)
+    monkeypatch.setattr(kernels, "FLOAT8_UNPACKED_FROM", 60)
+    found = kernels.quantized_linear(x, weight)
+    torch.testing.assert_close(found, expected, rtol=4e-3, atol=2e-2)
+
+
 def test_rows_may_have_gaps_and_dimensions(device: torch.device) -> None:
     weight = kept(integers_of("4 32", 64, 128), device)
     torch.manual_seed(0)
@@ -242,6 +258,9 @@ def test_rows_may_have_gaps_and_dimensions(device: torch.device) -> None:
         kernels.quantized_linear(x, weight), reference.quantized_linear(x.contiguous(), weight)
     )
     assert kernels.quantized_linear(x[:0], weight).shape == (0, 5, 64)
+    turned = torch.randn(128, 6, device=device).T / 16
+    expected = reference.quantized_linear(turned.contiguous(), weight)
+    assert_close(kernels.quantized_linear(turned, weight), expected)
 
 
 def test_some_rows_and_columns_of_float8() -> None:

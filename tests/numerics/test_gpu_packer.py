@@ -23,7 +23,7 @@ from baton_kernels.quantized import (
 from models import load_model
 from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.packing import CpuPacker
-from models.gpu.packing import GpuPacker
+from models.gpu.packing import GpuPacker, quantized_kinds
 from models.layers.linear import PackedLinear, QuantizedLinear
 from tests.numerics.test_quantized_checkpoints import (
     Parts,
@@ -233,6 +233,64 @@ def test_a_checkpoint_of_another_format_is_rounded_anew(tmp_path: Path) -> None:
     quantize_folder(folder, config, make)
     layers = quantized(load(folder, QuantizedFormat.INT8))
     assert {kind_of(one.quantized) for one in layers.values()} == {"int8 rounded"}
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("W4A16", QuantizedFormat.INT4),
+        ("W8A8", QuantizedFormat.INT8),
+        ("W8A8, inputs left alone", QuantizedFormat.INT8_WEIGHT_ONLY),
+        ("fp8 in blocks of 128", QuantizedFormat.FP8),
+    ],
+)
+def test_what_is_asked_for_and_stored_is_kept(
+    name: str, weights: QuantizedFormat, tmp_path: Path
+) -> None:
+    (config, make), _ = CHECKPOINTS[name]
+    folder = save(make_hugging_face_model("Qwen3ForCausalLM", **SIZES), tmp_path / "model")
+    plain = quantize_folder(folder, config, make)
+    numbers = dict(load(plain).named_parameters())
+    layers = quantized(load(folder, weights))
+    layers.pop("lm_head")  # which the checkpoint left alone
+    assert len(layers) == LAYERS
+    for path, layer in layers.items():
+        torch.testing.assert_close(layer.quantized.dequantized(), numbers[f"{path}.weight"])
+
+
+def test_groups_that_kernels_do_not_take_are_rounded_anew_if_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    sizes = {**SIZES, "hidden_size": 192, "intermediate_size": 192}
+    config = compressed_tensors("int4", inputs=False)
+    args: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 192}
+    config["config_groups"]["group_0"]["weights"] = args
+    folder = save(make_hugging_face_model("Qwen3ForCausalLM", **sizes), tmp_path / "model")
+
+    def make(weight: Tensor) -> tuple[Parts, Tensor]:
+        rows, columns = weight.shape
+        scale = torch.rand(rows, 2) / 8  # of halves of a row
+        numbers = torch.randint(-8, 8, (rows, columns)).to(torch.int8)
+        wide = scale.repeat_interleave(columns // 2, dim=1)
+        return {"weight": numbers, "weight_scale": scale}, numbers * wide
+
+    quantize_folder(folder, config, make)
+    layers = quantized(load(folder, QuantizedFormat.INT4))
+    assert {kind_of(one.quantized) for one in layers.values()} == {"int4", "int8"}  # and the head
+    assert len(layers) == LAYERS + 1
+
+
+def test_kinds_are_told_apart(tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 256, "head_dim": 32}
+    folder = save(make_hugging_face_model("Qwen3ForCausalLM", **sizes), tmp_path)
+    found = {weights: quantized_kinds(load(folder, weights)) for weights in QuantizedFormat}
+    assert found == {
+        QuantizedFormat.INT4: ["int4 in groups of 128", "int8 in groups of all"],
+        QuantizedFormat.INT8_WEIGHT_ONLY: ["int8 in groups of all"],
+        QuantizedFormat.INT8: ["int8 times int8"],
+        QuantizedFormat.FP8: ["fp8 times fp8"],
+    }
+    assert quantized_kinds(load(folder)) == []
 
 
 def test_experts_and_routers_stay_numbers(tmp_path: Path) -> None:

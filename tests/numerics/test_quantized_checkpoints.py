@@ -293,6 +293,7 @@ def test_every_storage_is_tried_here() -> None:
         ({"weight": "float8_e4m3fn"}, "weights of weight are not supported"),
         ({"weight": "int32", "weight_scale": "float32"}, "dtype torch.int32"),
         ({"weight": "int8", "weight_scale": "float32 3"}, "do not fit"),
+        ({"weight": "float8_e4m3fn", "weight_scale": "float32 3"}, "do not fit"),
         ({"weight_packed": "uint8", "weight_scale": "float32"}, "weight_scale: dtype"),
     ],
 )

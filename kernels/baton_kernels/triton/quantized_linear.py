@@ -6,7 +6,7 @@ codes of a chunk share a scale they are multiplied as they are, and their sum by
 becomes numbers of the type of ``x``. A row's inputs are summed in parts where tokens are few, as
 many as the weight's shape says; the last part to arrive adds them all, in order.
 
-For a prompt integers become numbers once, in memory, and the vendor's product is the faster one; so
+For a prompt codes become numbers once, in memory, and the vendor's product is the faster one; so
 it is for rows of float8. Refuses to know: layers, formats of checkpoints.
 """
 
@@ -35,7 +35,9 @@ from baton_kernels.triton.aot import FP8, AotCase
 from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
-FEW_TOKENS = 64  # more are a prompt's
+FEW_TOKENS = 64  # of a tile, and for which a row's inputs are summed in parts
+# By what the kernels take from there on, and what the numbers of a weight cost in memory.
+GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
 WANTED_PROGRAMS = {4: 512, 8: 384}  # by bits of a code
 WANTED_ROUNDED = 264
@@ -91,7 +93,11 @@ def num_parts(out_features: int, num_chunks: int, tile: ProductTile, wanted: int
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """See `baton_kernels.reference.quantized_linear`."""
     rows = x.reshape(-1, weight.in_features)
-    if len(rows) > FEW_TOKENS and _is_unpacked(weight):
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    if len(rows) >= _unpacked_from(weight):
+        if isinstance(weight, RoundedWeight):
+            rows = _rounded_in_memory(rows, weight.group_size)
         out = functional.linear(rows, unpacked(weight, x.dtype), bias)
     elif isinstance(weight, GroupedWeight):
         out = grouped_linear(rows, weight, bias)
@@ -102,11 +108,18 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     return out.view(*x.shape[:-1], weight.out_features)
 
 
-def _is_unpacked(weight: QuantizedWeight) -> bool:
-    """Say whether many tokens are multiplied with numbers of their own type."""
+def _unpacked_from(weight: QuantizedWeight) -> int:
+    """Return from how many tokens on numbers of their own type are multiplied."""
     if isinstance(weight, GroupedWeight):
-        return True
-    return weight.numbers.dtype == FLOAT8 and len(weight.scales) > 1
+        return GROUPED_UNPACKED_FROM
+    has_groups = weight.numbers.dtype == FLOAT8 and len(weight.scales) > 1
+    return FLOAT8_UNPACKED_FROM if has_groups else _ALL
+
+
+def _rounded_in_memory(x: Tensor, group_size: int) -> Tensor:
+    """Round inputs to float8 in groups, and turn them back into numbers of their type."""
+    numbers, scales = round_inputs(x, FLOAT8, group_size)
+    return unpacked(RoundedWeight(numbers, scales, group_size, scales), x.dtype)
 
 
 def _has_vendors_product(x: Tensor, weight: RoundedWeight) -> bool:
@@ -148,7 +161,10 @@ def grouped_linear(
         return out
     bits, num_chunks = weight.bits, len(weight.codes)
     tile = tile or grouped_tile(num_tokens, bits, x.itemsize)
-    parts = parts or num_parts(out_features, num_chunks, tile, WANTED_PROGRAMS[bits])
+    if parts is None:
+        wanted, few = WANTED_PROGRAMS[bits], num_tokens <= FEW_TOKENS
+        parts = num_parts(out_features, num_chunks, tile, wanted) if few else 1
+    assert parts == 1 or num_tokens <= tile.tokens, "parts are counted for one tile of tokens"
     sums = None if parts == 1 else x.new_empty(parts, num_tokens, out_features, dtype=torch.float32)
     scales, minima, factors, minimum_factors = weight.groups.tensors
     launcher = _grouped_launcher(
@@ -211,6 +227,7 @@ def rounded_linear(
     if parts is None:
         few = num_tokens <= FEW_TOKENS
         parts = num_parts(out_features, num_chunks, tile, WANTED_ROUNDED) if few else 1
+    assert parts == 1 or num_tokens <= tile.tokens, "parts are counted for one tile of tokens"
     is_grouped = len(weight.scales) > 1
     exact = torch.int32 if weight.numbers.dtype == torch.int8 and not is_grouped else torch.float32
     sums = None if parts == 1 else x.new_empty(parts, num_tokens, out_features, dtype=exact)
@@ -522,7 +539,7 @@ def store_sums(
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # it would be compiled anew while serving
 def grouped_kernel(
     x_ptr, code_ptr, scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr, bias_ptr, out_ptr,
     sum_ptr, arrived_ptr, num_tokens, x_stride, in_features, out_features, num_chunks,
@@ -539,7 +556,7 @@ def grouped_kernel(
     x_at = x_ptr + tl.minimum(token, num_tokens - 1)[None, :].to(tl.int64) * x_stride
     x_at += depth[:, None]
     code_at = code_ptr + known[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    chunk_words = out_features.to(tl.int64) * WORDS
+    chunk_words = tl.cast(out_features, tl.int64) * WORDS
     per_part = tl.cdiv(num_chunks, tl.num_programs(2))
     first = tl.program_id(2) * per_part
     groups = (scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr)
@@ -606,7 +623,7 @@ def unpack_float8_kernel(
     tl.store(out_ptr + place, numbers.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rounded_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, sum_ptr, arrived_ptr,
     num_tokens, in_features, out_features, num_chunks,
@@ -625,6 +642,7 @@ def rounded_kernel(
     per_part = tl.cdiv(num_chunks, tl.num_programs(2))
     first = tl.program_id(2) * per_part
     IS_EXACT: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8 and GROUP == 0
+    row_scale = tl.load(scale_ptr + row, mask=is_row, other=0.0)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32 if IS_EXACT else tl.float32)
     for chunk in range(first, tl.minimum(first + per_part, num_chunks)):
         start = chunk * BLOCK_K
@@ -634,7 +652,8 @@ def rounded_kernel(
         if IS_EXACT:
             total = tl.dot(weight, x, total, out_dtype=tl.int32)
         else:
-            # Sums of float8 in a matrix unit lose bits: each block's is added outside.
+            # Sums of float8 in a matrix unit lose bits: each block's is added outside, which a
+            # compiler would change if there were no scale between.
             product = tl.dot(weight, x)
             if GROUP:
                 group = start // GROUP
@@ -644,17 +663,17 @@ def rounded_kernel(
                 x_scale = tl.load(x_scale_at, mask=is_token, other=0.0)
                 total += product.to(tl.float32) * (scale[:, None] * x_scale[None, :])
             else:
-                total += product
+                total += product.to(tl.float32) * row_scale
     scale = None
     if GROUP == 0:
-        scale = tl.load(scale_ptr + row, mask=is_row, other=0.0)[:, None]
+        scale = row_scale if IS_EXACT else tl.full((BLOCK_N, 1), 1.0, tl.float32)
         scale *= tl.load(x_scale_ptr + token, mask=is_token, other=0.0)[None, :]
     store_sums(
         total, scale, sum_ptr, bias_ptr, out_ptr, arrived_ptr, token, row, num_tokens, out_features
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def round_kernel(
     x_ptr, number_ptr, scale_ptr, x_stride, num_tokens, size, group_size,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr,
@@ -729,7 +748,7 @@ def _unpack_float8_case() -> AotCase:
     }
     constants = {"GROUP": 128, "BLOCK_N": _UNPACK_ROWS, "BLOCK_K": ROUNDED_BLOCK}
     types |= dict.fromkeys(constants, "constexpr")
-    return AotCase("unpack float8", unpack_float8_kernel, types, constants, capabilities=(90,))
+    return AotCase("unpack float8", unpack_float8_kernel, types, constants, capabilities=(89, 90))
 
 
 def _rounded_case(number: str, tile: ProductTile, group: int, *, parts: bool = False) -> AotCase:
@@ -749,7 +768,7 @@ def _rounded_case(number: str, tile: ProductTile, group: int, *, parts: bool = F
         constants["sum_ptr"] = None
     types |= dict.fromkeys(constants, "constexpr")
     name = f"rounded_linear {number} x {tile.tokens}" + f", groups of {group}" * bool(group)
-    capabilities = (90,) if number == FP8 else (80, 90)
+    capabilities = (89, 90) if number == FP8 else (80, 90)
     return AotCase(
         name + ", parts" * parts, rounded_kernel, types, constants, tile.num_warps,
         tile.num_stages, capabilities,
@@ -764,7 +783,7 @@ def _round_case(number: str) -> AotCase:
     }
     largest = largest_of(torch.int8 if number == "i8" else FLOAT8)
     constants = {"BLOCK": _ROUND_BLOCK, "LARGEST": largest}
-    capabilities = (90,) if number == FP8 else (80, 90)
+    capabilities = (89, 90) if number == FP8 else (80, 90)
     return AotCase(
         f"round_inputs {number}", round_kernel, types, constants, capabilities=capabilities
     )

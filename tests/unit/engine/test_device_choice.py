@@ -160,7 +160,7 @@ def test_how_a_gpu_keeps_weights(
 @pytest.mark.parametrize(
     ("weights", "capability", "problem"),
     [
-        ("fp8", (8, 0), "compute capability 8.9"),
+        ("fp8", (8, 0), "compute capability 8.9, got 8.0"),
         ("fp16", (9, 0), "wants --dtype to be that, got bfloat16"),
     ],
 )

@@ -145,6 +145,18 @@ def compressed(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
             },
             QuantizationConfig("compressed-tensors", rounds_inputs=True),
         ),
+        (  # which layers are of which group is not read
+            {
+                "quantization_config": KV_ONLY
+                | {
+                    "config_groups": {
+                        "a": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}},
+                        "b": {"weights": {"num_bits": 8}, "input_activations": None},
+                    }
+                }
+            },
+            QuantizationConfig("compressed-tensors"),
+        ),
         (
             {"compression_config": {"quant_method": "awq", "bits": 4}},
             QuantizationConfig("awq", 4),
