@@ -103,9 +103,10 @@ class EngineConfig:
         choices=WEIGHTS,
         help="How the weights of linear layers are kept; auto: as the checkpoint has them. On a "
         "CPU int8 (a scale per 128) and int4 (scale and minimum per 32; the head is int8) round "
-        "inputs to 8 bits too, per row and 64 of them; int8-weight-only and fp8, a scale per "
-        "output, do not. On a GPU int8 and fp8 (a scale per output) round inputs likewise, per "
-        "row, and auto does where the checkpoint says so. The same on all nodes.",
+        "inputs to 8 bits too, per row and 64 of them; int8-weight-only and fp8 (a scale per "
+        "output; with fp8 the head is int8) do not. On a GPU int8 and fp8 (a scale per output) "
+        "round inputs likewise, per row, and auto does where the checkpoint says so. The same on "
+        "all nodes.",
     )
     check_memory: bool = option(
         True,

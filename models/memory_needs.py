@@ -29,7 +29,7 @@ _FORMATS = {
     "fp8": (1.0, 4.0, 0),
     "mxfp4": (0.5, 2.0, 32),  # no value of --weights: experts that a checkpoint has so
 }
-_HEADS_FORMATS = {"int4": "int8"}  # others keep the head as they keep the layers
+_HEADS_FORMATS = {"int4": "int8", "fp8": "int8"}  # others keep the head as they keep the layers
 _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Bytes of a weight of a GGUF file's types as they are kept: codes of 4 or 8 bits, and groups.
 _KEPT_BYTES = {

@@ -30,6 +30,7 @@ from models.loading.stored_weights import WeightPart, float8_alike, integers_ali
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
+_TOO_COARSE_FOR_HEADS = (WeightFormat.INT4, WeightFormat.FP8)  # which become INT8
 _ROWS = 64  # of a weight, that are looked at together
 _WIDTH = 16  # of panels, where no kernels want another
 
@@ -41,7 +42,8 @@ class CpuPacker:
     Attributes:
         dtype: that the model computes in.
         weights: of all linear layers; None: as the checkpoint has them, if kernels take it, else
-            in ``dtype``. With ``INT4`` the head has 8 bits: of all layers it loses most.
+            in ``dtype``. With ``INT4`` and ``FP8`` the head is ``INT8``: of all layers it loses
+            most.
         native: the kernels that will read the weights; None: there are none.
     """
 
@@ -151,7 +153,7 @@ class _Packing:
             return self._keep_float8(parts, float8)
         if wanted is None:
             wanted = self._exact_format(parts)
-        elif wanted == WeightFormat.INT4 and is_head:
+        elif is_head and wanted in _TOO_COARSE_FOR_HEADS:
             wanted = WeightFormat.INT8
         return self._pack_as(wanted, parts)
 

@@ -37,6 +37,7 @@ from models.loading.stored_weights import WeightPart, float8_alike, integers_ali
 logger = logging.getLogger(__name__)
 
 _ROUNDED = {QuantizedFormat.INT8: torch.int8, QuantizedFormat.FP8: FLOAT8}
+_TOO_COARSE_FOR_HEADS = (QuantizedFormat.INT4, QuantizedFormat.FP8)
 _NAMES = {torch.int8: "int8", FLOAT8: "fp8"}
 
 
@@ -46,8 +47,8 @@ class GpuPacker:
 
     Attributes:
         device: of the weights.
-        weights: of all linear layers, but for a tied head; None: as the checkpoint has them. A
-            head has 8 bits at the least.
+        weights: of all linear layers, but for a tied head; None: as the checkpoint has them. With
+            ``INT4`` and ``FP8`` a head has integers of 8 bits: of all layers it loses most.
         has_float8: whether the device multiplies float8.
     """
 
@@ -113,6 +114,8 @@ class _Packing:
         if weight is not None or wanted is None:
             return weight
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        if is_head and wanted in _TOO_COARSE_FOR_HEADS:
+            wanted = QuantizedFormat.INT8_WEIGHT_ONLY
         rounded = _ROUNDED.get(wanted)
         if rounded is not None:
             device = self._packer.device
@@ -121,8 +124,6 @@ class _Packing:
                 for first_row, rows in part.pieces():
                     made.round_rows(first_row, rows)
             return made
-        if is_head:
-            wanted = QuantizedFormat.INT8_WEIGHT_ONLY
         return self._pack_grouped(out_features, wanted, parts)
 
     def _keep(
