@@ -11,12 +11,13 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
 import torch
 
+from baton_kernels.quantized import QuantizedFormat
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
 from gpu_models import add_decoding, make_engine, make_request
@@ -24,7 +25,7 @@ from gpu_report import Report
 from gpu_timing import copy_gb_per_s
 
 CONTEXT = 1024
-WEIGHTS = ("int4", "int8-weight-only", "int8", "fp8")
+WEIGHTS = tuple(one.value for one in QuantizedFormat)
 STEPS, WARM_STEPS = 100, 10
 BATCHES = {"0.6B": (1, 8, 64, 256), "8B": (1, 8, 64)}
 # https://github.com/GeeeekExplorer/nano-vllm, bench.py
@@ -72,17 +73,7 @@ def measure_decode(device: str, report: Report) -> bool:
     right = True
     for shape, batches in BATCHES.items() if on_gpu else (("tiny", (1, 3)),):
         context = CONTEXT if on_gpu else 20
-        tokens = context + STEPS + WARM_STEPS + 16
-        engine = make_engine(
-            shape,
-            device,
-            max_num_requests=max(batches),
-            max_num_batched_tokens=2048,
-            num_blocks=max(batches) * (tokens // 16 + 2),
-            max_model_len=tokens + 16,
-            prefix_cache=False,
-            async_scheduling=True,
-        )
+        engine = _engine(shape, device, batches, context)
         timer = ReplayTimer(engine)
         sizes = worker_of(engine.executor).runner.decode_graphs.sizes
         report[f"{shape}: graphs"] = len(sizes)
@@ -109,19 +100,8 @@ def measure_few_bits(device: str, report: Report) -> bool:
     weights = ("auto", *WEIGHTS) if on_gpu else ("auto", "int4")
     for name in weights:
         context = CONTEXT if on_gpu else 20
-        tokens = context + STEPS + WARM_STEPS + 16
         batches = BATCHES["8B"] if on_gpu else (1, 3)
-        engine = make_engine(
-            "8B" if on_gpu else "tiny",
-            device,
-            weights=name,
-            max_num_requests=max(batches),
-            max_num_batched_tokens=2048,
-            num_blocks=max(batches) * (tokens // 16 + 2),
-            max_model_len=tokens + 16,
-            prefix_cache=False,
-            async_scheduling=True,
-        )
+        engine = _engine("8B" if on_gpu else "tiny", device, batches, context, weights=name)
         timer = ReplayTimer(engine)
         report[f"{name}: weights, GB"] = _weight_bytes(engine) / 1e9
         for batch in batches:
@@ -131,6 +111,24 @@ def measure_few_bits(device: str, report: Report) -> bool:
         del engine, timer
         gc.collect()
     return True
+
+
+def _engine(
+    shape: str, device: str, batches: Sequence[int], context: int, weights: str = "auto"
+) -> Engine:
+    """One with room for the largest batch of such requests."""
+    tokens = context + STEPS + WARM_STEPS + 16
+    return make_engine(
+        shape,
+        device,
+        weights=weights,
+        max_num_requests=max(batches),
+        max_num_batched_tokens=2048,
+        num_blocks=max(batches) * (tokens // 16 + 2),
+        max_model_len=tokens + 16,
+        prefix_cache=False,
+        async_scheduling=True,
+    )
 
 
 def _time_decode(

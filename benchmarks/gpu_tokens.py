@@ -24,6 +24,7 @@ import torch
 
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
+from baton_kernels.quantized import QuantizedFormat
 from engine.executors.uniproc import worker_of
 from gpu_report import Report
 
@@ -34,7 +35,7 @@ TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 4
 KV_BYTES = 2**28
 READY_TIMEOUT_S = 80.0
 MAX_PROCESSES = 12  # each has a context of half a GiB on the GPU
-WEIGHTS = ("int4", "int8", "fp8", "int8-weight-only")
+WEIGHTS = tuple(one.value for one in QuantizedFormat)
 ROUNDING_WEIGHTS = ("int8", "fp8")
 MOST_DIFFERENCE = 0.05  # of logprobs, in the mean of a prompt
 OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]

@@ -227,11 +227,11 @@ def _chosen(
     if isinstance(weight, GroupedWeight):
         tile = kernels.grouped_tile(size, weight.bits, x.itemsize)
         wanted = kernels.WANTED_PROGRAMS[weight.bits]
-        parts = kernels.num_parts(out_features, len(weight.codes), tile, wanted)
+        parts = kernels.num_parts(out_features, len(weight.codes), tile, wanted, size)
         return kernels.grouped_linear, tile, parts
     tile = kernels.rounded_tile(size)
     num_chunks = -(-weight.in_features // ROUNDED_BLOCK)
-    parts = kernels.num_parts(out_features, num_chunks, tile, kernels.WANTED_ROUNDED)
+    parts = kernels.num_parts(out_features, num_chunks, tile, kernels.WANTED_ROUNDED, size)
     return kernels.rounded_linear, tile, parts
 
 

@@ -18,6 +18,7 @@ from baton.kv_manifest import KVKind
 from baton_kernels import FP8, WeightFormat
 from baton_kernels.attention import choose_attention_backend
 from baton_kernels.dispatch import enable_native_kernels
+from baton_kernels.packed import FLOAT8_CAPABILITY
 from baton_kernels.quantized import QuantizedFormat
 from engine.worker.kv_cache import KVCacheSpec
 from models.base import CausalLM
@@ -28,7 +29,6 @@ from models.loading.loader import WeightPacker
 
 logger = logging.getLogger(__name__)
 
-FLOAT8_CAPABILITY = (8, 9)  # of GPUs that multiply it
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 # Of each KV cache group the name of its backend; None: it has states, and nothing attends.

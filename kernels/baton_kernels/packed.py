@@ -16,6 +16,7 @@ from torch.nn import functional
 
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
+FLOAT8_CAPABILITY = (8, 9)  # of GPUs that have it (Ada, Hopper)
 # Inputs that are rounded with one scale where the weight is codes.
 INPUT_BLOCK = 64
 # Inputs whose groups' scales are whole multiples of one factor, where they are multiples.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.packed import GroupedIntegers, Groups
+from baton_kernels.packed import FLOAT8_GROUP, GroupedIntegers, Groups
 
 # Words of a row that are read together, and inputs of a plane of theirs.
 SIDE = 16
@@ -24,7 +24,7 @@ _WORD_BITS = 32
 _FOUR_BITS_GROUP = 128
 _NUM_TRIED = 12  # scales of a group
 # Inputs that a product of bytes takes at once; groups of rounded weights are multiples of it.
-ROUNDED_BLOCK = 128
+ROUNDED_BLOCK = FLOAT8_GROUP
 
 
 class QuantizedFormat(Enum):

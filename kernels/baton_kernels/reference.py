@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.packed import Float8Rows, GroupedIntegers, PackedWeight, rounded_inputs
+from baton_kernels.packed import FLOAT8, Float8Rows, GroupedIntegers, PackedWeight, rounded_inputs
 from baton_kernels.quantized import QuantizedWeight, RoundedWeight, rounded_rows
 from baton_kernels.recurrent import causal_conv as causal_conv
 from baton_kernels.recurrent import gated_delta_rule as gated_delta_rule
@@ -24,7 +24,7 @@ from baton_kernels.routing import Routing, Scoring
 
 # What a quantized KV cache stores (Micikevicius et al., arXiv:2209.05433). A float8 number is also
 # one of every wider type, so that reading it rounds nothing.
-FP8 = torch.float8_e4m3fn
+FP8 = FLOAT8
 FP8_MAX = 448.0
 # gpt-oss clamps both halves of a gated unit (OpenAI, arXiv:2508.10925).
 CLAMPED_SWIGLU = "clamped_swiglu"

@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-MIN_CAPABILITY = (8, 9)
+from baton_kernels.packed import FLOAT8_CAPABILITY
 
 
 def has_fp8(device: torch.device) -> bool:
     """Say whether kernels on this device may use float8; the interpreter may."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 @triton.jit

@@ -85,8 +85,12 @@ def tokens_of(num_tokens: int) -> int:
     return min(FEW_TOKENS, padded_side(num_tokens))
 
 
-def num_parts(out_features: int, num_chunks: int, tile: ProductTile, wanted: int) -> int:
+def num_parts(
+    out_features: int, num_chunks: int, tile: ProductTile, wanted: int, num_tokens: int
+) -> int:
     """Return in how many parts a row's inputs are summed, for so many programs."""
+    if num_tokens > FEW_TOKENS:
+        return 1
     return max(1, min(wanted // -(-out_features // tile.rows), num_chunks // _LEAST_CHUNKS))
 
 
@@ -161,17 +165,14 @@ def grouped_linear(
         return out
     bits, num_chunks = weight.bits, len(weight.codes)
     tile = tile or grouped_tile(num_tokens, bits, x.itemsize)
-    if parts is None:
-        wanted, few = WANTED_PROGRAMS[bits], num_tokens <= FEW_TOKENS
-        parts = num_parts(out_features, num_chunks, tile, wanted) if few else 1
-    assert parts == 1 or num_tokens <= tile.tokens, "parts are counted for one tile of tokens"
-    sums = None if parts == 1 else x.new_empty(parts, num_tokens, out_features, dtype=torch.float32)
+    parts = parts or num_parts(out_features, num_chunks, tile, WANTED_PROGRAMS[bits], num_tokens)
+    grid, sums = _grid_and_sums(out, tile, parts, torch.float32)
     scales, minima, factors, minimum_factors = weight.groups.tensors
     launcher = _grouped_launcher(
         bits, _group_of(weight), weight.in_features % weight.chunk_size == 0, _has_asm(x), tile
     )
     launcher(
-        (-(-num_tokens // tile.tokens), -(-out_features // tile.rows), parts),
+        grid,
         (
             *(x, weight.codes, scales, minima, factors, minimum_factors, bias, out, sums),
             weight.arrived,
@@ -179,6 +180,16 @@ def grouped_linear(
         (num_tokens, x.stride(0), weight.in_features, out_features, num_chunks),
     )
     return out
+
+
+def _grid_and_sums(
+    out: Tensor, tile: ProductTile, parts: int, dtype: torch.dtype
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """Return a product's programs, and memory for the sums of parts, if there are several."""
+    num_tokens, out_features = out.shape
+    assert parts == 1 or num_tokens <= tile.tokens, "parts are counted for one tile of tokens"
+    grid = (-(-num_tokens // tile.tokens), -(-out_features // tile.rows), parts)
+    return grid, None if parts == 1 else out.new_empty(parts, *out.shape, dtype=dtype)
 
 
 def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
@@ -224,16 +235,13 @@ def rounded_linear(
     numbers, scales = round_inputs(x, weight.numbers.dtype, weight.group_size)
     tile = tile or rounded_tile(num_tokens)
     num_chunks = -(-weight.in_features // ROUNDED_BLOCK)
-    if parts is None:
-        few = num_tokens <= FEW_TOKENS
-        parts = num_parts(out_features, num_chunks, tile, WANTED_ROUNDED) if few else 1
-    assert parts == 1 or num_tokens <= tile.tokens, "parts are counted for one tile of tokens"
+    parts = parts or num_parts(out_features, num_chunks, tile, WANTED_ROUNDED, num_tokens)
     is_grouped = len(weight.scales) > 1
     exact = torch.int32 if weight.numbers.dtype == torch.int8 and not is_grouped else torch.float32
-    sums = None if parts == 1 else x.new_empty(parts, num_tokens, out_features, dtype=exact)
+    grid, sums = _grid_and_sums(out, tile, parts, exact)
     launcher = _rounded_launcher(weight.group_size if is_grouped else 0, tile)
     launcher(
-        (-(-num_tokens // tile.tokens), -(-out_features // tile.rows), parts),
+        grid,
         (
             *(numbers, scales, weight.numbers, weight.scales, bias, out, sums),
             weight.arrived,
