@@ -23,7 +23,7 @@ from engine.core.request import Request
 from engine.engine import Engine
 from models.base import CausalLM
 from models.config import ModelConfig
-from models.cpu.packing import CpuPacker
+from models.loading.loader import WeightPacker, pack_loaded
 from models.parallel.group import ALONE, Ranks
 from models.registry import MODELS
 
@@ -116,7 +116,7 @@ def _load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
-    packer: CpuPacker | None = None,
+    packer: WeightPacker | None = None,
     ranks: Ranks = ALONE,
 ) -> CausalLM:
     """In place of `load_model`, with weights that are drawn; of one rank."""
@@ -133,5 +133,5 @@ def _load(
                 weight.normal_(std=0.02)
             setattr(module, name, nn.Parameter(weight, requires_grad=False))
     if packer is not None:
-        packer.pack_loaded(model)
+        pack_loaded(packer, model)
     return model.to(torch.device(device)).eval()

@@ -20,7 +20,6 @@ from baton_kernels.dispatch import native_ops
 from baton_kernels.huge_pages import WeightMemory
 from baton_kernels.native.ops import NativeOps
 from models.architectures.decoder import DecoderForCausalLM
-from models.base import CausalLM
 from models.cpu.decode_tapes import DecodeTapes
 from models.layers.embedding import NarrowEmbedding, PackedEmbedding
 from models.layers.latent_attention import LatentProjection, PackedLatentProjection
@@ -68,15 +67,6 @@ class CpuPacker:
     def start(self, model: DecoderForCausalLM) -> _Packing:
         """See ``WeightPacker``."""
         return _Packing(self, model)
-
-    def pack_loaded(self, model: CausalLM) -> None:
-        """Pack a model that was loaded without a packer; what is packed already stays."""
-        assert isinstance(model, DecoderForCausalLM)
-        packing = self.start(model)
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                packing.take(module, [WeightPart(0, module.weight)])
-        packing.finish()
 
 
 class _Packing:

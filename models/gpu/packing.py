@@ -60,15 +60,6 @@ class GpuPacker:
         """See ``WeightPacker``."""
         return _Packing(self, model)
 
-    def pack_loaded(self, model: CausalLM) -> None:
-        """Pack a model that was loaded without a packer."""
-        assert isinstance(model, DecoderForCausalLM)
-        packing = self.start(model)
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                packing.take(module, [WeightPart(0, module.weight)])
-        packing.finish()
-
 
 class _Packing:
     """A ``PackingModel``."""

@@ -161,6 +161,16 @@ class WeightPacker(Protocol):
         """Begin with a model that has no weights yet."""
 
 
+def pack_loaded(packer: WeightPacker, model: CausalLM) -> None:
+    """Pack a model that was loaded without a packer; what is packed already stays."""
+    assert isinstance(model, DecoderForCausalLM)
+    packing = packer.start(model)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            packing.take(module, [WeightPart(0, module.weight)])
+    packing.finish()
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """The place of one tensor of a checkpoint: some rows of a parameter, or all of it."""

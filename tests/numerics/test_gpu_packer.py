@@ -25,6 +25,7 @@ from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.packing import CpuPacker
 from models.gpu.packing import GpuPacker, quantized_kinds
 from models.layers.linear import PackedLinear, QuantizedLinear
+from models.loading.loader import pack_loaded
 from tests.numerics.test_quantized_checkpoints import (
     Parts,
     as_awq,
@@ -224,7 +225,7 @@ def test_weights_are_rounded_as_they_are_loaded(
     ours, theirs = paged_logits(found, TOKENS), paged_logits(expected, TOKENS)
     assert 0 < error_of(ours, theirs) < most
     afterwards = load(folder)
-    GpuPacker(torch.device("cpu"), weights, has_float8=True).pack_loaded(afterwards)
+    pack_loaded(GpuPacker(torch.device("cpu"), weights, has_float8=True), afterwards)
     assert torch.equal(paged_logits(afterwards, TOKENS), ours)
 
 

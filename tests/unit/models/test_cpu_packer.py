@@ -24,6 +24,7 @@ from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.packing import CpuPacker
 from models.layers.embedding import PackedEmbedding
 from models.layers.linear import PackedLinear
+from models.loading.loader import pack_loaded
 from tests.numerics.tiny_models import make_hugging_face_model, paged_logits, save
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -65,7 +66,7 @@ def test_packed_on_the_way_equals_packed_afterwards(
     found, expected = load(folder, weights), load(folder, None)
     packer = CpuPacker.choose(torch.float32, weights)
     assert packer is not None
-    packer.pack_loaded(expected)
+    pack_loaded(packer, expected)
     ours, others = packed_layers(found), packed_layers(expected)
     assert ours.keys() == others.keys()
     assert len(ours) == 2 * 4 + 1
