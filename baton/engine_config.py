@@ -118,6 +118,12 @@ class EngineConfig:
         help="On a CPU, use kernels in C (built at first use) where they can be built. Of the "
         "whole process.",
     )
+    batch_invariant: bool = option(
+        False,
+        help="On a GPU, too, compute a request's tokens and logprobs so that they do not depend "
+        "on who is computed with it, on chunks, preemption or node, to the bit; slower. A CPU with "
+        "native kernels always does. The same on all nodes.",
+    )
     block_size: int = option(
         0,
         least=0,

@@ -113,15 +113,37 @@ def measure_few_bits(device: str, report: Report) -> bool:
     return True
 
 
+def measure_invariant(device: str, report: Report) -> bool:
+    """Milliseconds per decode step and of a prompt of the 8B shape, results with and without
+    company.
+    """
+    on_gpu = device != "cpu"
+    context, batches = (CONTEXT, BATCHES["8B"]) if on_gpu else (20, (1, 3))
+    for name, invariant in {"as usual": False, "batch-invariant": True}.items():
+        shape = "8B" if on_gpu else "tiny"
+        engine = _engine(shape, device, batches, context, batch_invariant=invariant)
+        timer = ReplayTimer(engine)
+        for batch in batches:
+            report[f"{name}, batch {batch}: ms per step"] = _time_decode(
+                engine, timer, batch, context
+            )[0]
+        prompt = list(range(context))
+        _run(engine, [prompt], [1])  # compiles what prompts need
+        report[f"{name}, prompt: ms"] = _run(engine, [prompt], [1]) * 1e3
+        del engine, timer
+        gc.collect()
+    return True
+
+
 def _engine(
-    shape: str, device: str, batches: Sequence[int], context: int, weights: str = "auto"
+    shape: str, device: str, batches: Sequence[int], context: int, **options: str | bool
 ) -> Engine:
     """One with room for the largest batch of such requests."""
     tokens = context + STEPS + WARM_STEPS + 16
     return make_engine(
         shape,
         device,
-        weights=weights,
+        **options,
         max_num_requests=max(batches),
         max_num_batched_tokens=2048,
         num_blocks=max(batches) * (tokens // 16 + 2),

@@ -11,6 +11,8 @@
     products   weights of 4 and 8 bits against the vendor's bfloat16 (quantized_gpu.py)
     few bits   decode steps of the 8B shape with such weights
     quantized  the engine's tokens with such weights against those of their definition, split too
+    company    with batch_invariant: requests alone and with others, in one process and split
+    invariant  what that costs: decode steps and a prompt of the 8B shape
     ops        kernels and attention backends against their definitions (tests/kernels, bf16 too)
 
 What is worth most comes first. Each part has a share of the time and all that those before it left
@@ -62,18 +64,20 @@ class Part:
 # The shares add up to the budget. `ops` compiles for every test, in as many processes as there are
 # cores; it is last, as the parts before it are the faster to tell that something is wrong.
 PARTS = {
-    "engine": Part("gpu_tokens", "check_engine", 75),
+    "engine": Part("gpu_tokens", "check_engine", 70),
     "graphs": Part("gpu_tokens", "check_graphs", 40),
-    "decode": Part("gpu_decode", "measure_decode", 50),
+    "decode": Part("gpu_decode", "measure_decode", 45),
     "push": Part("gpu_push", "measure_push", 25),
     "split": Part("gpu_tokens", "check_split", 40),
     "nano": Part("gpu_decode", "measure_nano", 30),
-    "kernels": Part("gpu_tokens", "measure_kernels", 20),
-    "attention": Part("gpu_tokens", "measure_attention", 40),
-    "products": Part("gpu_tokens", "measure_products", 60),
-    "few bits": Part("gpu_decode", "measure_few_bits", 45),
-    "quantized": Part("gpu_tokens", "check_quantized", 45),
-    "ops": Part("gpu_tokens", "check_ops", 100),
+    "kernels": Part("gpu_tokens", "measure_kernels", 15),
+    "attention": Part("gpu_tokens", "measure_attention", 35),
+    "products": Part("gpu_tokens", "measure_products", 55),
+    "few bits": Part("gpu_decode", "measure_few_bits", 40),
+    "quantized": Part("gpu_tokens", "check_quantized", 40),
+    "company": Part("gpu_tokens", "check_company", 25),
+    "invariant": Part("gpu_decode", "measure_invariant", 25),
+    "ops": Part("gpu_tokens", "check_ops", 85),
 }
 BUDGET_S = 570.0
 LEAST_S = 5.0  # in less not even a process begins

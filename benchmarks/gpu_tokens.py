@@ -133,13 +133,15 @@ def check_split(device: str, report: Report) -> bool:
     return equal == len(TEXTS) == len(pushes)
 
 
-def _split_completions(device: str, more_args: list[str]) -> list[Completion]:
+def _split_completions(
+    device: str, more_args: list[str], dtype: str = "float32"
+) -> list[Completion]:
     from baton import Client
     from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 
     if find_spec("nixl") is None:
         raise ModuleNotFoundError(name="nixl")
-    node_args = ["--dtype", "float32", "--device", device, "--kv-cache-memory", "256M", *more_args]
+    node_args = ["--dtype", dtype, "--device", device, "--kv-cache-memory", "256M", *more_args]
     config = LocalDeploymentConfig(
         model=MODEL,
         listen=_free_address(),
@@ -206,6 +208,34 @@ def check_quantized(device: str, report: Report) -> bool:
     split = _split_completions(device, ["--weights", WEIGHTS[0]])
     equal = sum(a == b.token_ids for a, b in zip(of_int4, split, strict=True))
     report[f"{WEIGHTS[0]}, split: equal"] = f"{equal} of {len(TEXTS)}"
+    return right and equal == len(TEXTS)
+
+
+def check_company(device: str, report: Report) -> bool:
+    """Tokens and logprobs, to the bit, of requests alone and with others; and split.
+
+    With ``batch_invariant``, which a CPU always is.
+    """
+    from engine import LLM
+
+    dtype = "bfloat16" if device != "cpu" else "float32"
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "kv_cache_bytes": KV_BYTES}
+    options |= {"batch_invariant": True, "prefix_cache": False}
+    prompts = [[(31 * row + 7 * index) % 4000 for index in range(3 + 61 * row)] for row in range(9)]
+    params = [replace(one, logprobs=1) for one in _params()]
+    llm, right = LLM(MODEL, **options), True
+    narrow = LLM(MODEL, max_num_batched_tokens=48, max_num_requests=5, **options)
+    for one in params:
+        alone = [llm.generate([prompt], one)[0] for prompt in prompts]
+        for name, engine in {"with others": llm, "in chunks": narrow}.items():
+            pairs = list(zip(alone, engine.generate(prompts, one), strict=True))
+            equal = sum((a.token_ids, a.logprobs) == (b.token_ids, b.logprobs) for a, b in pairs)
+            report[f"temperature {one.temperature}, {name}: equal"] = f"{equal} of {len(pairs)}"
+            right = right and equal == len(pairs)
+    expected = llm.generate(TEXTS, _params()[0])
+    split = _split_completions(device, ["--batch-invariant"], dtype)
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, split, strict=True))
+    report["split: equal"] = f"{equal} of {len(TEXTS)}"
     return right and equal == len(TEXTS)
 
 

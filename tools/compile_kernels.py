@@ -25,6 +25,7 @@ import pkgutil
 import re
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -49,6 +50,10 @@ _STACK = re.compile(r"(\d+) bytes stack frame")
 _LABEL = re.compile(r"^\s*(\$L\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+);")
 _PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)\b")
+_INSTRUCTION = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)[\w.]*")
+_LAYOUT_NAME = re.compile(r"#(?:blocked|mma|linear)\d*\b")
+_LAYOUT = re.compile(r"^(#(?:blocked|mma|linear)\d*) = (.*)$", re.MULTILINE)
+_SUMMED = re.compile(r"^\s*\}\) : \((tensor<.*?>)\) ->", re.MULTILINE)  # the end of a tt.reduce
 _WAIT = re.compile(r"\bcp\.async\.wait_group\s+(\d+);")
 
 Figures = dict[str, int]
@@ -133,7 +138,10 @@ def _compile(module: str, name: str, architecture: str) -> Figures:
     if not (used and spilled and stack):
         raise RuntimeError(f"{name}: ptxas said nothing of what it used: {log!r}")
     pending = pending_groups(compiled.asm["ptx"])
-    return ({} if pending is None else {"pending_groups": pending}) | {
+    figures = {} if pending is None else {"pending_groups": pending}
+    if not case.fuses_floats:
+        figures["sum_order"] = sum_order(compiled.asm["ttgir"], compiled.asm["ptx"])
+    return figures | {
         "registers": int(used[1]),
         "spill_bytes": int(spilled[1]) + int(spilled[2]),
         "stack_bytes": int(stack[1]),
@@ -164,8 +172,22 @@ def compile_case(case: AotCase, capability: int) -> Any:
     return triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        options={
+            "num_warps": case.num_warps,
+            "num_stages": case.num_stages,
+            "enable_fp_fusion": case.fuses_floats,
+        },
     )
+
+
+def sum_order(ttgir: str, ptx: str) -> int:
+    """Number what decides in which order a kernel adds: the instructions that multiply matrices,
+    and which threads have what of a tile that is summed. Kernels with one number add alike.
+    """
+    layouts = dict(_LAYOUT.findall(ttgir))
+    tiles = set(_SUMMED.findall(ttgir))
+    summed = sorted(_LAYOUT_NAME.sub(lambda name: layouts[name[0]], tile) for tile in tiles)
+    return zlib.crc32(repr((summed, sorted(set(_INSTRUCTION.findall(ptx))))).encode())
 
 
 def pending_groups(ptx: str) -> int | None:

@@ -15,6 +15,7 @@ from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import Executor, PendingStep
+from engine.worker.kv_cache import dtype_name
 from engine.worker.model_runner import LaunchedStep
 from engine.worker.worker import Worker
 from models.parallel.group import ALONE, Ranks
@@ -42,7 +43,7 @@ class UniprocExecutor:
         self.worker = worker = Worker(model_folder, config, ranks)
         self.config = worker.config
         self.model_config = worker.model_config
-        self.dtype = str(worker.dtype).removeprefix("torch.")
+        self.dtype = dtype_name(worker.dtype)
         self.linear_weights = worker.linear_weights
         self.max_model_len = worker.max_model_len
         self.kv_memory = worker.kv_memory

@@ -31,7 +31,7 @@ from models.base import CausalLM, ForwardContext, LayerCache
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 # Backends whose decode steps launch the same kernels whatever the lengths are.
-CAPTURABLE_BACKENDS = ("triton", "flash_triton")
+CAPTURABLE_BACKENDS = ("triton", "triton_invariant", "flash_triton")
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:

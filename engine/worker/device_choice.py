@@ -17,19 +17,22 @@ from baton.engine_config import EngineConfig
 from baton.kv_manifest import KVKind
 from baton_kernels import FP8, WeightFormat
 from baton_kernels.attention import choose_attention_backend
-from baton_kernels.dispatch import enable_native_kernels
+from baton_kernels.dispatch import enable_native_kernels, native_ops
 from baton_kernels.packed import FLOAT8_CAPABILITY
 from baton_kernels.quantized import QuantizedFormat
-from engine.worker.kv_cache import KVCacheSpec
+from engine.worker.kv_cache import KVCacheSpec, dtype_name
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.cpu.packing import CpuPacker
+from models.gpu.invariant import InvariantPacker
 from models.gpu.packing import GpuPacker, quantized_kinds
 from models.loading.loader import WeightPacker
 
 logger = logging.getLogger(__name__)
 
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_ROUNDED_WEIGHTS = [one.value for one in QuantizedFormat if one != QuantizedFormat.INT8]
 
 # Of each KV cache group the name of its backend; None: it has states, and nothing attends.
 BackendNames = tuple[str | None, ...]
@@ -110,7 +113,35 @@ def choose_packer(
     if device.type == "cpu":
         enable_native_kernels(config.native_kernels)
         return CpuPacker.choose(dtype, config.weights)
-    return _gpu_packer(config.weights, device, dtype)
+    packer = _gpu_packer(config.weights, device, dtype)
+    if not config.batch_invariant:
+        return packer
+    # Sums of integers have no order; what else a checkpoint has in few bits is not kept so.
+    is_int8 = packer is not None and packer.weights == QuantizedFormat.INT8
+    return InvariantPacker(packer if is_int8 else None)
+
+
+def check_batch_invariant(config: EngineConfig, device: torch.device, model: ModelConfig) -> None:
+    """Raise ConfigError where results are to depend on no company, and cannot."""
+    if not config.batch_invariant:
+        return
+    if device.type == "cpu":
+        has_kernels = config.native_kernels and native_ops() is not None
+        problem = None if has_kernels else "on a CPU it needs native kernels"
+    elif find_spec("triton") is None:
+        problem = "on a GPU it needs Triton, which is not installed"
+    elif config.tensor_parallel_size > 1:
+        problem = f"on GPUs tensor_parallel_size must be 1, got {config.tensor_parallel_size}"
+    elif config.weights in _ROUNDED_WEIGHTS:
+        problem = f"on a GPU weights cannot be {config.weights}; int8 they can"
+    elif model.mla is not None:
+        problem = "on a GPU not for models with latents (MLA)"
+    elif not all(map(model.attends, range(model.num_layers))):
+        problem = "on a GPU not for models with states"
+    else:
+        problem = None
+    if problem is not None:
+        raise ConfigError(f"batch_invariant: {problem}")
 
 
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
@@ -118,8 +149,9 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
     if own is not None and own.value == weights:
         return None  # as torch keeps them
     if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"weights: {weights} on a GPU wants --dtype to be that, got {name}")
+        raise ConfigError(
+            f"weights: {weights} on a GPU wants --dtype to be that, got {dtype_name(dtype)}"
+        )
     wanted = None if weights == "auto" else QuantizedFormat(weights)
     if find_spec("triton") is None:
         if wanted is None:
@@ -138,9 +170,11 @@ def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -
 
     CPUs and GPUs round otherwise where weights have few bits.
     """
-    if not isinstance(packer, GpuPacker):
+    if not isinstance(packer, GpuPacker | InvariantPacker):
         return asked
     kinds = quantized_kinds(model)
+    if isinstance(packer, InvariantPacker):
+        kinds.append("batch-invariant")
     return f"{asked} on a GPU: {', '.join(kinds)}" if kinds else asked
 
 
@@ -168,6 +202,7 @@ def choose_backends(
             latent=kind is KVKind.LATENT,
             sinks=model.attention_sinks,
             half=spec.dtype.itemsize == 2,
+            invariant=config.batch_invariant,
         )
         logger.info("attention backend %s for %s layers: %s", chosen[kind], kind.value, reason)
     return tuple(chosen[group.kv.kind] for group in spec.groups)

@@ -95,7 +95,7 @@ class KVCacheSpec:
                 kind=group.kv.kind,
                 layers=group.layers,
                 arrays=group.kv.arrays(
-                    self.block_size, _name(self.dtype), _name(self.compute_dtype)
+                    self.block_size, dtype_name(self.dtype), dtype_name(self.compute_dtype)
                 ),
                 num_places=len(group.layers),
                 block_size=self.block_size,
@@ -228,7 +228,7 @@ class KVMemory:
     @property
     def dtype(self) -> str:
         """Of keys and values, by name."""
-        return _name(self.spec.dtype)
+        return dtype_name(self.spec.dtype)
 
     def fence(self) -> Callable[[], bool] | None:
         """Asks whether a GPU has done what this thread has launched so far; None: it is done.
@@ -274,8 +274,10 @@ def kv_cache_spec(
         if any(kv.kind is KVKind.LATENT for kv in kv_layers):
             raise ConfigError("kv_cache_dtype: fp8 is not supported for latents (MLA)")
 
+    names = dtype_name(dtype), dtype_name(compute_dtype)
+
     def layer_bytes(kv: LayerKV, num_tokens: int) -> int:
-        return array_offsets(kv.arrays(num_tokens, _name(dtype), _name(compute_dtype)))[-1]
+        return array_offsets(kv.arrays(num_tokens, *names))[-1]
 
     block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
     groups = group_layers(kv_layers, block_size, layer_bytes)
@@ -284,7 +286,8 @@ def kv_cache_spec(
     )
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a type as options and manifests do: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -17,6 +17,7 @@ from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.worker.device_choice import (
     BackendNames,
+    check_batch_invariant,
     choose_backends,
     choose_device,
     choose_dtype,
@@ -40,10 +41,12 @@ from engine.worker.host.lent_cores import LentCores, lent_cores
 from engine.worker.host.memory_check import check_memory
 from engine.worker.input_batch import PreparedStep
 from engine.worker.kv_cache import (
+    KVCacheSpec,
     KVMemory,
     allocate_kv_cache,
     choose_max_model_len,
     choose_num_blocks,
+    dtype_name,
     kv_cache_spec,
 )
 from engine.worker.memory_profile import measure_kv_cache_bytes
@@ -89,10 +92,11 @@ class Worker:
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
-        self.dtype = choose_dtype(config.dtype, device, ModelConfig.from_folder(model_folder))
+        described = ModelConfig.from_folder(model_folder)
+        self.dtype = choose_dtype(config.dtype, device, described)
+        check_batch_invariant(config, device, described)
         if device.type == "cpu":
-            name = str(self.dtype).removeprefix("torch.")
-            check_memory(model_folder, config, name, read_host_memory())
+            check_memory(model_folder, config, dtype_name(self.dtype), read_host_memory())
         packer = choose_packer(config, device, self.dtype)
         model = load_model(
             model_folder,
@@ -108,19 +112,7 @@ class Worker:
         self.linear_weights = describe_weights(config.weights, packer, model)
         drafter = load_drafter(config, model_folder, model, self.dtype, device)
         config = fit_num_drafts(config, drafter)
-        spec = kv_cache_spec(
-            (*model.kv_layers, *layers_of(drafter)),
-            config.block_size,
-            choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
-            (
-                *_scales_of_all_stages(model.kv_scales, ranks, device),
-                *[(1.0, 1.0)] * len(layers_of(drafter)),
-            ),
-            self.dtype,
-            (ranks.group.rank, ranks.group.size),
-            (ranks.stage, ranks.num_stages),
-            by_heads=config.kv_layout == "heads",
-        )
+        spec = self._kv_cache_spec(model, drafter, config, ranks)
         if not config.block_size:
             logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)
         self.config = config = replace(config, block_size=spec.block_size)
@@ -141,6 +133,23 @@ class Worker:
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
         self.runner = self._make_runner(model, drafter, backends, ranks)
         self._lent_cores: LentCores | None = lent_cores(config) if device.type == "cpu" else None
+
+    def _kv_cache_spec(
+        self, model: CausalLM, drafter: AnyDrafter | None, config: EngineConfig, ranks: Ranks
+    ) -> KVCacheSpec:
+        """Describe what all layers keep, those of a drafter behind the model's."""
+        of_drafter = layers_of(drafter)
+        scales = _scales_of_all_stages(model.kv_scales, ranks, self.device)
+        return kv_cache_spec(
+            (*model.kv_layers, *of_drafter),
+            config.block_size,
+            choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
+            (*scales, *[(1.0, 1.0)] * len(of_drafter)),
+            self.dtype,
+            (ranks.group.rank, ranks.group.size),
+            (ranks.stage, ranks.num_stages),
+            by_heads=config.kv_layout == "heads",
+        )
 
     def _make_runner(
         self, model: CausalLM, drafter: AnyDrafter | None, backends: BackendNames, ranks: Ranks

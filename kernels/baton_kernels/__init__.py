@@ -251,6 +251,12 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     return out
 
 
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor) -> Tensor:
+    """``x @ weight.T + bias``; on a GPU a token's bits are the same in any company."""
+    out: Tensor = ops_for(x).invariant_linear(x, weight, bias, arrived)
+    return out
+
+
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose each token's experts, and how much each counts."""
     chosen: tuple[Tensor, Tensor] = ops_for(logits).route(logits, routing, bias)
@@ -268,11 +274,16 @@ def experts(
     *,
     biases: tuple[Tensor, Tensor] | None = None,
     activation: str = "silu",
+    invariant: bool = False,
 ) -> Tensor:
-    """Send each token through its experts, and add up what they make."""
+    """Send each token through its experts, and add up what they make.
+
+    ``invariant``: on a GPU, too, a token's bits are the same in any company.
+    """
     out: Tensor = ops_for(x).experts(
-        x, ids, weights, gate_up, down, base, base_gate, biases=biases, activation=activation
-    )
+        *(x, ids, weights, gate_up, down, base, base_gate),
+        biases=biases, activation=activation, invariant=invariant,
+    )  # fmt: skip
     return out
 
 
@@ -318,6 +329,7 @@ __all__ = [
     "gated_rms_norm",
     "gather_kv",
     "grouped_packed_linear",
+    "invariant_linear",
     "join",
     "largest",
     "norm_rotary_store",

@@ -69,6 +69,7 @@ _TRITON = {
     "gated_delta_rule": "recurrent.recurrence",
     "experts": "experts",
     "quantized_linear": "quantized_linear",
+    "invariant_linear": "invariant.linear",
 }
 
 

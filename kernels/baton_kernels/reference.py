@@ -433,6 +433,21 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     return functional.linear(inputs, weight.dequantized(), bias).to(x.dtype)
 
 
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor) -> Tensor:
+    """Apply a linear layer; what a token gets does not depend on how many others there are.
+
+    Args:
+        x: ``[..., in_features]``.
+        weight: ``[out_features, in_features]``, rows may lie apart.
+        bias: ``[out_features]``.
+        arrived: ``[out_features]`` int32, zeros between launches: parts of a sum that there are.
+
+    Returns:
+        ``[..., out_features]`` in the dtype of ``x``; here it is torch's, which promises nothing.
+    """
+    return functional.linear(x, weight, bias)
+
+
 def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
     """``packed_linear`` whose result is float32 and not rounded, whatever ``x`` is."""
     return packed_linear(x.float(), weight)
@@ -481,6 +496,7 @@ def experts(
     *,
     biases: tuple[Tensor, Tensor] | None = None,
     activation: str = "silu",
+    invariant: bool = False,
 ) -> Tensor:
     """Send each token through its experts, gated MLPs, and add up what they make.
 
@@ -495,6 +511,8 @@ def experts(
         base_gate: ``[num_tokens, 1]`` float32 logits: ``sigmoid(base_gate) * base`` is added to.
         biases: ``[num_experts, 2 * inner_size]`` and ``[num_experts, hidden_size]``, of both.
         activation: see ``gated_mul``; or ``RELU2``, of experts without gates.
+        invariant: whether a token's bits are to be the same in any company; here nothing is
+            promised.
 
     Returns:
         ``[num_tokens, hidden_size]``; added in the order of ``ids``, in float32.

@@ -283,6 +283,48 @@ class QuantizedLinear(nn.Module):
         return out if self._activation is None else ops.gated_mul(out, self._activation)
 
 
+class InvariantLinear(nn.Module):
+    """A linear layer on a GPU whose results do not depend on a token's company; made of another.
+
+    Args:
+        weight: ``[out_features, in_features]``, which it shares with whoever had it.
+        bias: ``[out_features]``.
+        activation: of the ``GatedLinear`` that it was; None: it was none.
+        exact: whether it was an ``ExactLinear``.
+    """
+
+    _arrived: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str | None = None,
+        exact: bool = False,
+    ) -> None:
+        super().__init__()
+        self._activation, self._is_exact = activation, exact
+        self.weight, self.bias = weight, bias
+        arrived = torch.zeros(len(weight), dtype=torch.int32, device=weight.device)
+        self.register_buffer("_arrived", arrived, persistent=False)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> InvariantLinear:
+        """Make it of a layer that was loaded."""
+        activation = linear.activation if isinstance(linear, GatedLinear) else None
+        exact = isinstance(linear, ExactLinear)
+        return cls(linear.weight, linear.bias, activation=activation, exact=exact)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute what the layer computes that it was made of."""
+        if self._is_exact:
+            bias = None if self.bias is None else self.bias.float()
+            return ops.invariant_linear(x.float(), self.weight.float(), bias, self._arrived)
+        out = ops.invariant_linear(x, self.weight, self.bias, self._arrived)
+        return out if self._activation is None else ops.gated_mul(out, self._activation)
+
+
 def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
     """Have a layer without weights yet compute some of its outputs: it is column-parallel then.
 
@@ -347,6 +389,7 @@ __all__ = [
     "GatedLinear",
     "HeadsInPairs",
     "HeadsWithGates",
+    "InvariantLinear",
     "JoinedLinear",
     "PackedLinear",
     "QuantizedLinear",

@@ -31,6 +31,9 @@ class SparseMoe(nn.Module):
 
     Args:
         config: of a model with experts.
+
+    Attributes:
+        invariant: whether a token's results may not depend on others, on a GPU, too.
     """
 
     float32_parameters: ClassVar = frozenset({"e_score_correction_bias"})
@@ -49,6 +52,7 @@ class SparseMoe(nn.Module):
             moe.group_best,
         )
         hidden, inner, experts = config.hidden_size, moe.inner_size, range(moe.num_experts)
+        self.invariant = False
         self.gate: nn.Module = ExactLinear(hidden, moe.num_experts, bias=moe.has_biases)
         self.e_score_correction_bias: nn.Parameter | None = None
         if moe.has_bias:
@@ -131,6 +135,7 @@ class SparseMoe(nn.Module):
             *(x, ids, weights, gate_up, down, shared, gate),
             biases=biases,
             activation=self._activation,
+            invariant=self.invariant,
         )
 
 

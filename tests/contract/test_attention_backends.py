@@ -104,7 +104,8 @@ NAMES = [name for name in ATTENTION_BACKENDS.names() if name not in WITH_LIBRARY
 
 @pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
-    device = "cuda" if request.param == "triton" and torch.cuda.is_available() else "cpu"
+    is_triton = request.param in ("triton", "triton_invariant")
+    device = "cuda" if is_triton and torch.cuda.is_available() else "cpu"
     with torch.device(device):
         yield ATTENTION_BACKENDS.load(request.param)()
 
@@ -139,7 +140,7 @@ def test_padding_tokens_come_back_as_zeros(backend: AttentionBackend) -> None:
 
 def test_bfloat16_stays_close_to_float32(backend: AttentionBackend) -> None:
     step = make_step(MIXED)
-    if os.environ.get("TRITON_INTERPRET") and type(backend).__name__ == "TritonAttention":
+    if os.environ.get("TRITON_INTERPRET") and "Triton" in type(backend).__name__:
         pytest.skip("Triton's interpreter computes bfloat16 wrongly")
     rounded = Step(step.query.bfloat16(), step.kv_cache.bfloat16(), step.metadata, step.window)
     out = rounded.run(backend)
@@ -208,6 +209,17 @@ def test_soft_cap(
     capped = Step(step.query, step.kv_cache, step.metadata, window, soft_cap=0.7)
     torch.testing.assert_close(capped.run(backend), capped.expected())
     assert not torch.allclose(capped.expected(), step.expected())
+
+
+def test_what_has_no_company() -> None:
+    assert choose_attention_backend("cpu", invariant=True)[0] == "native"
+    assert choose_attention_backend("cpu", latent=True, invariant=True)[0] == "native"
+    pytest.importorskip("triton")
+    assert choose_attention_backend("cuda:0", invariant=True, half=True)[0] == "triton_invariant"
+    assert choose_attention_backend("cuda:0", "triton_invariant")[0] == "triton_invariant"
+    for device, name in (("cpu", "reference"), ("cuda:0", "triton")):
+        with pytest.raises(ConfigError, match=r"^attention_backend: with batch_invariant it is "):
+            choose_attention_backend(device, name, invariant=True)
 
 
 def test_choice_and_override() -> None:

@@ -152,19 +152,35 @@ def test_pending_groups_are_those_of_loops_with_products() -> None:
 
 
 PRINT_PTX = """
-from baton_kernels.triton.decode_attention import AOT_CASES
+import sys
+from importlib import import_module
 from tools.compile_kernels import compile_case
-print(compile_case(AOT_CASES[0], 90).asm["ptx"])
+module = import_module("baton_kernels.triton." + sys.argv[1])
+print(compile_case(module.AOT_CASES[0], 90).asm["ptx"])
 """
 
 
-def test_parts_are_written_before_they_are_counted_and_read_after() -> None:
+@pytest.mark.parametrize("release", recorded_releases())
+def test_kernels_whose_results_have_no_company_add_in_one_order(release: str) -> None:
+    """Decodes and prompts, few tokens and many: as they are compiled."""
+    orders: dict[tuple[str, str], set[int]] = {}
+    for name, found in recorded_releases()[release]["kernels"].items():
+        for architecture, figures in found.items():
+            if "sum_order" in figures:
+                alike = re.sub(r" (decode|prompt|parts|few|many)\b", "", name)
+                orders.setdefault((alike, architecture), set()).add(figures["sum_order"])
+    assert len(orders) > 20
+    assert [alike for alike, found in orders.items() if len(found) > 1] == []
+
+
+@pytest.mark.parametrize("module", ["decode_attention", "invariant.attention", "invariant.linear"])
+def test_parts_are_written_before_they_are_counted_and_read_after(module: str) -> None:
     """By all threads of a program, of which one counts."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     folders = (environment.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "kernels"))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     ptx = subprocess.run(
-        [sys.executable, "-c", PRINT_PTX],
+        [sys.executable, "-c", PRINT_PTX, module],
         env=environment,
         capture_output=True,
         text=True,

@@ -214,6 +214,7 @@ def test_sizes_rise_to_the_largest() -> None:
         ({"cuda_graph_max_chunk": 0}, "cuda", "triton", "switched off"),
         ({"cuda_graph_max_batch": 0}, "cuda", "triton", None),
         ({}, "cuda", "reference", "attention backend reference cannot be captured"),
+        ({}, "cuda", "triton_invariant", "attention cuts prompts by their positions"),
         ({}, "cuda", None, "steps of models with states are not captured"),
     ],
 )

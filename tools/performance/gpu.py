@@ -76,6 +76,26 @@ def _right(document: Json) -> Found:
     return Found(told, all(at(part, "ok") is True for part in parts.values()))
 
 
+def _company(document: Json) -> Found:
+    part = at(document, "parts", "company")
+    return Found("yes" if at(part, "ok") else "NO", at(part, "ok") is True)
+
+
+def _invariant(figure: str) -> Row:
+    """How much longer it takes where results depend on no company."""
+    return Row(
+        what="with --batch-invariant, 8B, context 1,024, "
+        f"{figure.partition(':')[0]}: time / without",
+        target="<= 1.05",
+        measure=ratio(
+            ("parts", "invariant", f"batch-invariant, {figure}"),
+            ("parts", "invariant", f"as usual, {figure}"),
+            form="{ratio:.2f}",
+            most=1.05,
+        ),
+    )
+
+
 def _step(shape: str, batch: int) -> tuple[str, ...]:
     return ("parts", "decode", f"{shape}, batch {batch}: floor / measured")
 
@@ -161,6 +181,14 @@ SUITE = Source(
             target="<= 1.15",
             measure=ratio(_push(16, "ms"), _push(128, "ms"), form="{ratio:.2f}", most=1.15),
         ),
+        Row(
+            what="with --batch-invariant: a request's tokens and logprobs, alone, beside others, "
+            "in chunks and split, the same to the bit",
+            target="all",
+            measure=_company,
+        ),
+        *(_invariant(f"batch {batch}: ms per step") for batch in (1, 8, 64)),
+        _invariant("prompt: ms"),
     ),
 )
 

@@ -50,6 +50,8 @@ def reason_against_chunks(
         return "switched off"
     if ranks.everyone.size > 1:
         return "ranks share the model"
+    if "triton_invariant" in backend_names:
+        return "attention cuts prompts by their positions"
     return reason_against_replays(config, device, backend_names)
 
 

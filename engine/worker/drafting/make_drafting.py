@@ -51,7 +51,8 @@ def load_drafter(
         model=model,
         dtype=dtype,
         device=device,
-        packer=choose_packer(config, device, dtype),
+        # What is guessed changes no token.
+        packer=choose_packer(replace(config, batch_invariant=False), device, dtype),
         max_model_len=config.max_model_len,
     )
     return DRAFTERS.load(config.speculative_method)(source)

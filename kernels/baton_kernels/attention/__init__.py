@@ -23,6 +23,7 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "cpu": "baton_kernels.attention.cpu:CpuAttention",
         "native": "baton_kernels.attention.native:NativeAttention",
         "triton": "baton_kernels.attention.triton:TritonAttention",
+        "triton_invariant": "baton_kernels.attention.triton_invariant:InvariantTritonAttention",
         "triton_latents": "baton_kernels.attention.triton_latents:TritonLatentAttention",
         "flash_attn": "baton_kernels.attention.flash:FlashAttention",
         "flash_triton": "baton_kernels.attention.flash_triton:FlashTritonAttention",
@@ -34,7 +35,7 @@ _WITHOUT_SINKS = ("flash_attn", "flash_triton")
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
 # What a backend of keys and values is in their case, and the only one that takes nothing else.
 _OVER_LATENTS = {"triton": "triton_latents"}
-_TRITON = ("triton", "triton_latents", "flash_triton")
+_TRITON = ("triton", "triton_invariant", "triton_latents", "flash_triton")
 
 
 def choose_attention_backend(
@@ -46,6 +47,7 @@ def choose_attention_backend(
     latent: bool = False,
     sinks: bool = False,
     half: bool = False,
+    invariant: bool = False,
 ) -> tuple[str, str]:
     """Pick the attention backend for a device.
 
@@ -57,6 +59,7 @@ def choose_attention_backend(
         latent: it holds one vector per token instead of keys and values (MLA).
         sinks: each head has one.
         half: queries and cache have 16 bits.
+        invariant: what a query gets may not depend on its company.
 
     Returns:
         ``(name, reason)``; the reason is one phrase for the log.
@@ -64,6 +67,8 @@ def choose_attention_backend(
     Raises:
         ConfigError: ``override`` is not a registered name, or cannot be used here.
     """
+    if invariant:
+        override = _invariant(device, override)
     if latent:
         return _choose_for_latents(device, override, block_size, fp8=fp8)
     if override is not None:
@@ -86,6 +91,14 @@ def choose_attention_backend(
     if problem is not None:
         return "reference", f"the KV cache is fp8, and {name}: {problem}"
     return name, reason
+
+
+def _invariant(device: torch.device | str, override: str | None) -> str:
+    """Return the backend of a device whose results depend on no company."""
+    name = "native" if str(device).startswith("cpu") else "triton_invariant"
+    if override not in (None, name):
+        raise ConfigError(f"attention_backend: with batch_invariant it is {name}, got {override}")
+    return name
 
 
 def _choose_for_latents(

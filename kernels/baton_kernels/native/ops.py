@@ -338,6 +338,12 @@ class NativeOps:
         """See the reference, which computes what GPUs keep."""
         return reference.quantized_linear(x, weight, bias)
 
+    def invariant_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor
+    ) -> Tensor:
+        """See the reference, which computes what GPUs compute so."""
+        return reference.invariant_linear(x, weight, bias, arrived)
+
     def packed_scores(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """See the reference."""
         if x.dtype not in _FLOATS:

@@ -28,3 +28,4 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 2
     capabilities: tuple[int, ...] = (80, 90)  # of the GPUs it is compiled for
+    fuses_floats: bool = True  # a product and a sum may become one operation

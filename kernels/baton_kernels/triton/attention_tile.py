@@ -204,6 +204,8 @@ def aot_case(
     constants: Mapping[str, int | float | bool | None],
     tile: TileSize,
     capabilities: tuple[int, ...] = (80, 90),
+    *,
+    fuses_floats: bool = True,
 ) -> AotCase:
     """A case of one of the attention kernels, whose other arguments have the same types in all."""
     types = {"score_scale": "fp32", "cap": "fp32"}
@@ -214,5 +216,6 @@ def aot_case(
     if FP8 in pointers.values():
         capabilities = tuple(capability for capability in capabilities if capability >= 89)
     return AotCase(
-        name, kernel, signature, constants, tile.num_warps, tile.num_stages, capabilities
+        *(name, kernel, signature, constants, tile.num_warps, tile.num_stages, capabilities),
+        fuses_floats,
     )

@@ -39,6 +39,7 @@ def experts(
     *,
     biases: tuple[Tensor, Tensor] | None = None,
     activation: str = "silu",
+    invariant: bool = False,
 ) -> Tensor:
     """See `baton_kernels.reference.experts`."""
     num_tokens, hidden = x.shape
@@ -47,7 +48,9 @@ def experts(
     if not num_tokens:
         return out
     num_rows, top_k = ids.numel(), ids.shape[1]
-    tile_rows = MANY_ROWS if num_rows >= MANY_ROWS // 2 * num_experts else FEW_ROWS
+    # A matrix unit may add in another order for tiles of another size.
+    is_many = invariant or num_rows >= MANY_ROWS // 2 * num_experts
+    tile_rows = MANY_ROWS if is_many else FEW_ROWS
     tiles = Tiles.of(ids, num_experts, tile_rows)
     x, gate_up, down = x.contiguous(), gate_up.contiguous(), down.contiguous()
     gate_up_bias, down_bias = biases or (None, None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +19,17 @@ from baton_kernels.quantized import QuantizedFormat
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
-from engine.worker.device_choice import choose_dtype, choose_packer
+from engine.worker.device_choice import check_batch_invariant, choose_dtype, choose_packer
 from engine.worker.model_runner import LaunchedStep, ModelRunner
 from models.config import ModelConfig
+from models.gpu.invariant import InvariantPacker
 from models.gpu.packing import GpuPacker
+from models.lfm2_config import ShortConvConfig
+from models.mla_config import MLAConfig
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+LATENTS = MLAConfig(None, 8, 8, 8, 8, rope_interleave=True, scale=1.0)
+STATES = {"layer_types": ("conv",) * 6, "short_conv": ShortConvConfig(3, bias=False)}
 CPU, SECOND_GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
@@ -180,3 +187,42 @@ def test_without_triton_a_gpu_has_no_weights_of_few_bits(monkeypatch: pytest.Mon
     assert choose_packer(EngineConfig(), SECOND_GPU, torch.bfloat16) is None
     with pytest.raises(ConfigError, match="weights: int4 on a GPU needs Triton"):
         choose_packer(EngineConfig(weights="int4"), SECOND_GPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "model", "problem"),
+    [
+        ({"native_kernels": False}, "cpu", {}, "on a CPU it needs native kernels"),
+        ({"tensor_parallel_size": 2}, "cuda", {}, "on GPUs tensor_parallel_size must be 1, got 2"),
+        ({"weights": "int4"}, "cuda", {}, "on a GPU weights cannot be int4; int8 they can"),
+        ({}, "cuda", {"mla": LATENTS}, r"on a GPU not for models with latents \(MLA\)"),
+        ({}, "cuda", STATES, "on a GPU not for models with states"),
+        ({"weights": "int8"}, "cuda", {}, None),
+        ({}, "cuda", {}, None),
+    ],
+)
+def test_where_results_can_have_no_company(
+    options: dict[str, Any], device: str, model: dict[str, Any], problem: str | None
+) -> None:
+    pytest.importorskip("triton")
+    described = replace(ModelConfig.from_folder(DEMO), **model)
+    asked = EngineConfig(batch_invariant=True, **options)
+    check_batch_invariant(EngineConfig(**options), torch.device(device), described)
+    if problem is None:
+        check_batch_invariant(asked, torch.device(device), described)
+    else:
+        with pytest.raises(ConfigError, match=f"^batch_invariant: {problem}$"):
+            check_batch_invariant(asked, torch.device(device), described)
+
+
+def test_layers_of_integers_are_kept_where_results_have_no_company(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    plain = choose_packer(EngineConfig(batch_invariant=True), SECOND_GPU, torch.bfloat16)
+    assert plain == InvariantPacker()
+    packer = choose_packer(
+        EngineConfig(batch_invariant=True, weights="int8"), SECOND_GPU, torch.bfloat16
+    )
+    assert packer == InvariantPacker(GpuPacker(SECOND_GPU, QuantizedFormat.INT8, has_float8=True))

@@ -176,6 +176,15 @@ GPU_PARTS: dict[str, dict[str, object]] = {
         "prefill 2048 behind 0": "us 90.0, best library cudnn, library / ours 0.8, TFLOP/s 400.0",
         "decode, library / ours": 1.05,
     },
+    "company": {"ok": True},
+    "invariant": {
+        "as usual, batch 1: ms per step": 5.0,
+        "as usual, batch 8: ms per step": 5.0,
+        "as usual, prompt: ms": 30.0,
+        "batch-invariant, batch 1: ms per step": 5.5,
+        "batch-invariant, batch 8: ms per step": 5.2,
+        "batch-invariant, prompt: ms": 60.0,
+    },
 }
 
 
@@ -203,6 +212,11 @@ def test_the_gpu_suite_is_read_as_it_writes(tmp_path: Path) -> None:
         ["2.0 %", "yes"],
         ["0.55 (1100 / 2000 GB/s)", "yes"],
         ["1.20", "**missed**"],
+        ["yes", "yes"],
+        ["1.10", "**missed**"],
+        ["1.04", "yes"],
+        ["", "not measured"],
+        ["2.00", "**missed**"],
     ]
 
 

@@ -1,0 +1,98 @@
+"""Paged attention in Triton whose results do not depend on a query's company.
+
+Refuses to know: models, schedulers, and how the kernel works (``baton_kernels.triton``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.triton import TritonAttention
+from baton_kernels.triton.attention_tile import PagedShape
+from baton_kernels.triton.invariant.attention import (
+    BoundInvariant,
+    PartBuffers,
+    bind_invariant,
+    tiles_of_step,
+)
+
+
+class InvariantTritonAttention:
+    """``AttentionBackend`` over `baton_kernels.triton.invariant.attention`.
+
+    A decode-only step may be captured as with `TritonAttention`: what it launches depends on no
+    length. Steps with prompts are launched kernel by kernel. Buffers are kept for every power of
+    two of requests and never given back, as a graph may hold them.
+    """
+
+    reason_against_fp8 = staticmethod(TritonAttention.reason_against_fp8)
+
+    def __init__(self) -> None:
+        self._metadata: AttentionMetadata | None = None
+        self._buffers: dict[int, PartBuffers] = {}
+        self._tiles: Tensor | None = None  # of this step
+        # What the step launches, by what is alike in layers that share it.
+        self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """See ``AttentionBackend.plan``; what depends on shapes is planned by the first ``run``."""
+        self._metadata = metadata
+        self._tiles = None
+        self._bound.clear()
+
+    def run(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        value_dim: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See ``AttentionBackend.run``; there is none over latents."""
+        assert value_dim is None, "values are as long as keys"
+        assert metadata is self._metadata, "plan() has not seen this step's metadata"
+        options = (scale, sliding_window, soft_cap)
+        alike = (
+            query.shape, query.stride(), query.dtype, kv_cache.stride(), kv_cache.dtype, options,
+        )  # fmt: skip
+        bound = self._bound.get(alike)
+        if bound is None:
+            bound = self._bind(query, kv_cache, metadata, options)
+            self._bound[alike] = bound
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for part in bound:
+            part.launch(out, query, kv_cache, sinks)
+        return out
+
+    def _bind(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        options: tuple[float, int | None, float | None],
+    ) -> tuple[BoundInvariant, ...]:
+        """Bind the launch for decodes, which zeroes the padding, too, and that for prompts."""
+        shape = PagedShape.of(query, kv_cache)
+        buffers = self._buffers_of_step(shape, metadata, query.device)
+        bound = [bind_invariant(query, kv_cache, metadata, buffers, *options)]
+        if metadata.max_query_len > 1:
+            if self._tiles is None:
+                self._tiles = tiles_of_step(metadata, shape, query.element_size())
+            bound.append(bind_invariant(query, kv_cache, metadata, self._tiles, *options))
+        return tuple(bound)
+
+    def _buffers_of_step(
+        self, shape: PagedShape, metadata: AttentionMetadata, device: torch.device
+    ) -> PartBuffers:
+        capacity = 1 << (metadata.num_requests - 1).bit_length()
+        if capacity not in self._buffers:
+            # Not inference tensors: the next caller may be outside inference_mode.
+            with torch.inference_mode(mode=False):
+                self._buffers[capacity] = PartBuffers.allocate(capacity, shape, device)
+        return self._buffers[capacity]

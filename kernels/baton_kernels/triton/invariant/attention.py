@@ -1,0 +1,535 @@
+"""Paged attention in which what a query gets does not depend on its company, to the bit.
+
+The keys that a query sees are cut into parts by how many they are, and by nothing else; each part
+is computed by itself, tile by tile of keys, and parts are weighed in their order. So it does not
+matter whether a token is a decode, or where in which chunk of a prompt it stands, and who else is
+in the step::
+
+    keys that are seen    0 .. 511 | 512 .. 1,023 | ...      a query at most 8,192 tokens on
+                          0 .. 1,023 | 1,024 .. 2,047 | ...  at most 16,384; so at most 16 parts
+
+Decodes have a program per part, and the last to arrive weighs all of them; a tile of a prompt's
+queries has one program for all parts, which weighs them as it goes. Both compute a part by one
+function, with tiles of one size, compiled without joining a product and a sum to one operation:
+whether a compiler does so depends on what is around them.
+
+Refuses to know: how the host cuts a step into tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
+from baton_kernels.triton.attention_tile import (
+    NO_SINKS,
+    PagedShape,
+    TileSize,
+    aot_case,
+    padded_side,
+    score_factors,
+    sink_weights,
+)
+from baton_kernels.triton.launch import Launch, Launcher
+from baton_kernels.triton.varlen_attention import attend_tile
+
+LEAST_PART = 512  # keys; a multiple of every tile
+MOST_PARTS = 16  # of one query
+_NO_WINDOW = 2**31 - 1
+
+# By padded head size, of 16-bit numbers: 64 rows are the least of a matrix product on 9.0. All fit
+# the 99 KiB of 8.6 and 8.9, as a size of one's own would be a result of one's own.
+_ROWS = 64
+_TILES = {
+    16: TileSize(64, 4, 5),
+    32: TileSize(64, 4, 5),
+    64: TileSize(64, 4, 5),
+    128: TileSize(32, 4, 5),
+    256: TileSize(32, 8, 3),
+}
+_ROWS_FLOAT32, _TILE_FLOAT32 = 16, TileSize(16, 4, 1)
+
+
+def part_keys(num_keys: int) -> int:
+    """Return the keys of a part of so many; see ``parts_of``."""
+    size = LEAST_PART
+    while size * MOST_PARTS < num_keys:
+        size *= 2
+    return size
+
+
+@triton.jit
+def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """What queries from a position on see of ``end`` keys: ``(first key, keys of a part, first
+    part, parts)``; the first key begins a tile.
+    """
+    first_seen = tl.maximum(position - window + 1, 0) // TILE * TILE
+    size = tl.full((), LEAST, tl.int32)
+    while size * MOST < end:
+        size *= 2
+    first_part = first_seen // size
+    return first_seen, size, first_part, tl.cdiv(end, size) - first_part
+
+
+@triton.jit
+def weigh(highest, total, acc, lse, values):
+    """Take one more part in.
+
+    Args:
+        highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
+        total: ``[M]``, the sum of parts' weights relative to it.
+        acc: ``[M, D]``, of weighted values relative to it.
+        lse: ``[M]``, of the part; -inf where a row sees none of its keys.
+        values: ``[M, D]``, of the part.
+    """
+    new_highest = tl.maximum(highest, lse)
+    anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+    weight = tl.exp2(lse - anchor)
+    shrink = tl.exp2(highest - anchor)
+    total = total * shrink + weight
+    acc = acc * shrink[:, None] + values * weight[:, None]
+    return new_highest, total, acc
+
+
+@triton.jit
+def finished(highest, total, acc, sinks, heads, present):
+    """What all parts are worth together: ``[M, D]``."""
+    if sinks is not None:
+        total += sink_weights(sinks, heads, present, highest)
+    return acc / tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
+def attend_part(
+    q,
+    positions,  # [M], of each row's token
+    start,
+    end,
+    window,
+    table_row,
+    kv_cache,
+    kv_head,
+    block_stride,
+    score_scale,
+    cap,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """The keys ``[start, end)``: ``(lse, values)`` as `weigh` takes them."""
+    keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    highest = tl.full([q.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], D], tl.float32)
+    for first in range(start, end, TILE):
+        highest, total, acc = attend_tile(
+            q, positions, first, end, window, table_row, keys, values, block_stride,
+            score_scale, cap, highest, total, acc,
+            HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, True, IEEE,
+        )  # fmt: skip
+    lse = tl.where(total == 0, -float("inf"), highest + tl.log2(tl.maximum(total, 1e-37)))
+    return lse, acc / tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
+def merge_parts(
+    out,  # [num_heads, HEAD_DIM], of the token
+    part_out,
+    part_lse,
+    sinks,
+    first_slot,
+    num_parts,
+    kv_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Weigh the parts of one decode and KV head."""
+    group, dims = tl.arange(0, HEADS), tl.arange(0, D)
+    present, heads = group < GROUP, kv_head * GROUP + group
+    in_group = present[:, None] & (dims < HEAD_DIM)[None, :]
+    places = heads[:, None] * HEAD_DIM + dims[None, :]
+    highest = tl.full([HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, D], tl.float32)
+    for slot in range(first_slot, first_slot + num_parts):
+        first_head = tl.cast(slot, tl.int64) * (NUM_KV_HEADS * GROUP)
+        # Other processors wrote them: not from the cache of this one.
+        lse = tl.load(part_lse + first_head + heads, mask=present, other=0.0, cache_modifier=".cg")
+        part_at = part_out + first_head * HEAD_DIM + places
+        values = tl.load(part_at, mask=in_group, other=0.0, cache_modifier=".cg")
+        highest, total, acc = weigh(highest, total, acc, lse, values)
+    merged = finished(highest, total, acc, sinks, heads, present)
+    tl.store(out + places, merged.to(out.dtype.element_ty), mask=in_group)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "window", "table_stride"])
+def invariant_decodes(
+    out,  # [num_tokens, num_heads, HEAD_DIM]
+    query,  # [num_tokens, num_heads, HEAD_DIM], strided tokens
+    kv_cache,  # [num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], strided blocks
+    block_table,  # [num_requests, max_blocks] int32
+    query_start_loc,  # [num_requests + 1] int32
+    seq_lens,  # [num_requests] int32
+    sinks,  # [num_heads] float32, or None
+    part_out,  # [num_requests, MOST, num_heads, HEAD_DIM] float32
+    part_lse,  # [num_requests, MOST, num_heads] float32, log2 of the sum of weights
+    arrived,  # [num_requests, NUM_KV_HEADS] int32, zero before and after
+    score_scale,
+    cap,
+    window,
+    query_stride,
+    table_stride,
+    block_stride,
+    num_requests,
+    num_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,  # rows of a tile
+    D: tl.constexpr,  # HEAD_DIM rounded up
+    TILE: tl.constexpr,  # keys at once
+    HEADS: tl.constexpr,  # GROUP rounded up
+    LEAST: tl.constexpr,  # keys of a part
+    MOST: tl.constexpr,  # parts
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    IEEE: tl.constexpr,  # float32, not TensorFloat-32
+):
+    """Grid (NUM_KV_HEADS, num_requests, MOST): one part of a request with one new token.
+
+    Whoever is the last of a request's parts to arrive weighs all of them.
+    """
+    kv_head, request, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, dims = tl.arange(0, M), tl.arange(0, D)
+    present = rows < GROUP
+    heads = kv_head * GROUP + rows
+    in_tile = present[:, None] & (dims < HEAD_DIM)[None, :]
+    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [M, D], inside a token
+    token_size = NUM_KV_HEADS * GROUP * HEAD_DIM
+    first_padding = tl.load(query_start_loc + num_requests) + request * MOST + number
+    for padding in range(first_padding, num_tokens, num_requests * MOST):
+        padding_out = out + tl.cast(padding, tl.int64) * token_size
+        tl.store(padding_out + places, 0.0, mask=in_tile)
+    token = tl.load(query_start_loc + request)
+    end = tl.load(seq_lens + request)
+    first_seen, size, first_part, num_parts = parts_of(end - 1, end, window, TILE, LEAST, MOST)
+    if tl.load(query_start_loc + request + 1) - token != 1 or number >= num_parts:
+        return
+    token = token.to(tl.int64)
+    q = tl.load(query + token * query_stride + places, mask=in_tile, other=0.0)
+    start = (first_part + number) * size
+    lse, values = attend_part(
+        q, tl.full([M], 0, tl.int32) + (end - 1), tl.maximum(start, first_seen),
+        tl.minimum(start + size, end), window, block_table + request.to(tl.int64) * table_stride,
+        kv_cache, kv_head, block_stride, score_scale, cap,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, IEEE,
+    )  # fmt: skip
+    slot = request * MOST + number
+    tl.store(part_out + slot.to(tl.int64) * token_size + places, values, mask=in_tile)
+    tl.store(part_lse + slot * (NUM_KV_HEADS * GROUP) + heads, lse, mask=present)
+    # One thread counts: the barrier puts what all threads stored before its release, and its
+    # acquire puts what the other parts stored before the loads of the last one.
+    tl.debug_barrier()
+    counter = arrived + request * NUM_KV_HEADS + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+        tl.store(counter, 0)  # for the next launch; no other part of this one is to come
+        merge_parts(
+            out + token * token_size, part_out, part_lse, sinks, request * MOST, num_parts,
+            kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, D, HEADS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window", "table_stride"])
+def invariant_prompts(
+    out,  # as are the next ones, see invariant_decodes
+    query,
+    kv_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    sinks,
+    tiles,  # [num_tiles, 3] int32: request, its first new token, the end
+    score_scale,
+    cap,
+    window,
+    query_stride,
+    table_stride,
+    block_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """Grid (NUM_KV_HEADS, num_tiles): all parts of a tile's queries."""
+    kv_head, tile = tl.program_id(0), tiles + tl.program_id(1) * 3
+    request, first_new, end_new = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    rows, dims = tl.arange(0, M), tl.arange(0, D)
+    new = first_new + rows // GROUP
+    present = new < end_new
+    heads = kv_head * GROUP + rows % GROUP
+    in_tile = present[:, None] & (dims < HEAD_DIM)[None, :]
+    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [M, D], inside a token
+    query_start = tl.load(query_start_loc + request)
+    query_end = tl.load(query_start_loc + request + 1)
+    num_earlier = tl.load(seq_lens + request) - (query_end - query_start)
+    token = (query_start + new).to(tl.int64)[:, None]
+    q = tl.load(query + token * query_stride + places, mask=in_tile, other=0.0)
+    end = num_earlier + end_new
+    first_seen, size, first_part, num_parts = parts_of(
+        num_earlier + first_new, end, window, TILE, LEAST, MOST
+    )
+    highest = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    for part in range(first_part, first_part + num_parts):
+        start = part * size
+        lse, values = attend_part(
+            q, num_earlier + new, tl.maximum(start, first_seen), tl.minimum(start + size, end),
+            window, block_table + request.to(tl.int64) * table_stride,
+            kv_cache, kv_head, block_stride, score_scale, cap,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, TILE, HAS_WINDOW, HAS_SOFT_CAP, IEEE,
+        )  # fmt: skip
+        highest, total, acc = weigh(highest, total, acc, lse, values)
+    weighed = finished(highest, total, acc, sinks, heads, present)
+    out_at = out + token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + places
+    tl.store(out_at, weighed.to(out.dtype.element_ty), mask=in_tile)
+
+
+@dataclass(frozen=True, slots=True)
+class PartBuffers:
+    """What the parts of decodes hand to each other; kept from step to step."""
+
+    part_out: Tensor  # [num_requests, MOST_PARTS, num_heads, head_dim] float32
+    part_lse: Tensor  # [num_requests, MOST_PARTS, num_heads] float32
+    arrived: Tensor  # [num_requests, num_kv_heads] int32; zero between two launches
+
+    @classmethod
+    def allocate(cls, num_requests: int, shape: PagedShape, device: torch.device) -> PartBuffers:
+        """Allocate for steps of up to this many requests."""
+        parts = num_requests, MOST_PARTS, shape.num_kv_heads * shape.group
+        return cls(
+            torch.empty(*parts, shape.head_dim, device=device),
+            torch.empty(*parts, device=device),
+            torch.zeros(num_requests, shape.num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def cut_prompts(
+    query_lens: Sequence[int], seq_lens: Sequence[int], tokens_per_tile: int
+) -> list[tuple[int, int, int]]:
+    """Cut requests with several new tokens into tiles whose queries have parts of one size.
+
+    Args:
+        query_lens: new tokens of each request.
+        seq_lens: all tokens of each request, the new ones included.
+        tokens_per_tile: most of a tile.
+
+    Returns:
+        ``(request, first new token, end)``, those that see most keys first.
+    """
+    tiles: list[tuple[int, int, int]] = []
+    for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        earlier, first = seq_len - num_new, 0
+        while num_new > 1 and first < num_new:
+            most_keys = part_keys(earlier + first + 1) * MOST_PARTS
+            end = min(first + tokens_per_tile, num_new, most_keys - earlier)
+            tiles.append((request, first, end))
+            first = end
+    tiles.sort(key=lambda tile: query_lens[tile[0]] - seq_lens[tile[0]] - tile[2])
+    return tiles
+
+
+def tiles_of_step(metadata: AttentionMetadata, shape: PagedShape, element_size: int) -> Tensor:
+    """Return the step's ``[num_tiles, 3]`` int32 on its device."""
+    tokens_per_tile = _rows(shape, element_size) // shape.group
+    tiles = cut_prompts(metadata.query_lens, metadata.seq_lens_host, tokens_per_tile)
+    on_host = torch.from_numpy(np.array(tiles, dtype=np.int32).reshape(-1, 3))
+    device = metadata.seq_lens.device
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()  # which is reused only after the copy out of it
+    return on_host.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundInvariant:
+    """What one step launches in every layer of the same options.
+
+    Attributes:
+        attend: for its decodes, or for its tiles.
+        metadata: the step.
+        work: what else that kernel takes.
+    """
+
+    attend: Launch
+    metadata: AttentionMetadata
+    work: tuple[Tensor, ...]
+
+    def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
+        """Attend.
+
+        Args:
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are left alone.
+            query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
+            kv_cache: one layer's, see ``PagedShape.of``.
+            sinks: see ``AttentionBackend.run``.
+        """
+        step = self.metadata
+        self.attend(
+            out, query, kv_cache, step.block_table, step.query_start_loc, step.seq_lens, sinks,
+            *self.work,
+        )  # fmt: skip
+
+
+def bind_invariant(
+    query: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    work: PartBuffers | Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> BoundInvariant:
+    """Bind the launch of a step to the shapes of these tensors, which all such layers share.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
+        kv_cache: one layer's, see ``PagedShape.of``.
+        metadata: the step.
+        work: buffers: its requests with one new token; tiles: those with several.
+        scale: see ``AttentionBackend.run``.
+        sliding_window: see ``AttentionBackend.run``.
+        soft_cap: see ``AttentionBackend.run``.
+    """
+    shape = PagedShape.of(query, kv_cache)
+    is_decode = isinstance(work, PartBuffers)
+    options = sliding_window is not None, soft_cap is not None
+    launcher = _launcher(shape, query.element_size(), *options, is_decode=is_decode)
+    window = _NO_WINDOW if sliding_window is None else sliding_window
+    strides = query.stride(0), metadata.block_table.stride(0), kv_cache.stride(0)
+    numbers: tuple[float, ...] = (*score_factors(scale, soft_cap), window, *strides)
+    if isinstance(work, PartBuffers):
+        grid = (shape.num_kv_heads, metadata.num_requests, MOST_PARTS)
+        numbers = (*numbers, metadata.num_requests, len(query))
+        handed = (work.part_out, work.part_lse, work.arrived)
+        return BoundInvariant(Launch(launcher, grid, numbers), metadata, handed)
+    launch = Launch(launcher, (shape.num_kv_heads, len(work)), numbers)
+    return BoundInvariant(launch, metadata, (work,))
+
+
+@functools.cache
+def _launcher(
+    shape: PagedShape, element_size: int, has_window: bool, has_soft_cap: bool, *, is_decode: bool
+) -> Launcher:
+    """Return what launches a step's decodes, or its prompts."""
+    tile = _tile(shape, element_size)
+    return Launcher(
+        invariant_decodes if is_decode else invariant_prompts,
+        **_constants(shape, element_size, has_window, has_soft_cap, is_decode=is_decode),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )
+
+
+def _tile(shape: PagedShape, element_size: int) -> TileSize:
+    return _TILES[shape.padded_head_dim] if element_size <= 2 else _TILE_FLOAT32
+
+
+def _rows(shape: PagedShape, element_size: int) -> int:
+    return max(_ROWS if element_size <= 2 else _ROWS_FLOAT32, padded_side(shape.group))
+
+
+def _constants(
+    shape: PagedShape, element_size: int, has_window: bool, has_soft_cap: bool, *, is_decode: bool
+) -> dict[str, int | float | bool | None]:
+    of_decodes = {"HEADS": 1 << (shape.group - 1).bit_length()} if is_decode else {}
+    return {
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "M": _rows(shape, element_size),
+        "D": shape.padded_head_dim,
+        "TILE": _tile(shape, element_size).tokens,
+        **of_decodes,
+        "LEAST": LEAST_PART,
+        "MOST": MOST_PARTS,
+        "HAS_WINDOW": has_window,
+        "HAS_SOFT_CAP": has_soft_cap,
+        "IEEE": element_size == 4,
+    }
+
+
+def _aot_case(
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: str = "bf16",
+    cache: str = "",
+    *,
+    is_decode: bool,
+    has_sinks: bool = False,
+    has_window: bool = False,
+) -> AotCase:
+    shape = PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, 16, bool(cache))
+    element_size = 4 if dtype == "fp32" else 2
+    pointers = dict.fromkeys(("out", "query"), dtype) | {"kv_cache": cache or dtype}
+    pointers |= dict.fromkeys(("block_table", "query_start_loc", "seq_lens"), "i32")
+    pointers |= {"sinks": "fp32"}
+    if is_decode:
+        pointers |= {"part_out": "fp32", "part_lse": "fp32", "arrived": "i32"}
+    else:
+        pointers["tiles"] = "i32"
+    constants = _constants(shape, element_size, has_window, False, is_decode=is_decode)
+    return aot_case(
+        f"invariant_attention {'decode' if is_decode else 'prompt'} d{head_dim} "
+        f"h{num_heads}/{num_kv_heads} {dtype}{fp8_suffix(cache)}"
+        + " sinks" * has_sinks
+        + " window" * has_window,
+        invariant_decodes if is_decode else invariant_prompts,
+        pointers,
+        constants | ({} if has_sinks else NO_SINKS),
+        _tile(shape, element_size),
+        fuses_floats=False,
+    )
+
+
+AOT_CASES = tuple(
+    case
+    for is_decode in (True, False)
+    for case in (
+        *(_aot_case(dim, 32, 8, is_decode=is_decode) for dim in (64, 80, 128, 256)),
+        _aot_case(64, 64, 8, is_decode=is_decode, has_sinks=True),
+        _aot_case(128, 32, 8, is_decode=is_decode, has_window=True),
+        _aot_case(128, 32, 8, "fp16", is_decode=is_decode),
+        _aot_case(128, 32, 8, "fp32", is_decode=is_decode),
+        _aot_case(128, 32, 8, "bf16", FP8, is_decode=is_decode),
+    )
+)

@@ -1,0 +1,66 @@
+"""On a GPU: layers whose results for a token do not depend on who is computed with it.
+
+Refuses to know: attention, files, how a product is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from models.architectures.decoder import DecoderForCausalLM
+from models.gpu.packing import GpuPacker
+from models.layers.linear import InvariantLinear
+from models.layers.moe import SparseMoe
+from models.loading.loader import PackingModel
+from models.loading.stored_weights import WeightPart
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantPacker:
+    """A ``WeightPacker`` that leaves weights as they are, but has other products multiply them.
+
+    Attributes:
+        int8: what takes the layers whose sums are of integers, which have no order; None: nothing.
+    """
+
+    int8: GpuPacker | None = None
+
+    def start(self, model: DecoderForCausalLM) -> PackingModel:
+        """See ``WeightPacker``."""
+        return _Packing(model, None if self.int8 is None else self.int8.start(model))
+
+
+class _Packing:
+    """A ``PackingModel``."""
+
+    takes_float8 = False
+
+    def __init__(self, model: DecoderForCausalLM, int8: PackingModel | None) -> None:
+        self._model, self._int8 = model, int8
+
+    def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
+        """See ``PackingModel``."""
+        return self._int8 is not None and self._int8.take(owner, parts)
+
+    def finish(self) -> None:
+        """See ``PackingModel``; a tied head becomes a layer of its own, over the same memory."""
+        if self._int8 is not None:
+            self._int8.finish()
+        model = self._model
+        experts = [one for one in model.modules() if isinstance(one, SparseMoe)]
+        of_experts = [layer for one in experts for layer in (one.gate_up, one.down)]
+        for moe in experts:
+            moe.invariant = True
+        for parent in list(model.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, nn.Linear) and child not in of_experts:
+                    setattr(parent, name, InvariantLinear.of(child))
+        embedding = model.model.embed_tokens
+        if model.lm_head is None and isinstance(embedding, nn.Embedding):
+            model.lm_head = InvariantLinear(embedding.weight)
+
+
+__all__ = ["InvariantPacker"]
