@@ -19,7 +19,7 @@ from models.mla_config import MLAConfig, parse_mla
 from models.moe_config import EXPERT_SIZE, MoeConfig, parse_moe
 from models.nemotron_config import NemotronConfig, parse_nemotron
 from models.nemotron_config import common_fields as nemotron_fields
-from models.quantization import QuantizationConfig, parse_quantization
+from models.quantization import MODELOPT_FILE, QuantizationConfig, parse_quantization
 from models.recurrent_config import (
     DeltaNetConfig,
     Mamba2Config,
@@ -121,11 +121,12 @@ class ModelConfig:
         path = Path(folder)
         if not path.is_dir():
             raise ModelLoadError(f"{path}: no such model folder")
-        generation = path / "generation_config.json"
+        generation, quantization = path / "generation_config.json", path / MODELOPT_FILE
         return _parse(
             Fields.from_file(path / "config.json"),
             Fields.from_file(generation) if generation.exists() else Fields({}, str(generation)),
             max_model_len,
+            Fields.from_file(quantization) if quantization.exists() else None,
         )
 
     @classmethod
@@ -136,7 +137,12 @@ class ModelConfig:
         return _parse(Fields(values, "config.json"), Fields({}, ""), max_model_len)
 
 
-def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> ModelConfig:
+def _parse(
+    fields: Fields,
+    generation: Fields,
+    max_model_len: int | None,
+    quantization: Fields | None = None,
+) -> ModelConfig:
     architecture = _architecture(fields)
     nemotron = parse_nemotron(fields) if architecture == _NEMOTRON else None
     short_conv = parse_short_conv(fields) if architecture == _LFM2 else None
@@ -188,7 +194,7 @@ def _parse(fields: Fields, generation: Fields, max_model_len: int | None) -> Mod
         short_conv=short_conv,
         dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, generation),
-        quantization=parse_quantization(fields),
+        quantization=parse_quantization(fields, quantization),
         use_qk_norm=fields.boolean("use_qk_norm", False),
         num_mtp_layers=_num_mtp_layers(fields),
         moe=nemotron.moe if nemotron else parse_moe(fields, architecture),

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from models.fields import Fields
 
-_GPTQ_BITS, _AWQ_BITS = (2, 4, 8), (4,)
+# What NVIDIA's ModelOpt writes beside a config.json that says nothing of quantization, as older
+# releases do.
+MODELOPT_FILE = "hf_quant_config.json"
+_GPTQ_BITS, _AWQ_BITS = (2, 3, 4, 8), (4,)
 _SPARSE_FORMATS = ("dense",)
 
 
@@ -21,21 +24,23 @@ class QuantizationConfig:
 
     Attributes:
         method: of `quant_method`.
-        num_bits: of a weight, where the tensors do not tell.
         block_shape: rows and columns that share a scale, where scales are per block.
         zero_point_offset: what is to be added to zero points as they are stored.
         rounds_inputs: whether inputs of layers are to be rounded as their weights are.
     """
 
     method: str
-    num_bits: int = 0
     block_shape: tuple[int, int] | None = None
     zero_point_offset: int = 0
     rounds_inputs: bool = False
 
 
-def parse_quantization(fields: Fields) -> QuantizationConfig | None:
+def parse_quantization(fields: Fields, beside: Fields | None = None) -> QuantizationConfig | None:
     """Read ``quantization_config``; None: weights are stored plainly.
+
+    Args:
+        fields: of config.json.
+        beside: of ``MODELOPT_FILE``, where there is one.
 
     Raises:
         ModelLoadError: the scheme is not one that is read; names the field.
@@ -53,7 +58,7 @@ def parse_quantization(fields: Fields) -> QuantizationConfig | None:
                 "quant_method", f"{method!r} is not supported; supported: {known}"
             )
         return _PARSERS[method](quantization)
-    return None
+    return None if beside is None else _modelopt(beside.child("quantization"))
 
 
 def _is_of_kv_cache_only(quantization: Fields) -> bool:
@@ -63,6 +68,8 @@ def _is_of_kv_cache_only(quantization: Fields) -> bool:
     used where the KV cache is one of float8, and do not matter elsewhere.
     """
     if not quantization.has("kv_cache_scheme") or _groups(quantization):
+        return False
+    if _PARSERS.get(quantization.text("quant_method", "")) is _modelopt:  # it has no such groups
         return False
     _check_kv_cache(quantization)
     return True
@@ -135,12 +142,12 @@ def _fp8(quantization: Fields) -> QuantizationConfig:
     return QuantizationConfig("fp8", block_shape=(int(rows), int(columns)), rounds_inputs=True)
 
 
-def _bits(quantization: Fields, supported: tuple[int, ...]) -> int:
+def _check_bits(quantization: Fields, supported: tuple[int, ...]) -> None:
+    """Refuse the usual number; layers of others tell by their tensors how many they have."""
     num_bits = quantization.integer("bits")
     if num_bits not in supported:
         known = ", ".join(map(str, supported))
         raise quantization.wrong("bits", f"{num_bits} is not supported; supported: {known}")
-    return num_bits
 
 
 def _gptq(quantization: Fields) -> QuantizationConfig:
@@ -150,8 +157,9 @@ def _gptq(quantization: Fields) -> QuantizationConfig:
         raise quantization.wrong(
             "checkpoint_format", f"{layout!r} is not supported; supported: gptq, gptq_v2"
         )
+    _check_bits(quantization, _GPTQ_BITS)
     offset = 1 if layout == "gptq" else 0  # the first version keeps zero points less one
-    return QuantizationConfig("gptq", _bits(quantization, _GPTQ_BITS), zero_point_offset=offset)
+    return QuantizationConfig("gptq", zero_point_offset=offset)
 
 
 def _awq(quantization: Fields) -> QuantizationConfig:
@@ -159,7 +167,8 @@ def _awq(quantization: Fields) -> QuantizationConfig:
     layout = quantization.text("version", "gemm")
     if layout.lower() != "gemm":
         raise quantization.wrong("version", f"{layout!r} is not supported; supported: gemm")
-    return QuantizationConfig("awq", _bits(quantization, _AWQ_BITS))
+    _check_bits(quantization, _AWQ_BITS)
+    return QuantizationConfig("awq")
 
 
 def _mxfp4(quantization: Fields) -> QuantizationConfig:
@@ -167,9 +176,88 @@ def _mxfp4(quantization: Fields) -> QuantizationConfig:
     return QuantizationConfig("mxfp4")
 
 
-_PARSERS: dict[str, Callable[[Fields], QuantizationConfig]] = {
+def _auto_round(quantization: Fields) -> QuantizationConfig:
+    """Any of the other layouts, with words of AutoRound's own (Cheng et al., arXiv:2309.05516)."""
+    layout = quantization.text("packing_format", "") or quantization.text(
+        "backend", "auto_round:auto_gptq"
+    )
+    if "llm_compressor" in layout:
+        if quantization.text("data_type") not in ("mx_fp", "nv_fp"):
+            raise quantization.wrong("data_type", "not supported; supported: mx_fp, nv_fp")
+        return QuantizationConfig("compressed-tensors")
+    if "fp8" in layout:
+        return _fp8(quantization)
+    if quantization.text("data_type", "int") != "int":
+        raise quantization.wrong("packing_format", f"{layout!r} is not supported")
+    if "awq" in layout:
+        return _awq(quantization)
+    _check_bits(quantization, _GPTQ_BITS)
+    # Who names AutoGPTQ keeps zero points less one, as it does.
+    is_less_one = "gptq" in layout and "gptqmodel" not in layout
+    return QuantizationConfig("gptq", zero_point_offset=int(is_less_one))
+
+
+def _modelopt(quantization: Fields) -> QuantizationConfig | None:
+    """What NVIDIA's ModelOpt exports; layers of several kinds tell by their tensors which."""
+    _check_kv_of_modelopt(quantization)
+    if not quantization.has("quant_algo"):
+        return None
+    algorithm = quantization.text("quant_algo").upper()
+    if algorithm not in _MODELOPT:
+        known = ", ".join(_MODELOPT)
+        raise quantization.wrong("quant_algo", f"{algorithm} is not supported; supported: {known}")
+    block_shape = _MODELOPT_BLOCK if algorithm == "FP8_PB_WO" else None
+    return QuantizationConfig(
+        "modelopt", block_shape=block_shape, rounds_inputs=_MODELOPT[algorithm]
+    )
+
+
+def _check_kv_of_modelopt(quantization: Fields) -> None:
+    """Scales of an fp8 KV cache, one per layer, are found among the weights."""
+    name = "kv_cache_quant_algo"
+    if quantization.has(name) and quantization.text(name).upper() != "FP8":
+        raise quantization.wrong(
+            name, f"{quantization.text(name)} is not supported; supported: FP8"
+        )
+    if quantization.has("kv_cache_scheme"):
+        scheme = quantization.child("kv_cache_scheme")
+        if scheme.get("num_bits") != 8 or scheme.get("type") != "float" or scheme.get("dynamic"):
+            raise quantization.wrong(
+                "kv_cache_scheme", "not supported, but for scales of an fp8 KV cache"
+            )
+
+
+# By algorithm whether inputs are rounded as weights are, to what kernels multiply.
+_MODELOPT = {
+    "FP8": True,
+    "FP8_PER_CHANNEL_PER_TOKEN": True,
+    "FP8_PB_WO": False,
+    "NVFP4": False,
+    "NVFP4_AWQ": False,
+    "W4A16_NVFP4": False,
+    "MXFP4": False,
+    "MXFP8": False,
+    "W4A16_AWQ": False,
+    "W8A16": False,
+    "W8A8_SQ_PER_CHANNEL": True,
+    "MIXED_PRECISION": False,
+}
+_MODELOPT_BLOCK = (128, 128)
+
+
+def _fbgemm(quantization: Fields) -> QuantizationConfig:
+    """Weights of e4m3 with a scale per row, as Meta's checkpoints have them."""
+    return QuantizationConfig("fbgemm_fp8", rounds_inputs=True)
+
+
+_PARSERS: dict[str, Callable[[Fields], QuantizationConfig | None]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "gptq": _gptq,
     "awq": _awq,
     "mxfp4": _mxfp4,

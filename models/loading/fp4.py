@@ -14,7 +14,7 @@ from baton_kernels import E2M1_TWICE, GroupedIntegers, Groups
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # of a scale's exponent, e8m0
 _NOT_A_NUMBER = 255
-_GROUP = 32  # neighbouring inputs with one scale
+_GROUP, _SMALL_GROUP = 32, 16  # neighbouring inputs with one scale
 
 
 def fp4(packed: Tensor) -> Tensor:
@@ -51,6 +51,19 @@ def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
     halves = (2.0**exponents).to(torch.bfloat16)
     numbers = torch.tensor(E2M1_TWICE, dtype=torch.int8)[_codes(packed)]
     return GroupedIntegers(4, numbers, Groups(halves), _GROUP, is_e2m1=True)
+
+
+def nvfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
+    """Return numbers in groups of 16 as integers: twice each number, of half of its scale.
+
+    Args:
+        packed: ``[out, in / 2]`` uint8, see `fp4`.
+        scale: ``[out, in / 16]`` float32.
+    """
+    if packed.shape[:1] != scale.shape[:1] or 2 * packed.shape[1] != _SMALL_GROUP * scale.shape[1]:
+        return None
+    numbers = torch.tensor(E2M1_TWICE, dtype=torch.int8)[_codes(packed)]
+    return GroupedIntegers(4, numbers, Groups(scale / 2), _SMALL_GROUP, is_e2m1=True)
 
 
 def _codes(packed: Tensor) -> Tensor:

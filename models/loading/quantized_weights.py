@@ -23,7 +23,7 @@ from torch import Tensor
 from baton.api.errors import ModelLoadError
 from baton_kernels import Float8Rows, GroupedIntegers, Groups
 from baton_kernels.packed import FLOAT8, FLOAT8_GROUP
-from models.loading.fp4 import fp4, mxfp4
+from models.loading.fp4 import fp4, mxfp4, mxfp4_integers, nvfp4_integers
 from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
 
@@ -360,9 +360,18 @@ def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     return mxfp4(parts["weight_packed"], scale)
 
 
+def _bits_by_zeros(parts: Parts) -> int:
+    """How many bits a number has, where zero points are packed along the output."""
+    num_words, num_outputs = parts["qzeros"].shape[1], parts["scales"].shape[1]
+    num_bits, rest = divmod(32 * num_words, num_outputs)
+    if rest or not 1 <= num_bits <= 8:
+        raise ValueError(f"{num_outputs} zero points do not fill {num_words} words")
+    return num_bits
+
+
 def _gptq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
     """Return numbers, ``[out, in]``, packed along the input, and zero points, ``[groups, out]``."""
-    qweight, scales, num_bits = parts["qweight"], parts["scales"], quantization.num_bits
+    qweight, scales, num_bits = parts["qweight"], parts["scales"], _bits_by_zeros(parts)
     num_columns = qweight.shape[0] * 32 // num_bits
     numbers = _unpack(qweight.T.contiguous(), num_bits, num_columns)
     zero_points = _unpack(parts["qzeros"], num_bits, scales.shape[1])
@@ -378,7 +387,7 @@ def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
     """Those in groups of neighbours."""
     numbers, zero_points = _gptq_integers(parts, quantization)
-    scales, columns, num_bits = parts["scales"].T, parts.get("g_idx"), quantization.num_bits
+    scales, columns, num_bits = parts["scales"].T, parts.get("g_idx"), _bits_by_zeros(parts)
     if columns is not None:
         group_size = -(-numbers.shape[1] // scales.shape[1])
         if not torch.equal(columns.long(), torch.arange(numbers.shape[1]) // group_size):
@@ -394,7 +403,7 @@ def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tenso
     """
 
     def in_order(words: Tensor) -> Tensor:
-        numbers = _unpack(words, quantization.num_bits, parts["scales"].shape[1])
+        numbers = _unpack(words, _bits_by_zeros(parts), parts["scales"].shape[1])
         return numbers.view(len(words), -1, 8)[:, :, _AWQ_PLACES].flatten(1)
 
     return in_order(parts["qweight"]), in_order(parts["qzeros"])
@@ -408,13 +417,80 @@ def _awq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 def _keep_awq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
     numbers, zero_points = _awq_integers(parts, quantization)
-    num_bits, middle = quantization.num_bits, 1 << (quantization.num_bits - 1)
-    scales = parts["scales"].T
+    num_bits, scales = _bits_by_zeros(parts), parts["scales"].T
+    middle = 1 << (num_bits - 1)
     return _integers_in_groups(num_bits, numbers.T - middle, scales, zero_points.T - middle)
+
+
+def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """One of ModelOpt's kinds, which its types tell; of inputs that are scaled first, so are these.
+
+    What inputs are multiplied with, column by column, the weight is.
+    """
+    weight, scale = parts["weight"], parts["weight_scale"]
+    is_by_powers = scale.dtype == torch.uint8
+    if weight.dtype == torch.uint8 and is_by_powers:
+        numbers = mxfp4(weight, scale).float()
+    elif weight.dtype == torch.uint8:
+        numbers = _scaled(_pairs_of_rows(weight), scale)
+    elif is_by_powers:
+        numbers = _scaled(weight, torch.exp2(scale.float() - 127))
+    else:
+        numbers = _plain({**parts, "weight_scale": _by_blocks(scale)}, quantization)
+    smoothed = parts.get("pre_quant_scale")
+    return numbers if smoothed is None else numbers.float() * smoothed.float()
+
+
+def _by_blocks(scale: Tensor) -> Tensor:
+    """``[rows, 1, columns, 1]`` of blocks as ``[rows, columns]``; others as they are."""
+    return scale[:, 0, :, 0] if scale.dim() == 4 and scale.shape[1::2] == (1, 1) else scale
+
+
+def _pairs_of_rows(packed: Tensor) -> Tensor:
+    """Integers of four bits, two neighbours along the output in each byte, the low half first."""
+    signed = torch.stack([packed << 4, packed], dim=1).view(torch.int8) >> 4
+    return signed.flatten(0, 1)
+
+
+def _keep_modelopt(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
+    """int8 per row, e2m1 by powers of two, and integers of four bits in groups."""
+    weight, scale = parts["weight"], parts["weight_scale"]
+    if "pre_quant_scale" in parts:
+        return None
+    if weight.dtype == torch.int8:
+        return _keep_plain(parts, quantization)
+    if weight.dtype != torch.uint8:
+        return None
+    if scale.dtype == torch.uint8:
+        return mxfp4_integers(weight, scale)
+    return _integers_in_groups(4, _pairs_of_rows(weight), scale)
+
+
+def _keep_modelopt_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows | None:
+    scale = parts["weight_scale"]
+    if "pre_quant_scale" in parts or scale.dtype == torch.uint8:
+        return None
+    return _keep_float8({**parts, "weight_scale": _by_blocks(scale)}, quantization)
+
+
+def _modelopt_nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
+    """e2m1 in groups of 16 with scales of e4m3 that are multiples of one for all, in float32."""
+    scale = parts["weight_scale"].float() * parts["weight_scale_2"].float()
+    numbers = _scaled(fp4(parts["weight"]).float(), scale)
+    smoothed = parts.get("pre_quant_scale")
+    return numbers if smoothed is None else numbers * smoothed.float()
+
+
+def _keep_modelopt_nvfp4(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
+    if "pre_quant_scale" in parts:
+        return None
+    scale = parts["weight_scale"].float() * parts["weight_scale_2"].float()
+    return nvfp4_integers(parts["weight"], scale)
 
 
 _ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale"})
 _FIRST_SCALE = frozenset({"weight", "weight_scale"})
+_SMOOTHED = frozenset({"input_scale", "pre_quant_scale"})
 
 # To add a format: one line, and the function that it names.
 STORAGES: dict[str, tuple[Storage, ...]] = {
@@ -454,4 +530,13 @@ STORAGES: dict[str, tuple[Storage, ...]] = {
         ),
     ),
     "awq": (Storage(frozenset({"qweight", "qzeros", "scales"}), frozenset(), _awq, _keep_awq),),
+    "modelopt": (
+        Storage(_FIRST_SCALE, _SMOOTHED, _modelopt, _keep_modelopt, _keep_modelopt_float8),
+        Storage(
+            _FIRST_SCALE | {"weight_scale_2"}, _SMOOTHED, _modelopt_nvfp4, _keep_modelopt_nvfp4
+        ),
+    ),
+    "fbgemm_fp8": (
+        Storage(_FIRST_SCALE, frozenset({"input_scale_ub"}), _plain, keep_float8=_keep_float8),
+    ),
 }

@@ -186,7 +186,7 @@ def as_gptq(num_bits: int, group: int, zeros: Tensor) -> Parts:
 
 @pytest.mark.parametrize("num_bits", [2, 4, 8])
 def test_gptq_is_kept(num_bits: int, tmp_path: Path) -> None:
-    config = QuantizationConfig("gptq", num_bits, zero_point_offset=1)
+    config = QuantizationConfig("gptq", zero_point_offset=1)
     middle = torch.tensor(2 ** (num_bits - 1))
     parts = as_gptq(num_bits, 32, middle - 1)
     kept = read_one(tmp_path, parts, config)
@@ -204,7 +204,7 @@ def test_gptq_is_kept(num_bits: int, tmp_path: Path) -> None:
 
 def test_awq_is_kept(tmp_path: Path) -> None:
     parts, _ = as_awq(torch.empty(ROWS, COLUMNS), group=32)
-    kept = read_one(tmp_path, parts, QuantizationConfig("awq", 4))
+    kept = read_one(tmp_path, parts, QuantizationConfig("awq"))
     assert kept is not None
     assert kept.layout == CodeLayout(WeightFormat.INT4, 32, torch.float16, torch.int8)
 

@@ -169,7 +169,7 @@ def as_gptq(
 def test_gptq(num_bits: int, shuffled: bool, offset: int, tmp_path: Path) -> None:
     weight = torch.empty(ROWS, COLUMNS)
     parts, expected = as_gptq(weight, num_bits, group=16, shuffled=shuffled, offset=offset)
-    config = QuantizationConfig("gptq", num_bits, zero_point_offset=offset)
+    config = QuantizationConfig("gptq", zero_point_offset=offset)
     assert torch.equal(read_one(tmp_path, parts, config), expected)
 
 
@@ -190,7 +190,7 @@ def as_awq(weight: Tensor, *, group: int) -> tuple[Parts, Tensor]:
 
 def test_awq(tmp_path: Path) -> None:
     parts, expected = as_awq(torch.empty(ROWS, COLUMNS), group=32)
-    assert torch.equal(read_one(tmp_path, parts, QuantizationConfig("awq", 4)), expected)
+    assert torch.equal(read_one(tmp_path, parts, QuantizationConfig("awq")), expected)
 
 
 def as_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Parts, Tensor]:
@@ -200,6 +200,12 @@ def as_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Parts, Tensor]:
     places = [torch.arange(size) // one for size, one in zip(weight.shape, block, strict=True)]
     expected = numbers.float() * scale[places[0]][:, places[1]]
     return {"weight": numbers, "weight_scale_inv": scale}, expected
+
+
+def as_rows_of_fp8(weight: Tensor) -> tuple[Parts, Tensor]:
+    scale = weight.float().abs().amax(1, keepdim=True) / 448
+    numbers = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
 
 
 def test_fp8_in_blocks_that_do_not_divide_a_weight(tmp_path: Path) -> None:
@@ -263,6 +269,8 @@ WHOLE: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Parts, Tensor]]]
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
         lambda weight: as_awq(weight, group=32),
     ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, as_rows_of_fp8),
+    "fbgemm_fp8": ({"quant_method": "fbgemm_fp8"}, as_rows_of_fp8),
 }
 
 

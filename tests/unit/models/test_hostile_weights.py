@@ -24,7 +24,7 @@ TYPES = (
 
 
 def any_tensor(draw: random.Random) -> Tensor:
-    shape = [draw.choice(SIZES) for _ in range(draw.choice((0, 1, 2, 2, 2, 3)))]
+    shape = [draw.choice(SIZES) for _ in range(draw.choice((0, 1, 2, 2, 2, 3, 4)))]
     found = torch.full(shape, draw.choice((0, 1, -1, 2**31 - 1)), dtype=torch.int64)
     dtype = draw.choice(TYPES)
     return (found.float() if dtype.is_floating_point else found).to(dtype)
@@ -43,9 +43,10 @@ def test_parts_that_do_not_fit_are_an_error_of_one_line(method: str) -> None:
             name: StoredTensor(Path("file"), name, functools.partial(torch.clone, tensor))
             for name, tensor in parts.items()
         }
-        config = QuantizationConfig(method, draw.choice((2, 4, 8)))
+        block_shape = draw.choice((None, (2, 4), (128, 128)))
+        config = QuantizationConfig(method, block_shape=block_shape)
         for one in read_quantized(stored, config):
-            for read in (one.read, one.read_integers):
+            for read in (one.read, one.read_integers, one.read_float8):
                 try:
                     _ = read and read()
                 except ModelLoadError as error:

@@ -135,7 +135,7 @@ def compressed(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
         ),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            QuantizationConfig("gptq", 4, zero_point_offset=1),
+            QuantizationConfig("gptq", zero_point_offset=1),
         ),
         (
             {
@@ -159,7 +159,7 @@ def compressed(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
         ),
         (
             {"compression_config": {"quant_method": "awq", "bits": 4}},
-            QuantizationConfig("awq", 4),
+            QuantizationConfig("awq"),
         ),
     ],
 )
@@ -208,7 +208,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (compressed({"num_bits": 8, "type": "complex"}), "weights.type: 'complex' is not supported"),
     (compressed({"num_bits": 8}, sparsity_config={"format": "2of4"}), "sparsity_config: not"),
     (compressed({"num_bits": 8}, transform_config={"config_groups": {}}), "transform_config: not"),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "bits: 3 is not supported"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 5}}, "bits: 5 is not supported"),
     (
         {"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}},
         "checkpoint_format: 'marlin' is not supported",
