@@ -121,8 +121,8 @@ class EngineConfig:
     batch_invariant: bool = option(
         False,
         help="On a GPU, too, compute a request's tokens and logprobs so that they do not depend "
-        "on who is computed with it, on chunks, preemption or node, to the bit; slower. A CPU with "
-        "native kernels always does. The same on all nodes.",
+        "on who is computed with it, on chunks, preemption or which node of its kind, to the bit; "
+        "slower. A CPU with native kernels always does. The same on all nodes.",
     )
     block_size: int = option(
         0,
@@ -272,6 +272,8 @@ class EngineConfig:
                 f"ngram_max: must be at least ngram_min ({self.ngram_min}), got {self.ngram_max}"
             )
 
+        if self.batch_invariant and self.draft_acceptance == "rejection":
+            raise ConfigError("draft_acceptance: batch_invariant wants equality, got rejection")
         if self.speculative_method in DRAFTERS:
             self._check_drafter()
 

@@ -221,17 +221,26 @@ def check_company(device: str, report: Report) -> bool:
     dtype = "bfloat16" if device != "cpu" else "float32"
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kv_cache_bytes": KV_BYTES}
     options |= {"batch_invariant": True, "prefix_cache": False}
-    prompts = [[(31 * row + 7 * index) % 4000 for index in range(3 + 61 * row)] for row in range(9)]
-    params = [replace(one, logprobs=1) for one in _params()]
+    # Of up to four parts of keys, with wishes that take a step other ways than its other requests'.
+    lengths = [3 + 231 * row for row in range(9)]
+    prompts = [[(31 * row + 7 * i) % 4000 for i in range(n)] for row, n in enumerate(lengths)]
+    greedy, drawn = _params()
+    params = [
+        replace(
+            (greedy, drawn)[row % 2],
+            logprobs=(None, 2, 5)[row % 3],
+            presence_penalty=0.5 * (row % 4 == 3),
+        )
+        for row in range(len(prompts))
+    ]
     llm, right = LLM(MODEL, **options), True
-    narrow = LLM(MODEL, max_num_batched_tokens=48, max_num_requests=5, **options)
-    for one in params:
-        alone = [llm.generate([prompt], one)[0] for prompt in prompts]
-        for name, engine in {"with others": llm, "in chunks": narrow}.items():
-            pairs = list(zip(alone, engine.generate(prompts, one), strict=True))
-            equal = sum((a.token_ids, a.logprobs) == (b.token_ids, b.logprobs) for a, b in pairs)
-            report[f"temperature {one.temperature}, {name}: equal"] = f"{equal} of {len(pairs)}"
-            right = right and equal == len(pairs)
+    narrow = LLM(MODEL, max_num_batched_tokens=200, max_num_requests=5, **options)
+    alone = [llm.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    for name, engine in {"with others": llm, "in chunks": narrow}.items():
+        pairs = list(zip(alone, engine.generate(prompts, params), strict=True))
+        equal = sum((a.token_ids, a.logprobs) == (b.token_ids, b.logprobs) for a, b in pairs)
+        report[f"{name}: equal"] = f"{equal} of {len(pairs)}"
+        right = right and equal == len(pairs)
     expected = llm.generate(TEXTS, _params()[0])
     split = _split_completions(device, ["--batch-invariant"], dtype)
     equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, split, strict=True))

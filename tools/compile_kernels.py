@@ -50,7 +50,7 @@ _STACK = re.compile(r"(\d+) bytes stack frame")
 _LABEL = re.compile(r"^\s*(\$L\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+);")
 _PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)\b")
-_INSTRUCTION = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)[\w.]*")
+_INSTRUCTION = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.]*")
 _LAYOUT_NAME = re.compile(r"#(?:blocked|mma|linear)\d*\b")
 _LAYOUT = re.compile(r"^(#(?:blocked|mma|linear)\d*) = (.*)$", re.MULTILINE)
 _SUMMED = re.compile(r"^\s*\}\) : \((tensor<.*?>)\) ->", re.MULTILINE)  # the end of a tt.reduce

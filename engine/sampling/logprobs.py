@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton.api.outputs import TokenLogprobs
 from engine.core.outputs import PromptLogprobs
@@ -97,13 +98,46 @@ def _token_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
     """Row by row: of that token, and of that many best ones. Logits are `[n, vocab_size]`."""
-    logprobs = logits.float().log_softmax(dim=-1)  # [n, vocab_size]
-    top = logprobs.topk(min(max(num_top), logprobs.shape[-1]), dim=-1)
-    # One transfer each instead of one per row.
-    best_ids, best = top.indices.tolist(), top.values.tolist()
+    logprobs = _log_softmax(logits)
+    best_ids, best = _best(logprobs, num_top)
     index = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device).unsqueeze(1)
     chosen = logprobs.gather(1, index).squeeze(1).tolist()
     return [
         TokenLogprobs(logprob, tuple(zip(ids[:num], values[:num], strict=True)))
         for logprob, ids, values, num in zip(chosen, best_ids, best, num_top, strict=True)
     ]
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """In float32; a row's bits are those it has in any other place.
+
+    On a GPU torch adds in an order that follows from a row's address, unless all begin at a
+    multiple of 16 bytes.
+    """
+    size, wide = logits.shape[-1], logits.float()
+    rest = -size % 4 if logits.is_cuda else 0
+    padded = functional.pad(wide, (0, rest), value=-torch.inf) if rest else wide
+    return padded.log_softmax(dim=-1)[:, :size]
+
+
+def _best(logprobs: Tensor, num_top: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
+    """Each row's so many best tokens and their logprobs, falling; of equal ones the first.
+
+    `topk` takes any of equal ones, and which follows from how many are asked for: by all rows.
+    """
+    vocab_size = logprobs.shape[-1]
+    wanted = torch.tensor(num_top, device=logprobs.device).clamp(max=vocab_size)
+    most = min(max(num_top) + 1, vocab_size)
+    found = logprobs.topk(most, dim=-1)
+    # By token first, and then, keeping that order, by logprob.
+    ids, order = found.indices.sort(dim=-1)
+    values, order = found.values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    # The last one that is wanted: are there equal ones that are not among those found?
+    last = values.gather(1, (wanted - 1).clamp(min=0).unsqueeze(1))  # [n, 1]
+    is_cut = (values[:, -1:] == last) & (wanted > 0).unsqueeze(1)
+    for row in is_cut.squeeze(1).nonzero().squeeze(1).tolist() if most < vocab_size else ():
+        above = int((values[row] > last[row]).sum())
+        equal = (logprobs[row] == last[row]).nonzero().squeeze(1)[: num_top[row] - above]
+        ids[row, above : above + len(equal)] = equal
+    return ids.tolist(), values.tolist()

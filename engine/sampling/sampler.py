@@ -43,10 +43,12 @@ def sample(
     """One next token per row.
 
     Args:
-        logits: `[num_sampling, vocab_size]` float32; row i belongs to row i of ``sampling``.
+        logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
         allowed_bits: see `StepHooks`.
     """
     parameters, keys = sampling.parameters, sampling.keys
+    if not (logits.is_cuda and _HAS_TRITON):  # a kernel reads any type, the host this one
+        logits = logits.float()
     if not sampling.adjusted:
         return _as_list(choose(logits, parameters, keys))
     token_ids = np.empty(len(logits), dtype=np.int64)
@@ -89,7 +91,9 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """`choose` where the logits are: all parameters go there in one copy, and token ids return."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    token_ids: TokenIds = sample_on_device(logits.float(), tensors).cpu().numpy()
+    # Not widened where that was not the request's own wish: the kernel adds in another order then.
+    logits = logits.float() if logits.dtype == torch.float64 else logits
+    token_ids: TokenIds = sample_on_device(logits, tensors).cpu().numpy()
     return token_ids
 
 

@@ -34,6 +34,9 @@ _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _ROUNDED_WEIGHTS = [one.value for one in QuantizedFormat if one != QuantizedFormat.INT8]
 
+# Major compute capabilities on which few tokens and many are multiplied by one instruction.
+_ONE_INSTRUCTION = (8, 9, 12)
+
 # Of each KV cache group the name of its backend; None: it has states, and nothing attends.
 BackendNames = tuple[str | None, ...]
 
@@ -118,7 +121,8 @@ def choose_packer(
         return packer
     # Sums of integers have no order; what else a checkpoint has in few bits is not kept so.
     is_int8 = packer is not None and packer.weights == QuantizedFormat.INT8
-    return InvariantPacker(packer if is_int8 else None)
+    kind = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return InvariantPacker(kind, packer if is_int8 else None)
 
 
 def check_batch_invariant(config: EngineConfig, device: torch.device, model: ModelConfig) -> None:
@@ -126,10 +130,13 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
     if not config.batch_invariant:
         return
     if device.type == "cpu":
-        has_kernels = config.native_kernels and native_ops() is not None
-        problem = None if has_kernels else "on a CPU it needs native kernels"
+        enable_native_kernels(config.native_kernels)
+        problem = None if native_ops() else "on a CPU it needs native kernels"
     elif find_spec("triton") is None:
         problem = "on a GPU it needs Triton, which is not installed"
+    elif torch.cuda.get_device_capability(device)[0] not in _ONE_INSTRUCTION:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        problem = f"on a GPU compute capability must be 8.x, 9.x or 12.x, got {found}"
     elif config.tensor_parallel_size > 1:
         problem = f"on GPUs tensor_parallel_size must be 1, got {config.tensor_parallel_size}"
     elif config.weights in _ROUNDED_WEIGHTS:
@@ -142,6 +149,7 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
         problem = None
     if problem is not None:
         raise ConfigError(f"batch_invariant: {problem}")
+    choose_attention_backend(device, asked_backend(config), invariant=True)
 
 
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
@@ -168,14 +176,19 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
 def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -> str:
     """Describe how linear layers are kept; of nodes that say the same, a pair may be made.
 
-    CPUs and GPUs round otherwise where weights have few bits.
+    CPUs and GPUs round otherwise where weights have few bits; GPUs of other kinds add otherwise.
     """
     if not isinstance(packer, GpuPacker | InvariantPacker):
         return asked
     kinds = quantized_kinds(model)
     if isinstance(packer, InvariantPacker):
-        kinds.append("batch-invariant")
+        kinds.append(f"batch-invariant on {packer.kind}")
     return f"{asked} on a GPU: {', '.join(kinds)}" if kinds else asked
+
+
+def asked_backend(config: EngineConfig) -> str | None:
+    """The attention backend that the user insists on."""
+    return None if config.attention_backend == "auto" else config.attention_backend
 
 
 def choose_backends(
@@ -185,7 +198,7 @@ def choose_backends(
 
     Raises ConfigError where what is asked for cannot be.
     """
-    override = None if config.attention_backend == "auto" else config.attention_backend
+    override = asked_backend(config)
     chosen: dict[KVKind, str | None] = {}
     for group in spec.groups:
         kind = group.kv.kind

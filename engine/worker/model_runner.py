@@ -284,12 +284,13 @@ class ModelRunner:
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
         """A step that has been waited for, and its tokens on the device."""
-        logits = logits.float()  # the sampling kernel reads any dtype, the host this one
         if self._rejects and sampling.draft_token_ids:
             proposed = None
             if self._drafting is not None:
                 proposed = self._drafting.chooser.take(self._drafting_steps[0])
-            token_ids = sample_with_rejection(logits, sampling, hooks.allowed_bits, proposed)
+            token_ids = sample_with_rejection(
+                logits.float(), sampling, hooks.allowed_bits, proposed
+            )
         else:
             token_ids = sample(logits, sampling, hooks.allowed_bits)
         output = ModelRunnerOutput(

@@ -23,9 +23,11 @@ class InvariantPacker:
     """A ``WeightPacker`` that leaves weights as they are, but has other products multiply them.
 
     Attributes:
+        kind: of the GPU; those of others add in another order.
         int8: what takes the layers whose sums are of integers, which have no order; None: nothing.
     """
 
+    kind: str
     int8: GpuPacker | None = None
 
     def start(self, model: DecoderForCausalLM) -> PackingModel:

@@ -25,7 +25,7 @@ from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from baton_kernels import FP8, Routing, reference
 from baton_kernels.attention.triton_invariant import InvariantTritonAttention
-from baton_kernels.triton.experts import experts
+from baton_kernels.triton.experts import Tiles, experts
 from baton_kernels.triton.invariant import attention, linear
 from tests.covering import covering
 from tests.kernels.poison import poisoned_memory as poisoned_memory
@@ -197,8 +197,17 @@ def test_as_many_parts_as_the_weight_says_and_programs_want() -> None:
     assert linear.steps_of_part(64, 10, tile) == 5  # not less than four steps
 
 
-def test_experts(dtype: torch.dtype) -> None:
+def test_experts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums without order hide the size of a tile, which may decide one on a GPU: there is one."""
     torch.manual_seed(0)
+    sizes = set[int]()
+
+    def count(ids: Tensor, num_experts: int, tile_rows: int) -> Tiles:
+        sizes.add(tile_rows)
+        return made(ids, num_experts, tile_rows)
+
+    made = Tiles.of
+    monkeypatch.setattr(Tiles, "of", count)
     hidden, inner, num_experts, num_tokens = 64, 48, 4, 70
     gate_up = (torch.randn(num_experts, 2 * inner, hidden) / 8).to(dtype)
     down = (torch.randn(num_experts, hidden, inner) / 8).to(dtype)
@@ -208,3 +217,6 @@ def test_experts(dtype: torch.dtype) -> None:
     for begin, end in ((0, 1), (7, 8), (3, 20), (2, 69)):
         rows = (x[begin:end], ids[begin:end], weights[begin:end])
         assert torch.equal(experts(*rows, gate_up, down, invariant=True), whole[begin:end])
+    assert len(sizes) == 1
+    experts(x[:1], ids[:1], weights[:1], gate_up, down)
+    assert len(sizes) == 2

@@ -22,9 +22,9 @@ from baton_kernels.triton.invariant import attention
 from engine import LLM
 from engine.executors.uniproc import worker_of
 from engine.worker import worker
-from models.base import CausalLM
 from models.gpu.invariant import InvariantPacker
 from models.layers.linear import InvariantLinear
+from models.layers.moe import SparseMoe
 from tests.kernels.conftest import DEVICE
 from tests.kernels.test_invariant import short_parts as short_parts
 from tests.kernels.test_invariant import sums_without_order
@@ -45,7 +45,7 @@ def kernels_anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without a GPU: its kernels on the CPU, interpreted."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(baton_kernels, "ops_for", lambda _: _triton_ops())
-        monkeypatch.setattr(worker, "choose_packer", lambda *_: InvariantPacker())
+        monkeypatch.setattr(worker, "choose_packer", lambda *_: InvariantPacker("interpreter"))
     monkeypatch.setattr(attention, "LEAST_PART", 16 if DEVICE.type == "cpu" else 64)
     with sums_without_order():
         yield
@@ -59,9 +59,10 @@ def load(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), device=str(DEVICE), **(shape | mode | options))
 
 
-def invariant_layers(model: CausalLM) -> list[str]:
+def modules_of(llm: LLM) -> dict[str, torch.nn.Module]:
+    model = worker_of(llm.engine.executor).runner._model
     assert isinstance(model, torch.nn.Module)
-    return [name for name, one in model.named_modules() if isinstance(one, InvariantLinear)]
+    return dict(model.named_modules())
 
 
 @pytest.mark.parametrize(
@@ -92,9 +93,11 @@ def test_requests_alone_and_in_company(
         for number in range(len(prompts))
     ]  # fmt: skip
     alone = load(tmp_path, num_blocks=14, num_threads=1, prefix_cache=False)
-    layers = invariant_layers(worker_of(alone.engine.executor).runner._model)
+    layers = [path for path, one in modules_of(alone).items() if isinstance(one, InvariantLinear)]
     assert "lm_head" in layers
     assert len(layers) > 8 if name != "experts" else "model.layers.0.mlp.gate" in layers
+    moe = [one for one in modules_of(alone).values() if isinstance(one, SparseMoe)]
+    assert [one.invariant for one in moe] == [True] * (2 if name == "experts" else 0)
     expected = [
         alone.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)
     ]

@@ -96,7 +96,7 @@ def draw_requests(random_: random.Random) -> tuple[list[list[int]], list[Samplin
                 top_p=random_.choice([1.0, 0.9]),
                 seed=random_.randrange(1000),
                 ignore_eos=True,
-                logprobs=2,
+                logprobs=random_.choice([0, 1, 2, 5, 20]),  # of equal ones any might be left out
                 prompt_logprobs=1 if shared == 0 else None,
             )
         )

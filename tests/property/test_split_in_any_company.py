@@ -150,7 +150,7 @@ class Crowd:
             temperature=self.draw.choice([0.0, 2.0]),
             seed=self.draw.randrange(2**31),
             ignore_eos=True,
-            logprobs=2,
+            logprobs=self.draw.choice([0, 2, 5]),
         )
         expected = self.alone.complete(prompt, params)
         assert expected.finish_reason is not None

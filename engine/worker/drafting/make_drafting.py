@@ -51,7 +51,7 @@ def load_drafter(
         model=model,
         dtype=dtype,
         device=device,
-        # What is guessed changes no token.
+        # What is guessed changes no token: with batch_invariant rejection is refused.
         packer=choose_packer(replace(config, batch_invariant=False), device, dtype),
         max_model_len=config.max_model_len,
     )

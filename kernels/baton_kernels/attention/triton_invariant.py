@@ -23,23 +23,23 @@ class InvariantTritonAttention:
     """``AttentionBackend`` over `baton_kernels.triton.invariant.attention`.
 
     A decode-only step may be captured as with `TritonAttention`: what it launches depends on no
-    length. Steps with prompts are launched kernel by kernel. Buffers are kept for every power of
-    two of requests and never given back, as a graph may hold them.
+    length. Steps with prompts are launched kernel by kernel. Buffers are never given back, as a
+    graph may hold them.
     """
 
     reason_against_fp8 = staticmethod(TritonAttention.reason_against_fp8)
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        self._buffers: dict[int, PartBuffers] = {}
-        self._tiles: Tensor | None = None  # of this step
+        self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # the largest last
+        self._tiles: dict[PagedShape, Tensor] = {}  # of this step
         # What the step launches, by what is alike in layers that share it.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """See ``AttentionBackend.plan``; what depends on shapes is planned by the first ``run``."""
         self._metadata = metadata
-        self._tiles = None
+        self._tiles.clear()
         self._bound.clear()
 
     def run(
@@ -60,6 +60,7 @@ class InvariantTritonAttention:
         options = (scale, sliding_window, soft_cap)
         alike = (
             query.shape, query.stride(), query.dtype, kv_cache.stride(), kv_cache.dtype, options,
+            sinks is None,
         )  # fmt: skip
         bound = self._bound.get(alike)
         if bound is None:
@@ -78,21 +79,24 @@ class InvariantTritonAttention:
         options: tuple[float, int | None, float | None],
     ) -> tuple[BoundInvariant, ...]:
         """Bind the launch for decodes, which zeroes the padding, too, and that for prompts."""
-        shape = PagedShape.of(query, kv_cache)
-        buffers = self._buffers_of_step(shape, metadata, query.device)
-        bound = [bind_invariant(query, kv_cache, metadata, buffers, *options)]
-        if metadata.max_query_len > 1:
-            if self._tiles is None:
-                self._tiles = tiles_of_step(metadata, shape, query.element_size())
-            bound.append(bind_invariant(query, kv_cache, metadata, self._tiles, *options))
+        shape, bound = PagedShape.of(query, kv_cache), list[BoundInvariant]()
+        has_prompts = metadata.max_query_len > 1
+        if not has_prompts or 1 in metadata.query_lens or sum(metadata.query_lens) < len(query):
+            buffers = self._buffers_of_step(shape, metadata, query.device)
+            bound.append(bind_invariant(query, kv_cache, metadata, buffers, *options))
+        if has_prompts:
+            if shape not in self._tiles:
+                self._tiles[shape] = tiles_of_step(metadata, shape, query.element_size())
+            bound.append(bind_invariant(query, kv_cache, metadata, self._tiles[shape], *options))
         return tuple(bound)
 
     def _buffers_of_step(
         self, shape: PagedShape, metadata: AttentionMetadata, device: torch.device
     ) -> PartBuffers:
-        capacity = 1 << (metadata.num_requests - 1).bit_length()
-        if capacity not in self._buffers:
+        kept = self._buffers.setdefault(shape, [])
+        if not kept or len(kept[-1].arrived) < metadata.num_requests:
+            capacity = 1 << (metadata.num_requests - 1).bit_length()
             # Not inference tensors: the next caller may be outside inference_mode.
             with torch.inference_mode(mode=False):
-                self._buffers[capacity] = PartBuffers.allocate(capacity, shape, device)
-        return self._buffers[capacity]
+                kept.append(PartBuffers.allocate(capacity, shape, device))
+        return kept[-1]

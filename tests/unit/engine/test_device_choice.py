@@ -15,6 +15,7 @@ import torch
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
+from baton_kernels.dispatch import enable_native_kernels
 from baton_kernels.quantized import QuantizedFormat
 from engine.core.request import Request
 from engine.engine import Engine
@@ -197,14 +198,21 @@ def test_without_triton_a_gpu_has_no_weights_of_few_bits(monkeypatch: pytest.Mon
         ({"weights": "int4"}, "cuda", {}, "on a GPU weights cannot be int4; int8 they can"),
         ({}, "cuda", {"mla": LATENTS}, r"on a GPU not for models with latents \(MLA\)"),
         ({}, "cuda", STATES, "on a GPU not for models with states"),
+        ({}, "cuda", {}, "on a GPU compute capability must be 8.x, 9.x or 12.x, got 10.0"),
         ({"weights": "int8"}, "cuda", {}, None),
         ({}, "cuda", {}, None),
     ],
 )
 def test_where_results_can_have_no_company(
-    options: dict[str, Any], device: str, model: dict[str, Any], problem: str | None
+    options: dict[str, Any],
+    device: str,
+    model: dict[str, Any],
+    problem: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
+    capability = (10, 0) if problem is not None and "compute" in problem else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     described = replace(ModelConfig.from_folder(DEMO), **model)
     asked = EngineConfig(batch_invariant=True, **options)
     check_batch_invariant(EngineConfig(**options), torch.device(device), described)
@@ -221,8 +229,27 @@ def test_layers_of_integers_are_kept_where_results_have_no_company(
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     plain = choose_packer(EngineConfig(batch_invariant=True), SECOND_GPU, torch.bfloat16)
-    assert plain == InvariantPacker()
+    assert plain == InvariantPacker("9.0")
     packer = choose_packer(
         EngineConfig(batch_invariant=True, weights="int8"), SECOND_GPU, torch.bfloat16
     )
-    assert packer == InvariantPacker(GpuPacker(SECOND_GPU, QuantizedFormat.INT8, has_float8=True))
+    int8 = GpuPacker(SECOND_GPU, QuantizedFormat.INT8, has_float8=True)
+    assert packer == InvariantPacker("9.0", int8)
+
+
+def test_an_engine_without_native_kernels_keeps_none_from_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described = ModelConfig.from_folder(DEMO)
+    monkeypatch.setattr("baton_kernels.dispatch._loaded_native_ops", object)
+    enable_native_kernels(enabled=False)
+    check_batch_invariant(EngineConfig(batch_invariant=True), CPU, described)
+    with pytest.raises(ConfigError, match=r"^attention_backend: with batch_invariant it is native"):
+        check_batch_invariant(
+            EngineConfig(batch_invariant=True, attention_backend="reference"), CPU, described
+        )
+
+
+def test_guesses_that_change_tokens_are_refused_where_company_may_not_matter() -> None:
+    with pytest.raises(ConfigError, match=r"^draft_acceptance: batch_invariant wants equality"):
+        EngineConfig(batch_invariant=True, draft_acceptance="rejection")
