@@ -131,6 +131,28 @@ def _q6_k(blocks: Tensor) -> _Unpacked:
     return 8, numbers.flatten(1), Groups(scales.flatten(1), scale_factors=_halves(blocks, 208)), 16
 
 
+def _iq4_nl(blocks: Tensor) -> _Unpacked:
+    numbers = _unevenly(_nibbles(blocks[:, :, 2:]))
+    return 8, numbers.flatten(1), Groups(_halves(blocks, 0)), _BLOCK
+
+
+def _iq4_xs(blocks: Tensor) -> _Unpacked:
+    numbers = _unevenly(_nibbles(_cut(blocks[:, :, 8:], 8, 16)))
+    places = torch.arange(4, dtype=torch.uint8) * 2
+    highest = (blocks[:, :, 2:4, None] >> places & 3).flatten(2)  # [rows, blocks, 8]
+    pairs = blocks[:, :, 4:8]
+    scales = torch.stack([pairs & 15, pairs >> 4], dim=3).flatten(2) | highest << 4
+    groups = Groups((scales.to(torch.int8) - 32).flatten(1), scale_factors=_halves(blocks, 0))
+    return 8, numbers.flatten(1), groups, _BLOCK
+
+
+def _unevenly(codes: Tensor) -> Tensor:
+    """The integers that four bits stand for where steps are not of one size."""
+    return torch.tensor(_UNEVEN, dtype=torch.int8)[codes.int()]
+
+
+_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
 _UNPACK: dict[str, Callable[[Tensor], _Unpacked]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -142,4 +164,6 @@ _UNPACK: dict[str, Callable[[Tensor], _Unpacked]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }

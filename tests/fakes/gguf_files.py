@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 # Where blocks have float16 factors: what else is in a block may be any bytes.
-_FACTORS_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_FACTORS_AT = {
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS"), (0,)),
+    "IQ1_M": (),
+}
+# IQ1_M's factor lies in the high halves of four bytes.
+_FACTOR_OF_IQ1_M = ((49, 0x0), (51, 0x0), (53, 0x8), (55, 0x1))
+# What is drawn and not made of values.
+RANDOM_KINDS = tuple(_FACTORS_AT)
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -134,7 +143,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
 
 
 def stored(values: Array, kind: GGMLQuantizationType, seed: int) -> Array:
-    """The content of a tensor in a kind of storage; of K kinds it is random blocks."""
+    """The content of a tensor in a kind of storage; of `RANDOM_KINDS` it is random blocks."""
     if kind.name not in _FACTORS_AT:
         return gguf.quantize(values, kind)
     rng = numpy.random.default_rng(seed)
@@ -143,6 +152,8 @@ def stored(values: Array, kind: GGMLQuantizationType, seed: int) -> Array:
     for position in _FACTORS_AT[kind.name]:
         factors = rng.uniform(0.001, 0.004, len(blocks)).astype(numpy.float16)
         blocks[:, position : position + 2] = factors[:, None].view(numpy.uint8)
+    for position, half in _FACTOR_OF_IQ1_M if kind.name == "IQ1_M" else ():
+        blocks[:, position] = blocks[:, position] & 15 | half << 4
     return blocks.reshape(values.shape[0], -1)
 
 

@@ -26,7 +26,7 @@ from models.loading.gguf_blocks import unpack_blocks
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, open_safetensors
 from models.quantization import QuantizationConfig
-from tests.fakes.gguf_files import stored, write_model
+from tests.fakes.gguf_files import RANDOM_KINDS, stored, write_model
 from tests.numerics.test_quantized_checkpoints import (
     COLUMNS,
     ROWS,
@@ -43,9 +43,9 @@ SHAPE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "head_dim
 WIDE = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 KINDS = {
     "Q8_0": 8, "Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q5_1": 8,
-    "Q2_K": 4, "Q3_K": 4, "Q4_K": 4, "Q5_K": 8, "Q6_K": 8,
+    "Q2_K": 4, "Q3_K": 4, "Q4_K": 4, "Q5_K": 8, "Q6_K": 8, "IQ4_NL": 8, "IQ4_XS": 8,
 }  # fmt: skip
-RANDOM_BLOCKS = tuple(kind for kind in KINDS if kind.endswith("K"))
+RANDOM_BLOCKS = tuple(kind for kind in KINDS if kind in RANDOM_KINDS)
 BLOCK_BYTES = {one.name: one.bytes_per_block for one in TENSOR_TYPES.values()}
 
 

@@ -208,8 +208,8 @@ def patch(path: Path, old: bytes, new: bytes) -> None:
         (lambda path: patch(path, b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03"), "big-endian is not"),
         (
             lambda path: patch(path, *(b"weight" + struct.pack("<IQQI", 2, 32, 40, kind)
-                                       for kind in (0, 23))),
-            r"quantization of token_embd.weight \(23\) is not supported; supported: F32, F16",
+                                       for kind in (0, 36))),
+            r"quantization of token_embd.weight \(36\) is not supported; supported: F32, F16",
         ),
         (lambda path: write(path, "gemma3"), "architecture 'gemma3' is not supported; supported"),
         (lambda path: write(path, fields={"expert_count": 8}),

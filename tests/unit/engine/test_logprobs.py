@@ -21,7 +21,8 @@ def test_of_equal_ones_the_first_are_the_best(
     logprobs = torch.randint(0, num_values, shape, generator=generator).float()
     ids, values = _best(logprobs, num_top)
     for row, (known, num) in enumerate(zip(logprobs.tolist(), num_top, strict=True)):
-        best = sorted(range(vocab_size), key=lambda token_id, of=known: (-of[token_id], token_id))
+        falling = sorted((-value, token_id) for token_id, value in enumerate(known))
+        best = [token_id for _, token_id in falling]
         assert ids[row][:num] == best[:num]
         assert values[row][:num] == [known[token_id] for token_id in best[:num]]
 
