@@ -283,9 +283,10 @@ def test_codes_in_groups(
     check_codes(native, ops.CodeLayout(format_, group_size, *types))
 
 
+@pytest.mark.parametrize("scales", [BF16, torch.float32], ids=str)  # of MXFP4 and NVFP4
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128])
-def test_codes_of_e2m1(native: NativeOps, group_size: int) -> None:
-    layout = ops.CodeLayout(WeightFormat.INT4, group_size, BF16, is_e2m1=True)
+def test_codes_of_e2m1(native: NativeOps, group_size: int, scales: torch.dtype) -> None:
+    layout = ops.CodeLayout(WeightFormat.INT4, group_size, scales, is_e2m1=True)
     check_codes(native, layout)
 
 
