@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.api.errors import ModelLoadError
+from baton.checkpoint.model_folder import MODELOPT_FILE
 from models.dialects import Dialect, dialect_of
 from models.fields import MAX_PARTS, Fields
 from models.lfm2_config import ShortConvConfig, common_fields, parse_short_conv
@@ -19,7 +20,7 @@ from models.mla_config import MLAConfig, parse_mla
 from models.moe_config import EXPERT_SIZE, MoeConfig, parse_moe
 from models.nemotron_config import NemotronConfig, parse_nemotron
 from models.nemotron_config import common_fields as nemotron_fields
-from models.quantization import MODELOPT_FILE, QuantizationConfig, parse_quantization
+from models.quantization import QuantizationConfig, parse_quantization
 from models.recurrent_config import (
     DeltaNetConfig,
     Mamba2Config,

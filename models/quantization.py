@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 from models.fields import Fields
 
-# What NVIDIA's ModelOpt writes beside a config.json that says nothing of quantization, as older
-# releases do.
-MODELOPT_FILE = "hf_quant_config.json"
 _GPTQ_BITS, _AWQ_BITS = (2, 3, 4, 8), (4,)
 _SPARSE_FORMATS = ("dense",)
 
@@ -40,7 +37,7 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
 
     Args:
         fields: of config.json.
-        beside: of ``MODELOPT_FILE``, where there is one.
+        beside: of `MODELOPT_FILE`, where there is one.
 
     Raises:
         ModelLoadError: the scheme is not one that is read; names the field.

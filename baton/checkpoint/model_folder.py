@@ -18,8 +18,11 @@ from baton.checkpoint.weights_samples import read_samples
 _GGUF = ".gguf"
 _SHOWN_FILES = 4
 
+# What NVIDIA's ModelOpt writes; of older releases config.json says nothing of quantization.
+MODELOPT_FILE = "hf_quant_config.json"
 _TOKENIZER_FILES = [
     "config.json",
+    MODELOPT_FILE,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",

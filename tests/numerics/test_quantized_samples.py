@@ -17,11 +17,12 @@ import torch
 from safetensors import safe_open
 
 from baton.api.errors import ModelLoadError
+from baton.checkpoint.model_folder import MODELOPT_FILE
 from models.config import ModelConfig
 from models.fields import Fields
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, open_safetensors
-from models.quantization import MODELOPT_FILE, QuantizationConfig, parse_quantization
+from models.quantization import QuantizationConfig, parse_quantization
 from tools.quantized_samples import digest
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"

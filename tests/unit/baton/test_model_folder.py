@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,28 @@ def test_what_can_only_be_a_path_is_not_looked_up_on_the_hub(
     monkeypatch.setattr("baton.checkpoint.model_folder._fetch_from_hub", fetch)
     with pytest.raises(ModelLoadError):
         find_model_folder(model)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_the_hub_is_asked_for_what_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, weights: bool
+) -> None:
+    asked: list[str] = []
+
+    def fetch(model: str, *, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert find_model_folder("owner/model", weights=weights) == folder
+
+    def is_fetched(name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in asked)
+
+    small = ("config.json", "hf_quant_config.json", "tokenizer.json", "generation_config.json")
+    assert all(map(is_fetched, small))
+    assert is_fetched("model-00001-of-00002.safetensors") == weights
+    assert not is_fetched("pytorch_model.bin")
 
 
 def test_limits_are_read(folder: Path) -> None:
