@@ -18,6 +18,7 @@ from torch import Tensor
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.config import ROPE_FACTORS
 from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
+from baton.checkpoint.gguf.file import StoredTensor as Place
 from baton_kernels import GroupedIntegers
 from models.config import ModelConfig
 from models.loading.gguf_blocks import unpack_blocks
@@ -40,11 +41,20 @@ _INNER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+# One tensor has those of all experts.
+_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_IN_MIXTRAL = {
+    ".mlp.": ".block_sparse_moe.",
+    ".gate_proj.": ".w1.",
+    ".down_proj.": ".w2.",
+    ".up_proj.": ".w3.",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
 # Their files keep the rows of each head of queries and keys in pairs, as the first Llama rotated
 # them; Hugging Face rotates the head's first half with its second.
-_PAIRED = ("LlamaForCausalLM", "MistralForCausalLM")
+_PAIRED = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
 _HEADS = ("attn_q", "attn_k")
 _SIXTEEN_BITS = {"F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -67,8 +77,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
     file = GgufFile.read(path.resolve())
     content = numpy.memmap(file.path, mode="r")
 
-    def read(name: str) -> Tensor:
-        stored = file.tensors[name]
+    def read(name: str, stored: Place) -> Tensor:
         blocks = content[stored.start : stored.start + stored.num_bytes]
         sixteen_bits = _SIXTEEN_BITS.get(TENSOR_TYPES[stored.type_id].name)
         if sixteen_bits is None:
@@ -79,8 +88,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             tensor = torch.from_numpy(blocks.view(numpy.int16).copy()).view(sixteen_bits)
         return _with_rows_in_order(name, tensor.view(stored.shape), config)
 
-    def read_integers(name: str) -> GroupedIntegers | None:
-        stored = file.tensors[name]
+    def read_integers(name: str, stored: Place) -> GroupedIntegers | None:
         kind = TENSOR_TYPES[stored.type_id]
         if len(stored.shape) != 2:
             return None
@@ -95,25 +103,38 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             groups=found.groups.map(lambda one: _with_rows_in_order(name, one, config)),
         )
 
-    for name in file.tensors:
-        if name != ROPE_FACTORS:  # those are in the configuration
+    for name, whole in file.tensors.items():
+        if name == ROPE_FACTORS:  # those are in the configuration
+            continue
+        for translated, stored in _places(name, whole):
+            if config.architecture == "MixtralForCausalLM":
+                for ours, theirs in _IN_MIXTRAL.items():
+                    translated = translated.replace(ours, theirs)
             yield StoredTensor(
                 file.path,
-                _hugging_face_name(name),
-                functools.partial(read, name),
-                read_integers=functools.partial(read_integers, name),
+                translated,
+                functools.partial(read, name, stored),
+                read_integers=functools.partial(read_integers, name, stored),
             )
 
 
-def _hugging_face_name(name: str) -> str:
-    """Translate a name; an unknown one stays as it is."""
+def _places(name: str, stored: Place) -> Iterator[tuple[str, Place]]:
+    """Translate a name, an unknown one stays as it is; of experts each has a tensor of its own."""
     found = _NAME.fullmatch(name)
-    if found is None:
-        return name
-    layer, part, kind = found.groups()
-    if layer is None:
-        return f"{_OUTER[part]}.{kind}" if part in _OUTER else name
-    return f"model.layers.{layer}.{_INNER[part]}.{kind}" if part in _INNER else name
+    layer, part, kind = found.groups() if found else (None, "", "")
+    inside = f"model.layers.{layer}"
+    if layer is not None and part in _OF_EXPERTS and len(stored.shape) == 3:
+        count, shape = stored.shape[0], stored.shape[1:]
+        size = stored.num_bytes // count
+        for expert in range(count):
+            place = Place(stored.type_id, shape, stored.start + expert * size, size)
+            yield f"{inside}.mlp.experts.{expert}.{_OF_EXPERTS[part]}.{kind}", place
+    elif layer is not None and part in _INNER:
+        yield f"{inside}.{_INNER[part]}.{kind}", stored
+    elif layer is None and part in _OUTER:
+        yield f"{_OUTER[part]}.{kind}", stored
+    else:
+        yield name, stored
 
 
 def _with_rows_in_order(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:

@@ -5,7 +5,7 @@ Refuses to know: how Baton reads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,12 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+_ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,18 @@ def stored(values: Array, kind: GGMLQuantizationType, seed: int) -> Array:
         blocks[:, position : position + 2] = factors[:, None].view(numpy.uint8)
     for position, half in _FACTOR_OF_IQ1_M if kind.name == "IQ1_M" else ():
         blocks[:, position] = blocks[:, position] & 15 | half << 4
-    return blocks.reshape(values.shape[0], -1)
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def _each_by_itself(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Weights of experts as files have them: gates and ups apart."""
+    for name, parameter in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = parameter.chunk(2, dim=1)
+            yield name.replace("gate_up_proj", "gate_proj.weight"), gate
+            yield name.replace("gate_up_proj", "up_proj.weight"), up
+        else:
+            yield name + ".weight" * name.endswith("experts.down_proj"), parameter
 
 
 def write_model(
@@ -167,9 +183,9 @@ def write_model(
 ) -> Path:
     """Write a model of transformers, its matrices in one kind of storage."""
     config = model.config
-    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     tensors = {}
-    for number, (name, parameter) in enumerate(model.state_dict().items()):
+    for number, (name, parameter) in enumerate(_each_by_itself(model.state_dict())):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = parameter.float().numpy()
@@ -191,11 +207,16 @@ def write_model(
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": 10_000.0,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
     if architecture != "qwen2":  # whose heads are as wide as its sizes say
         shape |= {"attention.key_length": config.head_dim}
         shape |= {"attention.value_length": config.head_dim}
+    if any(name.endswith("ffn_gate_exps.weight") for name in tensors):
+        shape |= {"expert_count": config.num_local_experts}
+        shape |= {"expert_used_count": config.num_experts_per_tok}
+    if architecture == "qwen3moe":
+        shape |= {"expert_feed_forward_length": config.moe_intermediate_size}
     if architecture == "llama":
         shape |= {"rope.dimension_count": config.head_dim}
     vocabulary = vocabulary or plain_vocabulary(config.vocab_size)

@@ -21,6 +21,8 @@ from baton.checkpoint.model_folder import find_model_folder
 from baton.text.tokenizer import Tokenizer
 from engine import LLM
 from models import ModelConfig, load_model
+from models.cpu.packing import CpuPacker
+from models.layers.linear import PackedLinear
 from models.loading.gguf_weights import read_gguf
 from tests.fakes.gguf_files import stored, write_gguf, write_model
 from tests.fakes.vocabularies import VOCABULARIES, random_text
@@ -104,6 +106,32 @@ def test_every_architecture_gives_the_greedy_tokens_of_transformers(
         pad_token_id=0,
     )
     assert llm.generate([TOKENS], params)[0].token_ids == tuple(result[0, len(TOKENS) :].tolist())
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K", "IQ4_XS"])
+def test_experts_are_those_that_were_written(tmp_path: Path, architecture: str, kind: str) -> None:
+    """Each by itself, and as the model of transformers that has the same numbers computes."""
+    of_qwen = {"moe_intermediate_size": 256, "norm_topk_prob": True}
+    inner = of_qwen if "Qwen" in architecture else {}
+    model = make_hugging_face_model(architecture, **(SHAPE | inner))
+    path = write_model(tmp_path / "model.gguf", model, GGMLQuantizationType[kind])
+    folder = find_model_folder(str(path))
+    if kind == "F32":
+        ours = paged_logits(load_model(folder), TOKENS)
+        theirs = hugging_face_logits(model, TOKENS)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+        return
+    kept = load_model(folder, dtype=torch.float32, packer=CpuPacker.choose(torch.float32, "auto"))
+    plain = load_model(folder, dtype=torch.float32)
+    assert isinstance(kept, torch.nn.Module)
+    assert isinstance(plain, torch.nn.Module)
+    for name in ("model.layers.0.mlp.gate_up", "model.layers.1.mlp.down"):
+        layer = kept.get_submodule(name)
+        assert isinstance(layer, PackedLinear)
+        assert layer.packed.format.code_bits == (4 if kind == "Q4_K" else 8)
+        theirs = plain.get_submodule(name).get_parameter("weight")
+        assert torch.equal(layer.packed.unpacked(), theirs)
 
 
 @pytest.mark.parametrize("kind", sorted(dequant.GGML_BLOCK.keys() & TENSOR_TYPES.keys()))

@@ -19,8 +19,10 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 _WITH_WINDOW = "MistralForCausalLM"
+_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
 # Tokens that end a turn or a text: a file names one or two of them by number.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -68,13 +70,14 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             f"{', '.join(_ARCHITECTURES)} (which files of Mistral's models say, too)"
         )
     keys = _Keys(file, architecture)
-    if keys.get("expert_count"):
-        raise keys.wrong("expert_count", "networks of experts are not supported")
     num_heads, hidden_size = keys.integer("attention.head_count"), keys.integer("embedding_length")
     window = keys.get("attention.sliding_window")
     is_windowed = architecture == "llama" and bool(window)
+    experts = _experts(keys)
+    ours = _WITH_WINDOW if is_windowed else _ARCHITECTURES[architecture]
     return {
-        "architectures": [_WITH_WINDOW if is_windowed else _ARCHITECTURES[architecture]],
+        **experts,
+        "architectures": [_WITH_EXPERTS[architecture] if experts else ours],
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": _dtype(file),
@@ -125,6 +128,27 @@ def _embedding_shape(file: GgufFile) -> Sequence[int]:
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{file.path}: weights are missing: token_embd.weight")
     return embedding.shape
+
+
+def _experts(keys: _Keys) -> Mapping[str, Any]:
+    """Fields about experts, of those that have some; all layers do."""
+    if not keys.get("expert_count"):
+        return {}
+    if keys.architecture not in _WITH_EXPERTS:
+        known = ", ".join(_WITH_EXPERTS)
+        raise keys.wrong("expert_count", f"experts are supported in {known} alone")
+    if keys.get("expert_shared_count"):
+        raise keys.wrong("expert_shared_count", "shared experts are not supported")
+    count, top_k = keys.integer("expert_count"), keys.integer("expert_used_count")
+    if keys.architecture == "llama":
+        return {"num_local_experts": count, "num_experts_per_tok": top_k}
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    }
 
 
 def _head_dim(keys: _Keys, default: int) -> int:
