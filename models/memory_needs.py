@@ -35,7 +35,7 @@ _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _KEPT_BYTES = {
     **{"F16": 2.0, "BF16": 2.0, "Q8_0": 1.0625, "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 1.0625},
     **{"Q5_1": 1.125, "Q2_K": 0.640625, "Q3_K": 0.5703125, "Q4_K": 0.578125},
-    **{"Q5_K": 1.078125, "Q6_K": 1.0703125},
+    **{"Q5_K": 1.078125, "Q6_K": 1.0703125, "IQ4_NL": 1.0625, "IQ4_XS": 1.0390625},
 }
 _EMBEDDING = "token_embd.weight"
 # A matrix: outputs, inputs.
@@ -112,7 +112,18 @@ def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
         return None
     if config.quantization.method == "mxfp4":  # what else there is has 16 bits
         return _weight_bytes(config, _format(config, "auto", dtype), dtype, experts="mxfp4")
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(path.stat().st_size + _widened_bytes(path) for path in files) or None
+
+
+def _widened_bytes(path: Path) -> int:
+    """Return what scales of e4m3, NVFP4's, take more as they are kept: in float32."""
+    from safetensors import safe_open  # here: routers have none
+
+    with safe_open(path, "pt") as file:
+        scales = [file.get_slice(name) for name in file.keys() if name.endswith("_scale")]  # noqa: SIM118
+        narrow = [prod(one.get_shape()) for one in scales if one.get_dtype() == "F8_E4M3"]
+    return 3 * int(sum(narrow))
 
 
 def _gguf_bytes(config: ModelConfig, file: GgufFile, dtype: str) -> int:

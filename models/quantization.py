@@ -7,7 +7,7 @@ Refuses to know: tensors. What a layer's tensors are is seen when they are read
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.fields import Fields
 
@@ -22,12 +22,15 @@ class QuantizationConfig:
     Attributes:
         method: of `quant_method`.
         block_shape: rows and columns that share a scale, where scales are per block.
+        group_size: neighbours of a row with a scale, the row's last ones perhaps fewer, where the
+            tensors do not tell which column has which; 0: they do, or all have as many.
         zero_point_offset: what is to be added to zero points as they are stored.
         rounds_inputs: whether inputs of layers are to be rounded as their weights are.
     """
 
     method: str
     block_shape: tuple[int, int] | None = None
+    group_size: int = 0
     zero_point_offset: int = 0
     rounds_inputs: bool = False
 
@@ -54,6 +57,9 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
             raise quantization.wrong(
                 "quant_method", f"{method!r} is not supported; supported: {known}"
             )
+        for turned in ("rotation_config", "spinquant_config"):
+            if quantization.has(turned):  # the weights are turned, and inputs must be, too
+                raise quantization.wrong(turned, "not supported")
         return _PARSERS[method](quantization)
     return None if beside is None else _modelopt(beside.child("quantization"))
 
@@ -156,7 +162,14 @@ def _gptq(quantization: Fields) -> QuantizationConfig:
         )
     _check_bits(quantization, _GPTQ_BITS)
     offset = 1 if layout == "gptq" else 0  # the first version keeps zero points less one
-    return QuantizationConfig("gptq", zero_point_offset=offset)
+    return QuantizationConfig(
+        "gptq", group_size=_group_size(quantization), zero_point_offset=offset
+    )
+
+
+def _group_size(quantization: Fields) -> int:
+    """Return 0 for whole rows, and where nothing is said."""
+    return max(0, quantization.integer("group_size", 0, minimum=-1))
 
 
 def _awq(quantization: Fields) -> QuantizationConfig:
@@ -165,7 +178,7 @@ def _awq(quantization: Fields) -> QuantizationConfig:
     if layout.lower() != "gemm":
         raise quantization.wrong("version", f"{layout!r} is not supported; supported: gemm")
     _check_bits(quantization, _AWQ_BITS)
-    return QuantizationConfig("awq")
+    return QuantizationConfig("awq", group_size=_group_size(quantization))
 
 
 def _mxfp4(quantization: Fields) -> QuantizationConfig:
@@ -175,23 +188,51 @@ def _mxfp4(quantization: Fields) -> QuantizationConfig:
 
 def _auto_round(quantization: Fields) -> QuantizationConfig:
     """Any of the other layouts, with words of AutoRound's own (Cheng et al., arXiv:2309.05516)."""
-    layout = quantization.text("packing_format", "") or quantization.text(
-        "backend", "auto_round:auto_gptq"
-    )
-    if "llm_compressor" in layout:
-        if quantization.text("data_type") not in ("mx_fp", "nv_fp"):
-            raise quantization.wrong("data_type", "not supported; supported: mx_fp, nv_fp")
+    data_type = quantization.text("data_type", "int")
+    _check_other_layers(quantization, data_type)
+    if data_type == "fp":
+        _check_bits(quantization, (_FLOAT8_BITS,))
+        rounds_inputs = quantization.integer("act_bits", 16) <= _FLOAT8_BITS
+        return replace(_fp8(quantization), rounds_inputs=rounds_inputs)
+    name = "packing_format" if quantization.has("packing_format") else "backend"
+    layout = quantization.text(name, "auto")
+    if data_type in ("mx_fp", "nv_fp") and layout in ("auto", "auto_round:llm_compressor"):
         return QuantizationConfig("compressed-tensors")
-    if "fp8" in layout:
-        return _fp8(quantization)
-    if quantization.text("data_type", "int") != "int":
-        raise quantization.wrong("packing_format", f"{layout!r} is not supported")
-    if "awq" in layout:
+    if data_type != "int":
+        raise quantization.wrong("data_type", f"{data_type!r} is not supported as {layout!r}")
+    if layout in _AUTO_ROUND_AWQ:
         return _awq(quantization)
+    if layout not in _AUTO_ROUND_GPTQ:
+        known = ", ".join((*_AUTO_ROUND_GPTQ, *_AUTO_ROUND_AWQ))
+        raise quantization.wrong(name, f"{layout!r} is not supported; supported: {known}")
     _check_bits(quantization, _GPTQ_BITS)
-    # Who names AutoGPTQ keeps zero points less one, as it does.
-    is_less_one = "gptq" in layout and "gptqmodel" not in layout
-    return QuantizationConfig("gptq", zero_point_offset=int(is_less_one))
+    offset, group_size = _AUTO_ROUND_GPTQ[layout], _group_size(quantization)
+    return QuantizationConfig("gptq", group_size=group_size, zero_point_offset=offset)
+
+
+def _check_other_layers(quantization: Fields, data_type: str) -> None:
+    """Refuse layers of another kind of numbers than the rest: their tensors look alike."""
+    if not quantization.has("extra_config"):
+        return
+    others = quantization.child("extra_config")
+    for layer in others.names():
+        other = others.child(layer)
+        if other.integer("bits", _FLOAT8_BITS) > _FLOAT8_BITS:  # it is left alone
+            continue
+        found = other.text("data_type", data_type)
+        if found != data_type:
+            raise others.wrong(layer, f"data_type {found!r} beside {data_type!r} is not supported")
+
+
+_FLOAT8_BITS = 8
+# By layout whether zero points are stored less one, as AutoGPTQ does; first those of today's files.
+_AUTO_ROUND_GPTQ = {
+    **dict.fromkeys(("auto_round:auto_gptq", "auto", "auto_round:gptq", "auto_gptq"), 1),
+    **dict.fromkeys(("auto_round:gptq:exllamav2", "gptq:exllamav2", "gptq"), 1),
+    **dict.fromkeys(("auto_round", "auto_round:gptqmodel", "gptqmodel"), 0),
+    **dict.fromkeys(("auto_round:exllamav2", "autoround:exllamav2"), 0),
+}
+_AUTO_ROUND_AWQ = ("auto_round:auto_awq", "auto_round:awq:gemm", "auto_round:awq", "auto_awq")
 
 
 def _modelopt(quantization: Fields) -> QuantizationConfig | None:
@@ -202,10 +243,11 @@ def _modelopt(quantization: Fields) -> QuantizationConfig | None:
     algorithm = quantization.text("quant_algo").upper()
     if algorithm not in _MODELOPT:
         known = ", ".join(_MODELOPT)
-        raise quantization.wrong("quant_algo", f"{algorithm} is not supported; supported: {known}")
-    block_shape = _MODELOPT_BLOCK if algorithm == "FP8_PB_WO" else None
+        raise quantization.wrong(
+            "quant_algo", f"{algorithm!r} is not supported; supported: {known}"
+        )
     return QuantizationConfig(
-        "modelopt", block_shape=block_shape, rounds_inputs=_MODELOPT[algorithm]
+        "modelopt", block_shape=_MODELOPT_BLOCK, rounds_inputs=_MODELOPT[algorithm]
     )
 
 
@@ -214,7 +256,7 @@ def _check_kv_of_modelopt(quantization: Fields) -> None:
     name = "kv_cache_quant_algo"
     if quantization.has(name) and quantization.text(name).upper() != "FP8":
         raise quantization.wrong(
-            name, f"{quantization.text(name)} is not supported; supported: FP8"
+            name, f"{quantization.text(name)!r} is not supported; supported: FP8"
         )
     if quantization.has("kv_cache_scheme"):
         scheme = quantization.child("kv_cache_scheme")

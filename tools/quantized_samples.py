@@ -147,7 +147,7 @@ def _dequantized(layer: str, parts: Mapping[str, Tensor]) -> Tensor:
         found = tensor.dequantize(scale=scale, block_sizes={-1: 32})
     elif scale.dtype == torch.uint8:
         found = MXFP8QTensor(weight.shape, torch.float32, weight).dequantize(scale=scale)
-    else:  # it has no code that reads these back
+    else:  # what it packs for others to read
         found = _by_definition(weight, scale)
     if "pre_quant_scale" in parts:
         found = found.float() * parts["pre_quant_scale"].float()

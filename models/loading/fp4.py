@@ -60,7 +60,7 @@ def nvfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
         packed: ``[out, in / 2]`` uint8, see `fp4`.
         scale: ``[out, in / 16]`` float32.
     """
-    if packed.shape[:1] != scale.shape[:1] or 2 * packed.shape[1] != _SMALL_GROUP * scale.shape[1]:
+    if not _fit(packed, scale, _SMALL_GROUP):
         return None
     numbers = torch.tensor(E2M1_TWICE, dtype=torch.int8)[_codes(packed)]
     return GroupedIntegers(4, numbers, Groups(scale / 2), _SMALL_GROUP, is_e2m1=True)
@@ -74,5 +74,12 @@ def _check(packed: Tensor, scale: Tensor) -> None:
     for name, one in (("scales", scale), ("numbers", packed)):
         if one.dtype != torch.uint8:
             raise ValueError(f"{name}: dtype {one.dtype} is not supported for mxfp4")
-    if packed.shape[:1] != scale.shape[:1] or 2 * packed.shape[1] != _GROUP * scale.shape[1]:
+    if not _fit(packed, scale, _GROUP):
         raise ValueError(f"scales of shape {list(scale.shape)} do not fit {list(packed.shape)}")
+
+
+def _fit(packed: Tensor, scale: Tensor, group_size: int) -> bool:
+    """Say whether there is a scale for each group of each row."""
+    if packed.dim() != 2 or scale.dim() != 2 or len(packed) != len(scale):
+        return False
+    return 2 * packed.shape[1] == group_size * scale.shape[1]

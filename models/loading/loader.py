@@ -30,6 +30,7 @@ from models.base import CausalLM
 from models.config import ModelConfig
 from models.fields import Fields
 from models.layers.attention import Attention
+from models.layers.latent_attention import LatentAttention
 from models.layers.linear import JoinedLinear
 from models.layers.norm import RMSNorm
 from models.loading.fused_experts import split_fused_experts
@@ -224,12 +225,12 @@ def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, tuple[int, ...]]:
     return {name: place.shape for name, place in _checkpoint_parameters(model)}
 
 
-def _kv_scales(model: DecoderForCausalLM) -> dict[str, tuple[Attention, str]]:
-    """Return every scale that a checkpoint may have, by its names there."""
+def _kv_scales(model: DecoderForCausalLM) -> dict[str, tuple[Attention | LatentAttention, str]]:
+    """Return every scale that a checkpoint may have, by its names there; latents need none."""
     return {
         model.checkpoint_name(f"{path}.{name}"): (module, attribute)
         for path, module in model.named_modules()
-        if isinstance(module, Attention)
+        if isinstance(module, Attention | LatentAttention)
         for name, attribute in _SCALES.items()
     }
 

@@ -241,9 +241,19 @@ def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     weight = parts["weight"]
     if weight.dtype not in (torch.int8, *_FLOAT8):
         raise ValueError(f"weight: dtype {weight.dtype} is not supported beside scales")
-    scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
+    scale = _factors(parts)
     zero_point = parts.get("weight_zero_point")
     return _scaled(weight, scale, zero_point, parts.get("weight_g_idx"), quantization.block_shape)
+
+
+def _factors(parts: Parts) -> Tensor:
+    """The scales of numbers; of float8 they may be powers of two, by their exponents (MXFP8)."""
+    scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
+    if scale.is_floating_point():
+        return scale
+    if scale.dtype != torch.uint8 or parts["weight"].dtype not in _FLOAT8:
+        raise ValueError(f"scales: dtype {scale.dtype} is not supported")
+    return torch.exp2(scale.float() - 127)
 
 
 def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
@@ -260,8 +270,9 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
     if weight.dtype != FLOAT8 or "weight_g_idx" in parts or "weight_zero_point" in parts:
         return None
     rows, columns = weight.shape
-    scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
-    scale = _in_rows(scale.float(), rows)
+    scale = _in_rows(_factors(parts).float(), rows)
+    if scale.dim() != 2:
+        return None
     if scale.shape[1] == 1 and len(scale) == rows:
         return Float8Rows(weight, scale, columns)
     if len(scale) == rows:
@@ -381,17 +392,34 @@ def _gptq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tens
 def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     """Integers with zero points; transposed."""
     numbers, zero_points = _gptq_integers(parts, quantization)
-    return _scaled(numbers, parts["scales"].T, zero_points.T, parts.get("g_idx"))
+    columns = parts.get("g_idx")
+    if columns is None:
+        columns = _groups_of(numbers.shape[1], len(parts["scales"]), quantization)
+    return _scaled(numbers, parts["scales"].T, zero_points.T, columns)
+
+
+def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> Tensor:
+    """Which group each of a row's columns is of, where no tensor says so: ``[size]``.
+
+    A layer's groups may be of another size than the rest's; then they are all as large.
+    """
+    wanted = quantization.group_size or size
+    if -(-size // wanted) != num_groups:
+        wanted, rest = divmod(size, num_groups)
+        if rest or (num_groups > 1 and wanted & (wanted - 1)):
+            raise ValueError(f"{num_groups} groups of {size} columns: of which size is not known")
+    return torch.arange(size) // wanted
 
 
 def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
     """Those in groups of neighbours."""
     numbers, zero_points = _gptq_integers(parts, quantization)
     scales, columns, num_bits = parts["scales"].T, parts.get("g_idx"), _bits_by_zeros(parts)
-    if columns is not None:
-        group_size = -(-numbers.shape[1] // scales.shape[1])
-        if not torch.equal(columns.long(), torch.arange(numbers.shape[1]) // group_size):
-            return None
+    if columns is None:
+        columns = _groups_of(numbers.shape[1], scales.shape[1], quantization)
+    group_size = -(-numbers.shape[1] // scales.shape[1])
+    if not torch.equal(columns.long(), torch.arange(numbers.shape[1]) // group_size):
+        return None
     middle = 1 << (num_bits - 1)
     return _integers_in_groups(num_bits, numbers - middle, scales, zero_points.T - middle)
 
@@ -412,7 +440,8 @@ def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tenso
 def _awq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     """Integers with zero points; transposed."""
     numbers, zero_points = _awq_integers(parts, quantization)
-    return _scaled(numbers.T, parts["scales"].T, zero_points.T)
+    columns = _groups_of(len(numbers), len(parts["scales"]), quantization)
+    return _scaled(numbers.T, parts["scales"].T, zero_points.T, columns)
 
 
 def _keep_awq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
@@ -428,13 +457,10 @@ def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
     What inputs are multiplied with, column by column, the weight is.
     """
     weight, scale = parts["weight"], parts["weight_scale"]
-    is_by_powers = scale.dtype == torch.uint8
-    if weight.dtype == torch.uint8 and is_by_powers:
+    if weight.dtype == torch.uint8 and scale.dtype == torch.uint8:
         numbers = mxfp4(weight, scale).float()
     elif weight.dtype == torch.uint8:
         numbers = _scaled(_pairs_of_rows(weight), scale)
-    elif is_by_powers:
-        numbers = _scaled(weight, torch.exp2(scale.float() - 127))
     else:
         numbers = _plain({**parts, "weight_scale": _by_blocks(scale)}, quantization)
     smoothed = parts.get("pre_quant_scale")
@@ -467,10 +493,10 @@ def _keep_modelopt(parts: Parts, quantization: QuantizationConfig) -> GroupedInt
 
 
 def _keep_modelopt_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows | None:
-    scale = parts["weight_scale"]
-    if "pre_quant_scale" in parts or scale.dtype == torch.uint8:
+    if "pre_quant_scale" in parts:
         return None
-    return _keep_float8({**parts, "weight_scale": _by_blocks(scale)}, quantization)
+    scale = _by_blocks(parts["weight_scale"])
+    return _keep_float8({**parts, "weight_scale": scale}, quantization)
 
 
 def _modelopt_nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:

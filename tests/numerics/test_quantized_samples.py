@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,8 @@ def test_rows_of_float8_as_meta_has_them() -> None:
     assert quantization == QuantizationConfig("fbgemm_fp8", rounds_inputs=True)
     numbers = torch.randn(8, 16).to(torch.float8_e4m3fn)
     parts = {"weight": numbers, "weight_scale": torch.rand(8, 1), "input_scale_ub": torch.ones(1)}
-    stored = {
-        f"layer.{name}": StoredTensor(Path("file"), f"layer.{name}", partial(torch.clone, one))
-        for name, one in parts.items()
-    }
-    (read,) = read_quantized(stored, quantization)
-    assert torch.equal(read.read(), numbers.float() * parts["weight_scale"])
+    weight = read_one(parts, quantization).read()
+    assert torch.equal(weight, numbers.float() * parts["weight_scale"])
 
 
 def test_modelopt_may_say_what_it_did_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -94,10 +90,11 @@ def test_modelopt_may_say_what_it_did_in_a_file_of_its_own(tmp_path: Path) -> No
     said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
     beside = {"producer": {"name": "modelopt"}, "quantization": said}
     (tmp_path / MODELOPT_FILE).write_text(json.dumps(beside), encoding="utf-8")
-    assert ModelConfig.from_folder(tmp_path).quantization == QuantizationConfig("modelopt")
+    found = ModelConfig.from_folder(tmp_path).quantization
+    assert found == QuantizationConfig("modelopt", block_shape=(128, 128))
     said["quant_algo"] = "W4A8_AWQ"
     (tmp_path / MODELOPT_FILE).write_text(json.dumps(beside), encoding="utf-8")
-    with pytest.raises(ModelLoadError, match=rf"{MODELOPT_FILE}: quantization\.quant_algo: W4A8_"):
+    with pytest.raises(ModelLoadError, match=rf"{MODELOPT_FILE}: quantization\.quant_algo: 'W4A8_"):
         ModelConfig.from_folder(tmp_path)
 
 
@@ -111,9 +108,12 @@ def test_modelopt_may_say_what_it_did_in_a_file_of_its_own(tmp_path: Path) -> No
         ),
         (
             {"quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
-            QuantizationConfig("modelopt", rounds_inputs=True),
+            QuantizationConfig("modelopt", block_shape=(128, 128), rounds_inputs=True),
         ),
-        ({"quant_algo": "MIXED_PRECISION"}, QuantizationConfig("modelopt")),
+        (
+            {"quant_algo": "MIXED_PRECISION"},
+            QuantizationConfig("modelopt", block_shape=(128, 128)),
+        ),
     ],
 )
 def test_what_modelopt_says(config: dict[str, Any], becomes: QuantizationConfig | None) -> None:
@@ -142,9 +142,17 @@ def test_what_modelopt_says(config: dict[str, Any], becomes: QuantizationConfig 
         (
             {
                 **{"bits": 8, "data_type": "fp", "packing_format": "auto_round:fp8"},
-                "weight_block_size": [128, 128],
+                **{"weight_block_size": [128, 128], "act_bits": 8},
             },
             QuantizationConfig("fp8", block_shape=(128, 128), rounds_inputs=True),
+        ),
+        ({"bits": 8, "data_type": "fp"}, QuantizationConfig("fp8")),
+        (
+            {
+                **{"bits": 4, "group_size": 128, "packing_format": "auto"},
+                "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
+            },
+            QuantizationConfig("gptq", group_size=128, zero_point_offset=1),
         ),
     ],
 )
@@ -156,10 +164,10 @@ def test_what_autoround_says(config: dict[str, Any], becomes: QuantizationConfig
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo: W4A8_AWQ is not"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo: 'W4A8_AWQ' is not"),
         (
             {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
-            "kv_cache_quant_algo: NVFP4 is not supported",
+            "kv_cache_quant_algo: 'NVFP4' is not supported",
         ),
         (
             {
@@ -174,14 +182,85 @@ def test_what_autoround_says(config: dict[str, Any], becomes: QuantizationConfig
                 **{"quant_method": "auto-round", "bits": 4, "data_type": "int"},
                 "packing_format": "auto_round:llm_compressor",
             },
-            "data_type: not supported",
+            "packing_format: 'auto_round:llm_compressor' is not supported",
         ),
         (
             {"quant_method": "auto-round", "bits": 4, "data_type": "mx_int"},
-            "packing_format: 'auto_round:auto_gptq' is not supported",
+            "data_type: 'mx_int' is not supported",
         ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "mine"},
+            "packing_format: 'mine' is not supported",
+        ),
+        (
+            {
+                **{"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"},
+                "extra_config": {"model.layers.0.mlp.down_proj": {"data_type": "mx_int"}},
+            },
+            "extra_config.model.layers.0.mlp.down_proj: data_type 'mx_int' beside 'mx_fp' is not",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "rotation_config": {"block_size": 32}},
+            "rotation_config: not supported",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "x\ny"}, r"quant_algo: 'X\\nY' is not"),
     ],
 )
 def test_what_is_not_read_is_refused_in_one_line(config: dict[str, Any], problem: str) -> None:
     with pytest.raises(ModelLoadError, match=f"^config.json: quantization_config.{problem}"):
         parsed(config)
+
+
+def test_the_last_columns_of_a_row_may_be_a_group_of_fewer() -> None:
+    """As AutoRound packs them, without a tensor that says which column is of which group."""
+    quantization = QuantizationConfig("gptq", group_size=128)
+    columns, rows, groups = 192, 8, 2
+    scales = torch.rand(groups, rows).half()
+    parts = {
+        "qweight": torch.full((columns // 8, rows), 0x11111111, dtype=torch.int32),
+        "qzeros": torch.zeros(groups, rows // 8, dtype=torch.int32),
+        "scales": scales,
+    }
+    weight = read_one(parts, quantization).read()
+    assert torch.equal(weight[:, :128], scales[:1].T.expand(rows, 128))
+    assert torch.equal(weight[:, 128:], scales[1:].T.expand(rows, 64))
+    other = QuantizationConfig("gptq", group_size=64)  # the rest's; 192 is no multiple of 96 then
+    with pytest.raises(ModelLoadError, match="2 groups of 192 columns: of which size is not known"):
+        read_one(parts, other).read()
+
+
+@pytest.mark.parametrize(
+    ("method", "parts"),
+    [
+        ("modelopt", {"weight": "uint8 4 8", "weight_scale": "float8_e4m3fn 4 1 1"}),
+        ("modelopt", {"weight": "uint8 4 16", "weight_scale": "uint8 4 1 1"}),
+        ("modelopt", {"weight": "uint8 4 16 1", "weight_scale": "uint8 4 1"}),
+        ("fbgemm_fp8", {"weight": "float8_e4m3fn 4 16", "weight_scale": "float32 4 1 1"}),
+        ("compressed-tensors", {"weight": "int8 4 16", "weight_scale": "uint8 4 1"}),
+    ],
+)
+def test_scales_of_other_shapes_and_types_are_an_error_of_one_line(
+    method: str, parts: dict[str, str]
+) -> None:
+    made = {}
+    for name, text in parts.items():
+        dtype, *sizes = text.split()
+        made[name] = torch.ones(*map(int, sizes)).to(getattr(torch, dtype))
+    if method == "modelopt" and made["weight_scale"].dtype == torch.float8_e4m3fn:
+        made["weight_scale_2"] = torch.ones(())
+    stored = read_one(made, QuantizationConfig(method, block_shape=(128, 128)))
+    for read in (stored.read_integers, stored.read_float8):
+        assert read is not None
+        with suppress(ModelLoadError):
+            assert read() is None
+    with pytest.raises(ModelLoadError, match=r"^file: layer: its parts do not fit: [^\n]*$"):
+        stored.read()
+
+
+def read_one(parts: Mapping[str, torch.Tensor], quantization: QuantizationConfig) -> StoredTensor:
+    stored = {
+        f"layer.{name}": StoredTensor(Path("file"), f"layer.{name}", partial(torch.clone, one))
+        for name, one in parts.items()
+    }
+    (read,) = read_quantized(stored, quantization)
+    return read
