@@ -69,13 +69,14 @@ def test_every_row_of_the_kernels_can_be_measured(tmp_path: Path) -> None:
 @pytest.mark.lengthy
 def test_tokens_can_be_compared_in_one_process_and_in_two(tmp_path: Path) -> None:
     out = tmp_path / "suite.json"
-    done = run("--only", "engine", "graphs", "push", "split", "--out", str(out))
+    done = run("--only", "engine", "graphs", "push", "split", "company", "--out", str(out))
     parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
     with_nixl = find_spec("nixl") is not None
     assert done.returncode == (0 if with_nixl else 1), done.stdout + done.stderr
-    for name in ("engine", "graphs", *(("push", "split") if with_nixl else ())):
+    for name in ("engine", "graphs", *(("push", "split", "company") if with_nixl else ())):
         assert parts[name]["ok"], parts[name]
     assert parts["engine"]["equal"] == "6 of 6"
+    assert parts["company"]["in chunks: equal"] == "9 of 9"
 
 
 NO_NIXL = "raise ModuleNotFoundError(\"No module named 'nixl'\", name='nixl')"

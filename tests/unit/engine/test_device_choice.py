@@ -20,8 +20,14 @@ from baton_kernels.quantized import QuantizedFormat
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
-from engine.worker.device_choice import check_batch_invariant, choose_dtype, choose_packer
+from engine.worker.device_choice import (
+    check_batch_invariant,
+    choose_dtype,
+    choose_packer,
+    describe_weights,
+)
 from engine.worker.model_runner import LaunchedStep, ModelRunner
+from models import load_model
 from models.config import ModelConfig
 from models.gpu.invariant import InvariantPacker
 from models.gpu.packing import GpuPacker
@@ -235,6 +241,15 @@ def test_layers_of_integers_are_kept_where_results_have_no_company(
     )
     int8 = GpuPacker(SECOND_GPU, QuantizedFormat.INT8, has_float8=True)
     assert packer == InvariantPacker("9.0", int8)
+
+
+def test_nodes_whose_results_have_company_or_that_add_otherwise_make_no_pair() -> None:
+    model = load_model(DEMO)
+    packers = (None, InvariantPacker("8.0"), InvariantPacker("9.0"))
+    said = [describe_weights("auto", packer, model) for packer in packers]
+    assert said[0] == "auto"
+    assert said[1] == "auto on a GPU: batch-invariant on 8.0"
+    assert len(set(said)) == 3
 
 
 def test_an_engine_without_native_kernels_keeps_none_from_the_next(
