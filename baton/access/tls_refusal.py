@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Callable
 
 from baton.access.exposure import split_address
 from baton.access.tls import SYSTEM_CAS, TlsMaterial, TlsOptions, client_context, read_material
@@ -55,21 +56,56 @@ def _why_tls_fails(
 ) -> str:
     context = client_context(material)
     context.set_alpn_protocols(["h2"])
+    talk = _Talk(connection, context, name)
     try:
-        with context.wrap_socket(connection, server_hostname=name) as secured:
-            secured.settimeout(_ANSWER_TIMEOUT_S)
-            # In TLS 1.3 a refusal of our certificate comes behind the handshake.
-            return "" if secured.recv(1) else _of_hanging_up(options)
+        talk.shake_hands()
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        # In TLS 1.3 a refusal of our certificate comes behind the handshake.
+        return "" if talk.goes_on() else _of_hanging_up(options)
     except TimeoutError:
         return ""
     except ssl.SSLCertVerificationError as error:
         return _of_verification(error, name, options)
     except (ssl.SSLEOFError, ConnectionError):
-        return _of_hanging_up(options)
+        return _of_hanging_up(options) if talk.heard else ""  # it only stops, or is no server
     except ssl.SSLError as error:
         reason = error.reason or str(error)
         texts = (text for alert, text in _ALERTS.items() if alert in reason)
         return next(texts, f"TLS fails ({reason})").format(cert=options.cert)
+
+
+class _Talk:
+    """TLS over a socket that stays its owner's.
+
+    ``wrap_socket`` takes it over, and leaves it open where the peer reset it before.
+    """
+
+    def __init__(
+        self, connection: socket.socket, context: ssl.SSLContext, name: str | None = None
+    ) -> None:
+        self.heard = False  # anything at all from the server
+        self._connection = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
+
+    def shake_hands(self) -> None:
+        self._drive(self._tls.do_handshake)
+
+    def goes_on(self) -> bool:
+        """Whether the server says anything behind the handshake, rather than hang up."""
+        return bool(self._drive(lambda: self._tls.read(1)))
+
+    def _drive(self, step: Callable[[], object]) -> object:
+        while True:
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                self._connection.sendall(self._outgoing.read())
+            if received := self._connection.recv(1 << 16):
+                self.heard = True
+                self._incoming.write(received)
+            else:
+                self._incoming.write_eof()
 
 
 def _of_hanging_up(options: TlsOptions) -> str:
@@ -97,7 +133,7 @@ def _why_plain_fails(connection: socket.socket) -> str:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
     context.set_alpn_protocols(["h2"])
     try:
-        with context.wrap_socket(connection):
-            return "it speaks TLS, and --tls-ca (or BATON_TLS_CA) is not given"
+        _Talk(connection, context).shake_hands()
+        return "it speaks TLS, and --tls-ca (or BATON_TLS_CA) is not given"
     except OSError:
         return ""

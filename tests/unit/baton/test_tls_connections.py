@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
@@ -180,6 +181,30 @@ async def test_a_server_without_tls_is_told_apart_and_one_that_is_not_there_is_n
         assert await asyncio.to_thread(why_refused, address, bob) == "it speaks no TLS"
         assert await asyncio.to_thread(why_refused, address, NO_TLS) == ""
     assert await asyncio.to_thread(why_refused, address, bob) == ""
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_server_that_hangs_up_before_a_word_refuses_nothing(
+    authority: Authority, resets: bool
+) -> None:
+    """As a router that stops does; gRPC's says something before it refuses a certificate."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listening.getsockname()[1]}"
+    tries = [authority.issue("bob"), TlsOptions(ca=str(authority.ca_file)), NO_TLS] * 20
+
+    def run() -> None:
+        for _ in tries:
+            connection, _ = listening.accept()
+            if resets:  # at once: before the client has sent anything, or just behind that
+                now = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+            connection.close()
+
+    thread = threading.Thread(target=run)
+    with listening:
+        thread.start()
+        assert {why_refused(address, options) for options in tries} == {""}
+        thread.join()
 
 
 def serve_raw(context: ssl.SSLContext) -> tuple[str, threading.Thread]:
