@@ -391,6 +391,8 @@ def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = N
     Raises:
         IndexError: an output that the weight does not have.
     """
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
+        raise IndexError("a row that the weight does not have")
     rows = weight.read_rows(ids)
     return rows if dtype is None else rows.to(dtype)
 

@@ -46,6 +46,7 @@
 /* Whether the tile's rows stay in registers beside the sums of a group, which are added to them. That leaves room
  * for half as many rows at a time; codes of 4 bits, unpacked for each of them anew, would lose more than it saves. */
 #define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) == 8)
+#define FEW_ROWS (LANES == 16 ? 4 : 0) /* have room for it in any case */
 
 typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
@@ -335,7 +336,8 @@ INLINE void codes_rows(int rows, int type, const uint8_t *w, code_rows x, code_s
     const int64_t step_codes = 32 / bits; /* of an output, in one vector of codes */
     const int64_t span = min64(span_of(type), c.groups.size), steps = span / step_codes;
     const float *scales = c.scales, *minima = c.minima;
-    vec rows_of_tile[CODE_ROWS][2], (*kept)[2] = KEEPS_TILE(bits) ? rows_of_tile : NULL;
+    vec rows_of_tile[CODE_ROWS][2], (*kept)[2] = NULL;
+    if (KEEPS_TILE(bits) || rows <= FEW_ROWS) kept = rows_of_tile;
     if (kept)
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)

@@ -117,6 +117,12 @@ INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t co
                         min64(BLOCK, c->depth - k), groups, rows_from(bits, to, room, r));
 }
 
+/* What makes a panel's sums for the blocks [begin, end) of the packed rows has: `then` is the weight that
+ * is read next, `left` are rows to finish meanwhile, or NULL. */
+#define SUMS_OF_A_PANEL                                                                                  \
+    const linear_call *c, int64_t panel, const void *then, row_blocks b, int64_t begin, int64_t end,     \
+        const void *packed, float *tiles, unfinished *left
+
 #define ORDERED 4 /* rows that are read side by side: more than a cache fetches ahead of are slow */
 
 /* Rows [begin, end) of a chunk of x into [step][row of the chunk][HALVES]. */
@@ -199,8 +205,7 @@ INLINE void add_scaled(const linear_call *c, int64_t panel, int64_t k, int64_t r
 }
 
 /* tiles[rows of blocks begin..end][PANEL] of one panel of W; `then`: what is read after it. */
-INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *then, row_blocks b,
-                     int64_t begin, int64_t end, const float *packed, float *tiles) {
+INLINE void multiply(int type, SUMS_OF_A_PANEL) {
     float wide[MAX_DEPTH * PANEL] __attribute__((aligned(64)));
     float part[MAX_ROWS * PANEL] __attribute__((aligned(64)));
     int widens = type != FLOAT32 && end - begin >= WIDEN_FROM, scaled = type == FLOAT8 && has_scales(c);
@@ -215,7 +220,7 @@ INLINE void multiply(const linear_call *c, int type, int64_t panel, const void *
         if (end - begin > 1) f.step = ceil_div(f.step, end - begin);
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
-            const float *x = packed + (is_direct(c) ? k : (s * b.count + start) * X_STRIDE);
+            const float *x = (const float *)packed + (is_direct(c) ? k : (s * b.count + start) * X_STRIDE);
             float *tile = tiles + (start - origin) * PANEL, *sums = scaled ? part : tile;
             if (end - begin > 1) f.from = next + (i - begin) * size * f.step;
             if (widens)
@@ -234,8 +239,7 @@ static void finish_piece(void *left, int64_t num_rows) { finish_rows(left, num_r
 #if DOTS_HALVES
 /* The same where bfloat16 is multiplied as it is; tiles have memory for whole matrices. Finishes rows
  * of `left`, if there is any, as soon as their sums are complete: while the next are multiplied. */
-INLINE void multiply_halves(const linear_call *c, int type, int64_t panel, const void *then, row_blocks b,
-                            int64_t begin, int64_t end, const char *packed, float *tiles, unfinished *left) {
+INLINE void multiply_halves(int type, SUMS_OF_A_PANEL) {
     char last_step[STEP_BYTES] __attribute__((aligned(64)));
     char wide[SLICE_STEPS * STEP_BYTES] __attribute__((aligned(64)));
     float part[TILED_ROWS * PANEL] __attribute__((aligned(64)));
@@ -266,7 +270,7 @@ INLINE void multiply_halves(const linear_call *c, int type, int64_t panel, const
         }
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
-            const char *x = packed + s * x_step + start * ROW_BYTES;
+            const char *x = (const char *)packed + s * x_step + start * ROW_BYTES;
             float *tile = tiles + (start - origin) * PANEL, *sums = scaled ? part : tile;
             int accumulate = s > 0 && !scaled;
             if (end - begin > 1) f.from = next + (i - begin) * count * f.step;
@@ -295,74 +299,77 @@ INLINE void multiply_halves(const linear_call *c, int type, int64_t panel, const
 }
 #endif
 
-/* to[i] *= factors[i] for all of a block's groups. */
-INLINE void multiply_groups(float *to, int64_t num_groups, const float *factors, int64_t step) {
-    for (int64_t g = 0; g < num_groups; g++, to += PANEL)
-        for (int64_t i = 0; i < PANEL; i += LANES)
-            store(to + i, load(FLOAT32, to, i) * load(FLOAT32, factors, g * step + i));
-}
-
-INLINE void widen_any(int type, const void *from, int64_t size, float *to) {
-    if (type == FLOAT32)
-        widen(FLOAT32, from, size, to);
-    else if (type == BFLOAT16)
-        widen(BFLOAT16, from, size, to);
-    else if (type == FLOAT16)
-        widen(FLOAT16, from, size, to);
-    else
-        widen(INT8, from, size, to);
-}
-
-INLINE void widen_factors(const linear_call *c, const void *factors, int64_t panel, int64_t k,
-                          float *to) {
-    int64_t first = (panel * ceil_div(c->depth, SUPER) + k / SUPER) * PANEL;
-    widen_any(c->factors_type, at(c->factors_type, factors, first), PANEL, to);
-}
-
 #define GROUPS (BLOCK / SUMMED * PANEL) /* numbers of a block's groups, at the most */
 #define SLICE_BLOCKS 8 /* so many of a panel's codes stay in L1 */
 
-/* The scales and minima of a panel's block of inputs from k on, as codes.h wants them. Minima that
- * are integers without a factor are zero points: they count in their groups' scales. */
-INLINE void widen_groups(const linear_call *c, int64_t panel, int64_t k, int64_t num_groups,
-                         float *scales, float *minima) {
-    float factors[PANEL] __attribute__((aligned(64)));
-    int64_t first = (panel * ceil_div(c->depth, c->group) + k / c->group) * PANEL;
-    widen_any(c->scales_type, at(c->scales_type, c->group_scales, first), num_groups * PANEL, scales);
-    if (c->scale_factors) {
-        widen_factors(c, c->scale_factors, panel, k, factors);
-        multiply_groups(scales, num_groups, factors, 0);
-    }
-    if (!c->group_minima) return;
-    widen_any(c->minima_type, at(c->minima_type, c->group_minima, first), num_groups * PANEL, minima);
-    if (c->minimum_factors) {
-        widen_factors(c, c->minimum_factors, panel, k, factors);
-        multiply_groups(minima, num_groups, factors, 0);
-    } else if (c->minima_type == INT8) {
-        multiply_groups(minima, num_groups, scales, PANEL);
-    }
+/* to[groups][PANEL] = from * factors, whose groups are `step` numbers apart; NULL: * 1. */
+INLINE void widen_as(int type, const void *from, int64_t num_groups, const float *factors, int64_t step,
+                     float *to) {
+    for (int64_t i = 0; i < num_groups * PANEL; i += PANEL, factors += factors ? step : 0)
+        for (int64_t j = 0; j < PANEL; j += LANES) {
+            vec x = load(type, from, i + j);
+            store(to + i + j, factors ? x * load(FLOAT32, factors, j) : x);
+        }
+}
+INLINE void widen_any(int type, const void *from, int64_t first, int64_t num_groups,
+                      const float *factors, int64_t step, float *to) {
+    from = at(type, from, first * PANEL);
+    if (type == INT8)
+        widen_as(INT8, from, num_groups, factors, step, to);
+    else if (type == FLOAT16)
+        widen_as(FLOAT16, from, num_groups, factors, step, to);
+    else if (type == BFLOAT16)
+        widen_as(BFLOAT16, from, num_groups, factors, step, to);
+    else
+        widen_as(FLOAT32, from, num_groups, factors, step, to);
 }
 
-/* The blocks [first, first + count) of a panel of codes, whose groups' numbers are widened. */
+/* The scales and minima of some groups of a panel, whose factors are those of `super`, as codes.h
+ * wants them. Minima that are integers without a factor are zero points: they count in their
+ * groups' scales. */
+INLINE void widen_groups(const linear_call *c, int64_t first, int64_t super, int64_t num_groups,
+                         float *scales, float *minima) {
+    float factors[PANEL] __attribute__((aligned(64)));
+    const float *times = c->scale_factors ? factors : NULL;
+    if (times) widen_any(c->factors_type, c->scale_factors, super, 1, NULL, 0, factors);
+    widen_any(c->scales_type, c->group_scales, first, num_groups, times, 0, scales);
+    if (!c->group_minima) return;
+    times = c->minimum_factors ? factors : c->minima_type == INT8 ? scales : NULL;
+    if (c->minimum_factors) widen_any(c->factors_type, c->minimum_factors, super, 1, NULL, 0, factors);
+    widen_any(c->minima_type, c->group_minima, first, num_groups, times, times == scales ? PANEL : 0, minima);
+}
+
+/* Asks for the scales and minima that widen_groups reads. */
+INLINE void fetch_groups(const linear_call *c, int64_t first, int64_t num_groups) {
+    const void *numbers[] = {c->group_scales, c->group_minima};
+    int64_t sizes[] = {size_of(c->scales_type) * PANEL, size_of(c->minima_type) * PANEL};
+    for (int n = 0; n < 2 && numbers[n]; n++)
+        for (int64_t i = 0; i < num_groups * sizes[n]; i += 64)
+            fetch_into(1, (const char *)numbers[n] + first * sizes[n] + i);
+}
+
+/* The blocks [first, first + count) of a panel of codes, whose groups' numbers are widened. Those of
+ * the next panel are asked for: with so many codes in between, no CPU sees them coming. */
 INLINE code_slice slice_of(const linear_call *c, int64_t panel, int64_t first, int64_t count,
                            int64_t x_step, float *scales, float *minima) {
     code_slice slice = {count, x_step, groups_of(c), NULL, NULL};
     if (!c->group_scales) return slice;
-    int64_t each = BLOCK / slice.groups.size;
-    for (int64_t i = 0; i < count; i++) {
-        int64_t k = (first + i) * BLOCK, here = ceil_div(min64(BLOCK, c->depth - k), slice.groups.size);
-        float *scale = scales + i * each * PANEL, *minimum = minima + i * each * PANEL;
-        widen_groups(c, panel, k, here, scale, minimum);
-        for (int64_t j = here * PANEL; j < each * PANEL; j += LANES)
-            store(scale + j, (vec){0}), store(minimum + j, (vec){0});
-    }
     slice.scales = scales, slice.minima = c->group_minima ? minima : NULL;
+    int64_t num_groups = ceil_div(c->depth, c->group), num_supers = ceil_div(c->depth, SUPER);
+    int64_t each = BLOCK / slice.groups.size, blocks = c->group > BLOCK ? c->group / BLOCK : 1;
+    for (int64_t i = first; i < first + count; i++, scales += each * PANEL, minima += each * PANEL) {
+        int64_t group = blocks > 1 ? i / blocks : i * each, here = min64(each, num_groups - group);
+        fetch_groups(c, (panel + 1) * num_groups + group, here);
+        widen_groups(c, panel * num_groups + group, panel * num_supers + i * BLOCK / SUPER, here,
+                     scales, minima);
+        for (int64_t j = here * PANEL; j < each * PANEL; j += LANES)
+            store(scales + j, (vec){0}), store(minima + j, (vec){0});
+    }
     return slice;
 }
 
 /* The same of a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
-INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_blocks b,
-                           int64_t begin, int64_t end, const char *packed, float *tiles) {
+INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
     int bits = bits_of(type);
     float scales[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
     float minima[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
@@ -395,7 +402,7 @@ INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_bl
 #endif
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
-            code_rows x = rows_from(bits, packed + s * x_step, room, start);
+            code_rows x = rows_from(bits, (const char *)packed + s * x_step, room, start);
             float *tile = tiles + (start - origin) * PANEL;
 #if TILES_OF_CODES
             if (b.size) {
@@ -410,51 +417,108 @@ INLINE void multiply_codes(const linear_call *c, int type, int64_t panel, row_bl
     }
 }
 
-/* One panel of the output for the blocks [begin, end) of a chunk of rows. */
-INLINE void panel_of(const linear_call *c, int type, int64_t panel, int64_t chunk, row_blocks b,
-                     int64_t begin, int64_t end, const void *packed) {
-    float tiles[2][MOST_TILED * PANEL] __attribute__((aligned(64)));
-    int64_t first = block_start(b, begin), rows = block_start(b, end) - first;
-    int halves = c->gated != 0;
-    unfinished left = {c, panel * PANEL, chunk + first, 0, tiles[0], halves ? tiles[1] : NULL};
-    for (int half = 0; half <= halves; half++) {
-        int64_t here = panel + half * num_panels(c), next = panel + 1;
-        if (c->gated && !half) next = panel + num_panels(c);
-        const void *then = at(type, c->w, next * filled_depth(c) * PANEL);
-        if (is_codes(type))
-            multiply_codes(c, type, here, b, begin, end, packed, tiles[half]);
-#if DOTS_HALVES
-        else if (is_paired(type) && in_halves(c))
-            multiply_halves(c, type, here, then, b, begin, end, packed, tiles[half], half < halves ? NULL : &left);
-#endif
-        else
-            multiply(c, type, here, then, b, begin, end, packed, tiles[half]);
+/* A row of W: what its codes stand for, rounded to `out_type`. */
+static void unpack_row(const linear_call *c, int64_t id, char *to) {
+    int bits = bits_of(c->w_type), is_e2m1 = c->w_type == CODES_E2M1;
+    static const float numbers_e2m1[] = {TABLE_E2M1};
+    float scales[GROUPS], minima[GROUPS], row[BLOCK];
+    int64_t panel = id / PANEL, column = id % PANEL;
+    const uint8_t *w = (const uint8_t *)c->w + (panel * filled_depth(c) * bits / 32 * PANEL + column) * 4;
+    for (int64_t k = 0; k < c->depth; k += BLOCK) {
+        int64_t count = min64(BLOCK, c->depth - k);
+        code_slice slice = slice_of(c, panel, k / BLOCK, 1, 0, scales, minima);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t step = (k + i) * bits / 32;
+            int code = w[step * PANEL * 4 + i % 4];
+            if (bits == 4) code = i % 8 < 4 ? code & 15 : code >> 4;
+            float number = is_e2m1 ? numbers_e2m1[code] : code;
+            row[i] = (number - slice.groups.offset) * scales[i / slice.groups.size * PANEL + column];
+        }
+        /* In a loop of its own: a product and its sum are rounded one by one, as the reference does. */
+        for (int64_t i = 0; i < count && c->group_minima; i++)
+            row[i] += minima[i / slice.groups.size * PANEL + column];
+        write_row(c->out_type, row, to + k * size_of(c->out_type), count);
     }
-    left.ready = chunk + first + rows - left.row;
-    finish_rows(&left, rows);
 }
 
-static void any_panel_of(const linear_call *c, int64_t panel, int64_t chunk, row_blocks b,
-                         int64_t begin, int64_t end, const void *packed) {
+int baton_unpack_codes(const linear_call *c) {
+    const int64_t *ids = c->x;
+    for (int64_t i = 0; i < c->num_rows; i++)
+        if (ids[i] < 0 || ids[i] >= c->num_columns) return NO_ROW;
+    int team = c->num_rows > 1 ? c->num_threads : 1;
+#pragma omp parallel for num_threads(team) if (team > 1)
+    for (int64_t i = 0; i < c->num_rows; i++)
+        unpack_row(c, ids[i], c->out + i * c->depth * size_of(c->out_type));
+    return 0;
+}
+
+/* Functions of their own: what surrounds so long a loop decides which of its numbers stay in registers. */
+typedef void panel_sums(SUMS_OF_A_PANEL);
+#define PANEL_SUMS(name, multiply, type)                                    \
+    static __attribute__((noinline)) void name(SUMS_OF_A_PANEL) {           \
+        multiply(type, c, panel, then, b, begin, end, packed, tiles, left); \
+    }
+PANEL_SUMS(of_float32, multiply, FLOAT32)
+PANEL_SUMS(of_bfloat16, multiply, BFLOAT16)
+PANEL_SUMS(of_float16, multiply, FLOAT16)
+PANEL_SUMS(of_float8, multiply, FLOAT8)
+PANEL_SUMS(of_int8, multiply, INT8)
+PANEL_SUMS(of_codes8, multiply_codes, CODES8)
+PANEL_SUMS(of_codes4, multiply_codes, CODES4)
+PANEL_SUMS(of_codes_e2m1, multiply_codes, CODES_E2M1)
+#if DOTS_HALVES
+PANEL_SUMS(of_bfloat16_in_halves, multiply_halves, BFLOAT16)
+PANEL_SUMS(of_float8_in_halves, multiply_halves, FLOAT8)
+#endif
+
+static panel_sums *sums_of(const linear_call *c) {
+#if DOTS_HALVES
+    if (in_halves(c)) return c->w_type == FLOAT8 ? of_float8_in_halves : of_bfloat16_in_halves;
+#endif
+    switch (c->w_type) {
+        case FLOAT32: return of_float32;
+        case BFLOAT16: return of_bfloat16;
+        case FLOAT16: return of_float16;
+        case FLOAT8: return of_float8;
+        case CODES8: return of_codes8;
+        case CODES4: return of_codes4;
+        case CODES_E2M1: return of_codes_e2m1;
+    }
+    return of_int8;
+}
+
+/* Panels of a gated layer's few rows that are computed one behind another, then those of its other half: to go
+ * from one stream to another each time costs as much as a quarter of a panel of codes. */
+#define TOGETHER (MOST_TILED / TILED_ROWS)
+INLINE int64_t num_together(const linear_call *c, row_blocks b) {
+    return c->gated && b.num_blocks == 1 ? TOGETHER : 1;
+}
+
+/* `count` panels of the output, num_together at the most, for the blocks [begin, end) of a chunk of rows. */
+static void panels_of(const linear_call *c, int64_t panel, int64_t count, int64_t chunk, row_blocks b,
+                      int64_t begin, int64_t end, const void *packed) {
+    float tiles[2][MOST_TILED * PANEL] __attribute__((aligned(64)));
+    int64_t first = block_start(b, begin), rows = block_start(b, end) - first, size = rows * PANEL;
+    int halves = c->gated != 0;
+    panel_sums *sums = sums_of(c);
+    unfinished left[TOGETHER];
+    for (int64_t i = 0; i < count; i++)
+        left[i] = (unfinished){c, (panel + i) * PANEL, chunk + first, 0, tiles[0] + i * size,
+                               halves ? tiles[1] + i * size : NULL};
 #if HAS_TILES
     if (b.size) tiles_begin(is_codes(c->w_type) ? groups_of(c).size : ROW_BYTES);
 #endif
-    if (c->w_type == FLOAT32)
-        panel_of(c, FLOAT32, panel, chunk, b, begin, end, packed);
-    else if (c->w_type == BFLOAT16)
-        panel_of(c, BFLOAT16, panel, chunk, b, begin, end, packed);
-    else if (c->w_type == FLOAT16)
-        panel_of(c, FLOAT16, panel, chunk, b, begin, end, packed);
-    else if (c->w_type == FLOAT8)
-        panel_of(c, FLOAT8, panel, chunk, b, begin, end, packed);
-    else if (c->w_type == CODES8)
-        panel_of(c, CODES8, panel, chunk, b, begin, end, packed);
-    else if (c->w_type == CODES4)
-        panel_of(c, CODES4, panel, chunk, b, begin, end, packed);
-    else if (c->w_type == CODES_E2M1)
-        panel_of(c, CODES_E2M1, panel, chunk, b, begin, end, packed);
-    else
-        panel_of(c, INT8, panel, chunk, b, begin, end, packed);
+    for (int half = 0; half <= halves; half++)
+        for (int64_t i = 0; i < count; i++) {
+            int64_t here = panel + i + half * num_panels(c), next = i + 1 < count ? here + 1 : panel + count;
+            if (i + 1 == count && half < halves) next = panel + num_panels(c);
+            const void *then = at(c->w_type, c->w, next * filled_depth(c) * PANEL);
+            sums(c, here, then, b, begin, end, packed, tiles[half] + i * size, half < halves ? NULL : left + i);
+        }
+    for (int64_t i = 0; i < count; i++) {
+        left[i].ready = chunk + first + rows - left[i].row;
+        finish_rows(left + i, rows);
+    }
 #if HAS_TILES
     if (b.size) tiles_end();
 #endif
@@ -467,11 +531,12 @@ static void share_of(const linear_call *c, int64_t chunk, row_blocks b, const vo
     int64_t parts = panels % num_threads == 0 || panels >= 8 * num_threads
                         ? 1
                         : min64(b.num_blocks, ceil_div(8 * num_threads, panels));
-    int64_t last = panels * parts * (thread + 1) / num_threads;
-    for (int64_t unit = panels * parts * thread / num_threads; unit < last; unit++) {
+    int64_t last = panels * parts * (thread + 1) / num_threads, count;
+    for (int64_t unit = panels * parts * thread / num_threads; unit < last; unit += count) {
         int64_t part = unit % parts;
-        any_panel_of(c, unit / parts, chunk, b, b.num_blocks * part / parts,
-                     b.num_blocks * (part + 1) / parts, packed);
+        count = min64(num_together(c, b), last - unit);
+        panels_of(c, unit / parts, count, chunk, b, b.num_blocks * part / parts, b.num_blocks * (part + 1) / parts,
+                  packed);
     }
 }
 
@@ -483,12 +548,12 @@ static int chunk_of(const linear_call *c, int64_t i, int64_t num_chunks) {
     row_blocks b = cut(c, c->num_rows * (i + 1) / num_chunks - chunk);
     if (!is_direct(c)) pack_rows(c, chunk, b.count, 0, b.count, packed);
     for (int64_t panel = 0; panel < num_panels(c); panel++)
-        any_panel_of(c, panel, chunk, b, 0, b.num_blocks, packed);
+        panels_of(c, panel, 1, chunk, b, 0, b.num_blocks, packed);
     return 0;
 }
 
 /* All rows by all threads, which pack together and share the panels. */
-static void panels_of(const linear_call *c, void *packed) {
+static void rows_together(const linear_call *c, void *packed) {
     int thread = omp_get_thread_num(), team = omp_get_num_threads();
     int64_t size = chunk_rows(c);
     for (int64_t chunk = 0; chunk < c->num_rows; chunk += size) {
@@ -517,7 +582,7 @@ int baton_linear(const linear_call *c) {
 #pragma omp for schedule(dynamic, 1) nowait
             for (int64_t i = 0; i < num_chunks; i++) failed += chunk_of(c, i, num_chunks);
         else
-            panels_of(c, packed);
+            rows_together(c, packed);
         finish_end();
     }
     return failed;
@@ -555,8 +620,10 @@ void baton_pack_input(const linear_call *c, void *to) { pack_rows(c, 0, c->num_r
 
 void baton_linear_panels(const linear_call *c, int64_t begin, int64_t end, const void *packed) {
     row_blocks b = cut(c, c->num_rows);
-    for (int64_t panel = begin; panel < end; panel++)
-        any_panel_of(c, panel, 0, b, 0, b.num_blocks, is_direct(c) ? c->x : packed);
+    for (int64_t panel = begin, count; panel < end; panel += count) {
+        count = min64(num_together(c, b), end - panel);
+        panels_of(c, panel, count, 0, b, 0, b.num_blocks, is_direct(c) ? c->x : packed);
+    }
     finish_end();
 }
 

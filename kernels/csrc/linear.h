@@ -25,6 +25,11 @@ typedef struct {
  * the output, is a multiple of PANEL, and W has twice as many rows. */
 int baton_linear(const linear_call *c);
 
+#define NO_ROW 3 /* what a call returns that is asked for one that W does not have */
+
+/* Rows of W, of codes, as numbers: out[num_rows, depth]; x: which, int64_t each. 0, or NO_ROW. */
+int baton_unpack_codes(const linear_call *c);
+
 /* The pieces, by one thread each: at most so many rows at once, */
 int64_t baton_most_rows(const linear_call *c);
 /* packed into so many bytes, */

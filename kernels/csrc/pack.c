@@ -4,6 +4,7 @@
  * lie (in a mapped file, say), a strip of a panel at a time, and each is written once.
  * Refuses to know: files, layers.
  */
+#include "linear.h"
 #include "vectors.h"
 
 #define STRIP 256  /* inputs of a panel that are converted together: they stay in L2 */
@@ -339,14 +340,16 @@ int baton_pack_integers(const integers_call *c) {
 }
 
 typedef struct {
-    int64_t type, out_type, num_threads, num_rows, depth;
+    int64_t type, out_type, num_threads, num_rows, num_columns, depth; /* num_columns: rows that there are */
     const void *panels;
     const int64_t *ids; /* [num_rows] */
     void *out;          /* [num_rows][depth], of the panels' type, or of FLOAT32 */
 } unpack_call;
 
-/* Rows by their numbers, of panels of floating-point numbers. */
+/* Rows by their numbers, of panels of floating-point numbers. Returns 0, or NO_ROW. */
 int baton_unpack_rows(const unpack_call *c) {
+    for (int64_t i = 0; i < c->num_rows; i++)
+        if (c->ids[i] < 0 || c->ids[i] >= c->num_columns) return NO_ROW;
     int team = c->num_rows > 1 ? c->num_threads : 1;
 #pragma omp parallel for num_threads(team) if (team > 1)
     for (int64_t row = 0; row < c->num_rows; row++) {

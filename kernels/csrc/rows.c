@@ -292,7 +292,8 @@ INLINE float inverse_rms_of(int type, const store_call *c, const void *heads, in
     return 1.0f / sqrtf(squares / (num * c->head_dim) + (float)c->eps);
 }
 
-INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token) {
+/* Of a token's heads, queries, keys, then values, the first and each `step`-th behind it. */
+INLINE void norm_rotary_store_heads(int type, const store_call *c, int64_t token, int64_t first, int64_t step) {
     float head[c->head_dim], cos[c->rotary_dim], sin[c->rotary_dim];
     read_row(type, at(type, c->cos, token * c->rotary_dim), cos, c->rotary_dim);
     read_row(type, at(type, c->sin, token * c->rotary_dim), sin, c->rotary_dim);
@@ -301,13 +302,13 @@ INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token
     int64_t place = slot < 0 ? 0
                              : slot / c->block_size * c->block_stride +
                                    slot % c->block_size * c->token_stride;
-    int64_t num_read = slot < 0 ? c->num_heads : num_rotated + c->num_kv_heads;
+    int64_t end = slot < 0 ? c->num_heads : num_rotated + c->num_kv_heads;
     float of_queries = 0, of_keys = 0;
     if (c->whole) {
         of_queries = inverse_rms_of(type, c, from, c->num_heads);
         of_keys = inverse_rms_of(type, c, at(type, from, c->num_heads * c->head_dim), c->num_kv_heads);
     }
-    for (int64_t h = 0; h < num_read; h++) {
+    for (int64_t h = first; h < end; h += step) {
         read_row(type, at(type, from, h * c->head_dim), head, c->head_dim);
         const void *weight = h < c->num_heads ? c->query_weight : c->key_weight;
         if (h < num_rotated) {
@@ -339,15 +340,16 @@ INLINE void norm_rotary_store_token(int type, const store_call *c, int64_t token
 }
 
 int baton_norm_rotary_store(const store_call *c) {
-    int team = threads_for(c->num_threads, c->num_tokens * c->qkv_stride);
-#pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t token = 0; token < c->num_tokens; token++) {
+    /* Few tokens are shared head by head: what is slow is writing into as many pages. */
+    int64_t parts = c->num_tokens < c->num_threads ? c->num_threads : 1;
+#pragma omp parallel for num_threads(c->num_threads)
+    for (int64_t i = 0; i < c->num_tokens * parts; i++) {
         if (c->type == BFLOAT16)
-            norm_rotary_store_token(BFLOAT16, c, token);
+            norm_rotary_store_heads(BFLOAT16, c, i / parts, i % parts, parts);
         else if (c->type == FLOAT16)
-            norm_rotary_store_token(FLOAT16, c, token);
+            norm_rotary_store_heads(FLOAT16, c, i / parts, i % parts, parts);
         else
-            norm_rotary_store_token(FLOAT32, c, token);
+            norm_rotary_store_heads(FLOAT32, c, i / parts, i % parts, parts);
     }
     return 0;
 }

@@ -316,6 +316,11 @@ def check_codes(native: NativeOps, layout: ops.CodeLayout) -> None:
     for ours, theirs in zip(numbers_of(weight), numbers_of(expected), strict=True):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)  # type: ignore[arg-type]
     assert torch.equal(weight.unpacked(), integers.dequantized())
+    ids = torch.tensor([[74, 0, 31], [32, 5, 5]])
+    for dtype in (None, F32, BF16, F16):
+        found = native.unpack_rows(weight, ids, dtype)
+        assert torch.equal(found, reference.unpack_rows(weight, ids, dtype))
+        assert found.dtype == (dtype or F32)
     x = torch.randn(13, in_features) / in_features
     together = native.packed_linear(x, weight)
     close(together, reference.packed_linear(x, weight))

@@ -93,7 +93,7 @@ class UnpackCall(Structure):
     """``unpack_call`` in pack.c."""
 
     _fields_ = (
-        *_fields(c_int64, "type out_type num_threads num_rows depth"),
+        *_fields(c_int64, "type out_type num_threads num_rows num_columns depth"),
         *_fields(c_void_p, "panels ids out"),
     )
 
@@ -274,6 +274,7 @@ _SIGNATURES = {
     "baton_route": (c_int, [POINTER(RouteCall)]),
     "baton_pack_rows": (c_int, [POINTER(PackCall)]),
     "baton_pack_integers": (c_int, [POINTER(IntegersCall)]),
+    "baton_unpack_codes": (c_int, [POINTER(LinearCall)]),
     "baton_unpack_rows": (c_int, [POINTER(UnpackCall)]),
     "baton_rms_norm": (c_int, [POINTER(NormCall)]),
     "baton_gated_rms_norm": (c_int, [POINTER(GatedNormCall)]),

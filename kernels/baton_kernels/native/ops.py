@@ -307,23 +307,29 @@ class NativeOps:
     def unpack_rows(
         self, weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """See the reference. While a tape is recorded ids are not looked at, nor later."""
-        is_looked_at = self._recorder.tape is None and ids.numel() > 0
-        if is_looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
-            raise IndexError(f"a row that is not one of {weight.out_features}")
-        kept = weight.panels.dtype
-        is_taken = weight.format.keeps_numbers and weight.width == self.panel_width
-        is_taken = is_taken and dtype in (None, kept, torch.float32)
-        if not is_taken or ids.dtype != torch.int64:
+        """See the reference."""
+        if weight.width != self.panel_width or ids.dtype != torch.int64:
             return reference.unpack_rows(weight, ids, dtype)
         ids = ids.contiguous()
+        if weight.format.code_bits and dtype in (None, *_FLOATS):
+            return self._unpack_codes(weight, ids, dtype or torch.float32)
+        kept = weight.panels.dtype
+        if not (weight.format.keeps_numbers and dtype in (None, kept, torch.float32)):
+            return reference.unpack_rows(weight, ids, dtype)
         out = torch.empty(*ids.shape, weight.in_features, dtype=dtype or kept)
         call = UnpackCall(
             *(_CODES[kept], _CODES[out.dtype], torch.get_num_threads()),
-            *(ids.numel(), weight.in_features),
+            *(ids.numel(), weight.out_features, weight.in_features),
             *(weight.panels.data_ptr(), ids.data_ptr(), out.data_ptr()),
         )
         self._run(self._library.baton_unpack_rows, call, weight.panels, ids, out)
+        return out
+
+    def _unpack_codes(self, weight: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(*ids.shape, weight.in_features, dtype=dtype)
+        call = self._linear_call(ids.view(-1, 1), weight, weight.out_features, out, gated=0)
+        tensors = (ids, weight.panels, *_tensors_of(weight.groups), out)
+        self._run(self._library.baton_unpack_codes, call, *tensors)
         return out
 
     def packed_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -457,7 +463,7 @@ class NativeOps:
         *,
         gated: int,
     ) -> LinearCall:
-        code, groups = _CODES[rows.dtype], _tensors_of(weight.groups)
+        code, groups = _CODES.get(rows.dtype, 0), _tensors_of(weight.groups)
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
         out_code = code if out is None else _CODES[out.dtype]
         return LinearCall(

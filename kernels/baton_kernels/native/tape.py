@@ -29,6 +29,7 @@ _HARMLESS = {
 
 
 _RANK_IS_GONE = 2  # GONE in ranks.c
+_NO_ROW = 3  # in linear.h
 Result = TypeVar("Result")
 
 
@@ -40,6 +41,8 @@ def check(code: int) -> None:
     """Raise what a native call has failed by."""
     if code == _RANK_IS_GONE:
         raise ConnectionAbortedError("another rank is gone, or has said nothing for too long")
+    if code == _NO_ROW:
+        raise IndexError("a row that the weight does not have")
     if code:
         raise MemoryError("no memory for packed rows or tiles of attention")
 
