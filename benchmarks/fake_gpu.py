@@ -177,14 +177,12 @@ class FakeGPU:
         import engine.worker.model_runner
         from baton_kernels import dispatch
         from engine.sampling import device_sampling
-        from models.layers import rotary
 
         triton_ops = dispatch._triton_ops
         baton_kernels.ops_for = lambda tensor: triton_ops()  # type: ignore[attr-defined]
         torch.nn.functional.linear = self._linear  # type: ignore[assignment]
         torch.cuda.current_stream = lambda device=None: self.timeline  # type: ignore
         torch.cuda.set_device = lambda device: None
-        rotary.TABLE_DEVICES = ("cpu",)
         to, copy = Tensor.to, Tensor.copy_
 
         def counted_to(tensor: Tensor, device: Any, *arguments: Any, **options: Any) -> Tensor:

@@ -18,7 +18,7 @@ from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
 from baton_kernels.native.tape import Tape, TapeError
 from baton_kernels.state_metadata import StateMetadata
-from models.base import ForwardContext, GroupStep
+from models.base import ForwardContext, GroupStep, LayerCache
 
 Inputs = Sequence[Tensor]  # each [num_tokens, ...]
 Results = tuple[Tensor, ...]  # each [num_tokens, ...]
@@ -63,6 +63,7 @@ class DecodeTapes:
         self._ops = ops
         self._tapes: dict[_Key, _Taped | None] = {}  # None: cannot be taped; used last is last
         self._latest: deque[_Key | None] = deque(maxlen=_SOON)
+        self._caches: tuple[tuple[LayerCache, ...], _Key] = ((), ())  # last seen, where they are
 
     @torch.no_grad()
     def run(
@@ -73,7 +74,7 @@ class DecodeTapes:
         Args:
             comes_again: a shape is taped the first time, as it will.
         """
-        key = _key(inputs, context) if native_ops() is self._ops else None
+        key = self._key(inputs, context) if native_ops() is self._ops else None
         if key is None or key not in self._tapes:
             few = len(inputs[0]) <= FEW_ROWS
             repeated = key in (self._latest if few else list(self._latest)[-1:])
@@ -93,6 +94,23 @@ class DecodeTapes:
             _copy_metadata(static, metadata)
         taped.tape.run()
         return taped.copy_results()
+
+    def _key(self, inputs: Inputs, context: ForwardContext) -> _Key | None:
+        """Return what a tape depends on besides its inputs' values; None: no decode step alone."""
+        num_tokens = len(inputs[0])
+        first = context.groups[0][0]
+        assert isinstance(first, AttentionMetadata)
+        if not (first.max_query_len == 1 and first.num_requests == first.num_tokens == num_tokens):
+            return None
+        if context.after_layer is not None or num_tokens > MAX_ROWS_KEPT:
+            return None
+        widths = tuple(
+            _width(metadata) if isinstance(metadata, AttentionMetadata) else metadata.num_segments
+            for metadata, _ in context.groups
+        )
+        if context.layer_caches is not self._caches[0]:
+            self._caches = (context.layer_caches, _addresses(context.layer_caches))
+        return num_tokens, inputs[0].dtype, torch.get_num_threads(), widths, self._caches[1]
 
     def _record(self, layers: Layers, inputs: Inputs, context: ForwardContext) -> _Taped | None:
         with torch.inference_mode(mode=False):
@@ -117,25 +135,13 @@ class DecodeTapes:
             del self._tapes[key], rows[key]
 
 
-def _key(inputs: Inputs, context: ForwardContext) -> _Key | None:
-    """Return what a tape depends on besides its inputs' values; None: not a decode step alone."""
-    num_tokens = len(inputs[0])
-    first = context.groups[0][0]
-    assert isinstance(first, AttentionMetadata)
-    if not (first.max_query_len == 1 and first.num_requests == first.num_tokens == num_tokens):
-        return None
-    if context.after_layer is not None or num_tokens > MAX_ROWS_KEPT:
-        return None
-    widths = tuple(
-        _width(metadata) if isinstance(metadata, AttentionMetadata) else metadata.num_segments
-        for metadata, _ in context.groups
-    )
-    caches = tuple(
+def _addresses(caches: tuple[LayerCache, ...]) -> _Key:
+    """Return where the layers' caches are; looking them up takes as long as a small kernel."""
+    return tuple(
         tensor.data_ptr()
-        for cache in context.layer_caches
+        for cache in caches
         for tensor in ((cache,) if isinstance(cache, Tensor) else cache)
     )
-    return (num_tokens, inputs[0].dtype, torch.get_num_threads(), widths, caches)
 
 
 def _plan(groups: tuple[GroupStep, ...]) -> None:

@@ -1,8 +1,9 @@
 """Positions to cosines and sines, once per step for all layers.
 
-On a GPU a step looks them up in a table, which is one kernel in place of seven. Where there is none
-they are computed from the positions: on a CPU small ops cost nothing to launch, and a table for a
-million positions would take too much memory. Refuses to know: queries, keys, scaling rules.
+A step looks them up in a table, which is one op in place of seven: on a CPU these take a
+hundredth of a decode step. A CPU's table grows with the sequences that come; a GPU's graphs hold
+its address, so it is whole from the beginning. What would be too large is computed from positions.
+Refuses to know: queries, keys, scaling rules.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from models.layers.rope_frequencies import rope_frequencies
 from models.rope_config import RopeConfig
 
-TABLE_DEVICES = ("cuda",)
+LEAST_POSITIONS = 2048  # of a CPU's table
 MAX_TABLE_BYTES = 2**27  # 256k positions of 128 dims in bfloat16
 
 
@@ -31,7 +32,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int) -> None:
         super().__init__()
         self._num_positions = max_model_len
-        self._tables: dict[torch.dtype, Tensor] = {}  # each [2, num_positions, rotary_dim]
+        self._tables: dict[torch.dtype, Tensor] = {}  # each [2, positions, rotary_dim]
         self._scaling = rope.attention_factor
         self._max_len = rope.max_len
         self.register_buffer("frequencies", rope_frequencies(rope, head_dim), persistent=False)
@@ -52,20 +53,27 @@ class RotaryEmbedding(nn.Module):
         assert self._max_len is None or max_seq_len <= self._max_len, (
             f"sequence of {max_seq_len} tokens, but ModelConfig.max_model_len is {self._max_len}"
         )
-        if not self._has_table(positions.device, dtype):
+        table = self._table(max_seq_len, positions.device, dtype)
+        if table is None:
             return self._compute(positions, dtype)
-        if dtype not in self._tables:
-            # Not an inference tensor: the next caller may be outside inference_mode.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                every = torch.arange(self._num_positions, device=positions.device)
-                self._tables[dtype] = torch.stack(self._compute(every, dtype))
-        cos, sin = self._tables[dtype].index_select(1, positions)  # [2, num_tokens, rotary_dim]
+        cos, sin = table.index_select(1, positions)  # [2, num_tokens, rotary_dim]
         return cos, sin
 
-    def _has_table(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Say whether there is, or would be, a table of these."""
-        num_bytes = 4 * len(self.frequencies) * self._num_positions * dtype.itemsize
-        return device.type in TABLE_DEVICES and num_bytes <= MAX_TABLE_BYTES
+    def _table(self, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """Return a table of so many positions, ``[2, positions, rotary_dim]``; None: too large."""
+        table = self._tables.get(dtype)
+        if table is not None and min(max_seq_len, self._num_positions) <= table.shape[1]:
+            return table
+        size = self._num_positions
+        if device.type == "cpu":
+            size = min(size, max(LEAST_POSITIONS, 1 << (max_seq_len - 1).bit_length()))
+        if 4 * len(self.frequencies) * size * dtype.itemsize > MAX_TABLE_BYTES:
+            return None
+        # Not an inference tensor: the next caller may be outside inference_mode.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            every = torch.arange(size, device=device)
+            table = self._tables[dtype] = torch.stack(self._compute(every, dtype))
+        return table
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`forward` without a table."""

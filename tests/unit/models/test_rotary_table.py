@@ -1,4 +1,4 @@
-"""Cosines and sines from a table: the same numbers, and one kernel per step."""
+"""Cosines and sines from a table: the same bits, and one kernel per step."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def test_a_step_looks_up_what_it_would_compute(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     positions = torch.tensor([0, 17, 3, NUM_POSITIONS - 1, 17])
-    computed = embedding()(positions, NUM_POSITIONS, dtype)
-    monkeypatch.setattr(rotary, "TABLE_DEVICES", ("cpu",))
+    with monkeypatch.context() as patch:
+        patch.setattr(rotary, "MAX_TABLE_BYTES", 0)
+        computed = embedding()(positions, NUM_POSITIONS, dtype)
     of_table = embedding()
     with torch.inference_mode():
         of_table(positions, NUM_POSITIONS, dtype)
@@ -56,11 +57,22 @@ def test_a_step_looks_up_what_it_would_compute(
     for one, other in zip(found, computed, strict=True):
         assert one.is_contiguous()
         assert one.dtype is dtype
-        assert torch.allclose(one, other, atol=1e-6, rtol=0)
+        assert torch.equal(one, other)
+
+
+def test_a_table_grows_with_sequences_and_keeps_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no result depends on what a node has seen before."""
+    monkeypatch.setattr(rotary, "LEAST_POSITIONS", 3)
+    one, every = embedding(), torch.arange(NUM_POSITIONS)
+    whole = torch.stack(embedding()(every, NUM_POSITIONS, torch.float32))
+    for length in (1, 3, 4, 5, 33, 130, 32, 257, NUM_POSITIONS):
+        found = torch.stack(one(every[:length], length, torch.float32))
+        assert torch.equal(found, whole[:, :length])
+        alone = torch.stack(embedding()(every[length - 1 : length], length, torch.float32))
+        assert torch.equal(alone, whole[:, length - 1 : length])
 
 
 def test_a_table_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary, "TABLE_DEVICES", ("cpu",))
     monkeypatch.setattr(rotary, "MAX_TABLE_BYTES", 1000)
     positions = torch.tensor([5])
     with Kernels() as kernels:
