@@ -356,6 +356,26 @@ def test_what_nobody_guessed_for_is_read_before_it_is_guessed_by(kind: str, fold
     assert [one.token_ids for one in again] == [one.token_ids for one in cached]
 
 
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "mtp", "medusa"])
+def test_it_guesses_up_to_the_longest_sequence(kind: str, folder: Path) -> None:
+    llm = LLM(
+        str(folder),
+        num_threads=1,
+        block_size=4,
+        num_blocks=120,
+        max_model_len=41,
+        speculative_method=kind,
+        speculative_model=str(drafter_folder(kind, folder)),
+        num_speculative_tokens=NUM_DRAFTS,
+        adaptive_speculation=False,
+    )
+    prompts = [list(range(3, 3 + length)) for length in (30, 33, 39)]
+    params = SamplingParams(max_tokens=41, temperature=0, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    assert [len(one.token_ids) for one in outputs] == [11, 8, 2]
+    assert llm.metrics().draft_steps_total > 0
+
+
 def test_as_many_are_guessed_as_there_are_heads(folder: Path, tmp_path: Path) -> None:
     heads = load_file(drafter_folder("medusa", folder) / "model.safetensors")
     few = {name: one for name, one in heads.items() if name.startswith(("0.", "1."))}
