@@ -463,7 +463,9 @@ class NativeOps:
         *,
         gated: int,
     ) -> LinearCall:
-        code, groups = _CODES.get(rows.dtype, 0), _tensors_of(weight.groups)
+        groups = _tensors_of(weight.groups)
+        # Numbers of rows that are to be unpacked have no code: nothing asks for one.
+        code = 0 if rows.dtype == torch.int64 else _CODES[rows.dtype]
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
         out_code = code if out is None else _CODES[out.dtype]
         return LinearCall(
