@@ -99,6 +99,7 @@ def test_cores_come_and_go_between_layers(tmp_path: Path) -> None:
     assert layers == [0, 1]
 
 
+@pytest.mark.medium
 def test_what_a_process_held_that_was_killed_is_lent(tmp_path: Path) -> None:
     own = node(tmp_path, "0")
     read, write = os.pipe()
@@ -172,6 +173,7 @@ assert not ops.place_threads(1, frozenset({first}), 1, frozenset({4000}))
 """
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_threads_run_where_they_are_placed() -> None:
