@@ -39,8 +39,14 @@ demo: setup ## fetch a small model; start router, prefill and decode node; talk 
 
 # A third one on two cores gains nothing: what waits is made up for by tests that compute longer.
 WORKERS ?= 2
-# A wait that ran into its limit is tried once more, as the machine may have stood still.
-PYTEST := $(BIN)/python -m pytest --durations 10 --reruns 1 --only-rerun TimeoutError --numprocesses $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest --durations 10 --numprocesses $(WORKERS) --dist worksteal
+# Those that failed, in new processes: $(call pytest_twice,PROGRAM,ARGUMENTS). What fails twice fails;
+# what did not is told, for somebody to ask why.
+define pytest_twice
+	@echo '$(1) $(2)'
+	@$(1) $(2) || { [ $$? = 1 ] && echo 'TRIED ONCE MORE, as what failed may wait for time or have met others here:' \
+		&& $(1) --last-failed --last-failed-no-failures none $(2); }
+endef
 # Tests of real processes mostly wait for them: more files at a time than there are cores.
 PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --dist loadfile
 
@@ -48,17 +54,17 @@ unit: setup ## run the tests that need no process, no socket and no patience (a 
 	$(PYTEST) --no-processes -m "not medium and not large" tests/unit tests/contract
 
 test: setup ## run the tests that a change can break, all but the large ones (five to eight minutes on two cores)
-	$(PYTEST) -m "not large" --ignore tests/integration
-	$(PYTEST_PROCESSES) -m "not large" tests/integration
+	$(call pytest_twice,$(PYTEST),-m "not large" --ignore tests/integration)
+	$(call pytest_twice,$(PYTEST_PROCESSES),-m "not large" tests/integration)
 
 # Only the files that have some: to collect all tests takes each worker half a minute.
 THOROUGH_TESTS := $(sort $(shell grep -lrE 'mark\.thorough|import covering' tests --include='test_*.py'))
 test-thorough: setup ## of the large tests, those the gate runs, too: the rest of what `make test` has a part of (two minutes)
-	$(PYTEST) -m thorough $(THOROUGH_TESTS)
+	$(call pytest_twice,$(PYTEST),-m thorough $(THOROUGH_TESTS))
 
 LARGE_TESTS ?= $(sort $(THOROUGH_TESTS) $(shell grep -lr 'mark\.large' tests --include='test_*.py'))
 test-large: setup ## run the large tests: drills, fuzzing over HTTP, pages in a browser, all the ways to split (an hour)
-	$(PYTEST_PROCESSES) -m "$(LARGE)" $(LARGE_TESTS)
+	$(call pytest_twice,$(PYTEST_PROCESSES),-m "$(LARGE)" $(LARGE_TESTS))
 
 # Each client in an environment of its own below .venv-clients: gigabytes, the first time.
 test-clients: setup ## run each client of docs/clients.md against a split system with a real model

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from baton.api.errors import BatonError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from chaos_load import BROKEN, CHUNK_TOKENS, Case, Load, make_cases
 from chaos_site import (
     DETECTION_TIMEOUT_S,
@@ -34,7 +35,6 @@ from chaos_site import (
     STOP_S,
     Site,
     flush_caches,
-    free_address,
     left_behind,
     list_nodes,
     wait_until_free,

@@ -9,7 +9,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import grpc
 
 from baton.api.errors import BatonError
 from baton.local_deployment import LocalDeployment
+from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from chaos_load import Case
 
@@ -191,9 +191,3 @@ def flush_caches(router: str) -> None:
     for node in nodes:
         if node.problem:
             raise BatonError(f"{node.node_name}'s cache is not flushed: {node.problem}")
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

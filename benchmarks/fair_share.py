@@ -17,7 +17,6 @@ import itertools
 import os
 import random
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 from baton import AsyncClient, SamplingParams
 from baton.access.api_keys import draw_key, entry_text
 from baton.api.errors import BatonError, OverloadedError
+from baton.processes.free_address import free_address
 from environment import record_environment, write_results
 from fair_share_virtual import Answer, Scene, p99_s, play
 
@@ -98,9 +98,7 @@ def running(num_simulated: tuple[int, int] | None) -> Iterator[dict[str, AsyncCl
         num_simulated: prefill and decode nodes, in one process; None: a real one of each.
     """
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = free_address()
         made = {name: draw_key() for name in (*OTHERS, "greedy")}
         path = Path(folder, "keys.toml")
         path.write_text("\n".join(entry_text(key, name) for name, key in made.items()), "utf-8")

@@ -34,8 +34,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from baton import AsyncClient, BatonError, SamplingParams
+from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from chaos_site import free_address
 from engine.offline.llm import LLM
 from environment import record_environment, write_results
 

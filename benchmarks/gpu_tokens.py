@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import torch
 
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
+from baton.processes.free_address import free_address
 from baton_kernels.quantized import QuantizedFormat
 from engine.executors.uniproc import worker_of
 from gpu_report import Report
@@ -144,7 +144,7 @@ def _split_completions(
     node_args = ["--dtype", dtype, "--device", device, "--kv-cache-memory", "256M", *more_args]
     config = LocalDeploymentConfig(
         model=MODEL,
-        listen=_free_address(),
+        listen=free_address(),
         router_args=["--no-local-prefill"],
         node_args=node_args,
     )
@@ -271,9 +271,3 @@ def _params() -> tuple[SamplingParams, ...]:
         SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
         SamplingParams(max_tokens=24, temperature=0.8, top_k=40, top_p=0.95, seed=1),
     )
-
-
-def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import socket
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from rich.table import Table
 from baton import Client, Receipt, SamplingParams
 from baton.engine_config import EngineConfig
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from engine.core.request import Request
 from engine.engine import Engine
 from environment import record_environment, summary, write_results
@@ -37,7 +37,7 @@ def measure(num_requests: int) -> dict[int, list[Receipt]]:
     """{prompt tokens: receipts}; the lengths take turns, and the first round warms up."""
     config = LocalDeploymentConfig(
         model=str(MODEL),
-        listen=_free_address(),
+        listen=free_address(),
         router_args=["--no-local-prefill"],
         node_args=["--kv-cache-memory", "256M"],
     )
@@ -160,12 +160,6 @@ def print_json(results: dict[str, object]) -> dict[str, object]:
     """Show what was measured; returns it."""
     Console(highlight=False, width=120).print_json(data=results)
     return results
-
-
-def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def main() -> None:

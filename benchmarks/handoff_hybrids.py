@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from baton import Client, Receipt, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from environment import record_environment, summary, write_results
 
 PROMPT_LENGTHS = (1024, 4096, 16384)
@@ -98,7 +98,7 @@ def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
         make_checkpoint(row, Path(folder))
         config = LocalDeploymentConfig(
             model=folder,
-            listen=_free_address(),
+            listen=free_address(),
             router_args=["--no-local-prefill"],
             node_args=[
                 "--dtype", "float32", "--block-size", str(block_size),
@@ -165,12 +165,6 @@ def report(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:
                 )
                 table.add_row(row, block_size, kind, *cells, str(most))
     console.print(table)
-
-
-def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import random
-import socket
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ import transformers
 
 from baton import AsyncClient, Client, Receipt, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from environment import summary
 from kvconnector.block_digests import BlockDigests
 from kvconnector.protocol.digests import Written
@@ -273,10 +273,3 @@ def _byte_tokenizer() -> object:
 
     vocabulary = {f"<{index}>": index for index in range(512)}
     return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))
-
-
-def free_address() -> str:
-    """A loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -27,9 +27,10 @@ from matplotlib.axes import Axes
 
 from baton import Client, SamplingParams, local_deployment
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from engine.engine import Engine
 from environment import record_environment, write_results
-from handoff_modes import READY_TIMEOUT_S, free_address, make_checkpoint
+from handoff_modes import READY_TIMEOUT_S, make_checkpoint
 from kvconnector.base import TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.transports.nixl.transport import NixlTransport

@@ -18,11 +18,11 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from environment import record_environment, write_results
 from handoff_modes import (
     READY_TIMEOUT_S,
     collect_receipts,
-    free_address,
     idle_cpu,
     make_checkpoint,
     push_figures,

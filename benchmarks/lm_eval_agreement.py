@@ -22,9 +22,9 @@ from rich.table import Table
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from environment import record_environment, write_results
 from examples.demo import NAME, PACKAGE, SHA256, fetch_model
-from loadtest_fleet import free_address
 from tests.clients.environments import interpreter
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+
+from baton.processes.free_address import free_address
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "demo_model"
@@ -63,13 +64,6 @@ def fresh_texts(words: list[str], num_texts: int, num_words: int) -> Iterator[st
     chance = random.SystemRandom()
     for _ in range(num_texts):
         yield " ".join(chance.choices(words, k=num_words))
-
-
-def free_address() -> str:
-    """On loopback; free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def baton_environment() -> dict[str, str]:

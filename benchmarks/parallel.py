@@ -25,7 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from chaos_site import free_address, ranks_of
+from baton.processes.free_address import free_address
+from chaos_site import ranks_of
 from engine_cpu import WORKS, make_checkpoint
 from environment import record_environment, write_results
 

@@ -5,7 +5,6 @@ Knows processes and the admin service; not what a drill is, nor what the load as
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from types import TracebackType
 
 import grpc
 
+from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
@@ -31,9 +31,7 @@ class Site:
     """
 
     def __init__(self, num_prefill: int, num_decode: int, nodes: list[str]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = free_address()
         counts = ["--prefill", str(num_prefill), "--decode", str(num_decode)]
         self._commands = [
             ["router", "--model", str(MODEL), "--listen", self.address, "--http-listen", ""],

@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ import uvloop
 from baton.access.tls import NO_TLS, TlsOptions, channel_credentials, read_tls
 from baton.api.sampling_params import SamplingParams
 from baton.client.messages import make_request
+from baton.processes.free_address import free_address
 from baton.serving.rpc import open_channel, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from environment import record_environment, write_results
@@ -175,7 +175,7 @@ def router_site(
         tls: of everybody, who then must show it.
     """
     certificate = ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca] if tls else []
-    listen, *links = free_addresses(1 + num_processes)
+    listen, *links = (free_address() for _ in range(1 + num_processes))
     commands: list[tuple[int, Sequence[str]]] = []
     for link in links:
         options = ["--listen", listen, "--node-listen", link, "--http-listen", ""]
@@ -199,7 +199,7 @@ def router_site(
 
 @contextlib.contextmanager
 def relay_site(interval_s: float) -> Iterator[Site]:
-    listen, backend = free_addresses(2)
+    listen, backend = (free_address() for _ in range(2))
     parts = "benchmarks/router_cost_parts.py"
     serve = [parts, "backend", "--listen", backend, "--interval-s", str(interval_s)]
     with running([(1, serve), (0, [parts, "relay", "--listen", listen, "--backend", backend])]) as (
@@ -209,14 +209,6 @@ def relay_site(interval_s: float) -> Iterator[Site]:
         wait_for_port(listen)
         wait_for_port(backend)
         yield Site([listen], measured=[relay])
-
-
-def free_addresses(number: int) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
 def wait_for_port(address: str, tls: TlsOptions = NO_TLS) -> None:

@@ -25,9 +25,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from baton.processes.free_address import free_address
 from engine_cpu import WORKS, python_of
 from environment import record_environment, write_results
-from loadtest_fleet import free_address
 from served_servers import (
     NAME,
     SERVERS,

@@ -23,8 +23,9 @@ from itertools import islice, product
 from pathlib import Path
 from string import ascii_lowercase
 
+from baton.processes.free_address import free_address
 from engine_cpu import BUILD, WORKS, build_environment, make_checkpoint, python_of
-from loadtest_fleet import baton_environment, free_address
+from loadtest_fleet import baton_environment
 
 NAME = "served"  # under which each serves the model
 SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as the checkpoints' configs say

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import itertools
 import multiprocessing
-import socket
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.synchronize import Event
@@ -28,6 +27,7 @@ from baton.link.words import (
     RouterBeat,
     RouterCommand,
 )
+from baton.processes.free_address import free_address
 from baton.serving.rpc import RpcServer
 from baton.v1 import node_pb2, node_pb2_grpc
 from environment import record_environment, write_results
@@ -125,9 +125,7 @@ async def measure(
     num_pairs: int, num_streams: int, time_scale: float, seconds: float
 ) -> dict[str, float]:
     """One row: a cluster of so many pairs with so many streams."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     context = multiprocessing.get_context("spawn")
     begin = context.Event()
     sink = context.Process(target=run_sink, args=(address, num_streams, begin), daemon=True)

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from chaos_load import CHUNK_TOKENS, Case, Load, make_cases
-from chaos_site import Site, free_address, wait_until_free
+from chaos_site import Site, wait_until_free
 from environment import record_environment, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from baton import Client, SamplingParams
 from baton.access.api_keys import draw_key, entry_text
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from environment import record_environment, write_results
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
@@ -49,10 +49,8 @@ class Probe:
 @contextmanager
 def running(*, keys: bool, more: Sequence[str]) -> Iterator[dict[str, Client]]:
     """A client of each tenant; without keys all are the same."""
-    with tempfile.TemporaryDirectory(prefix="baton-") as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-        probe.close()
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
+        address = free_address()
         made = {name: draw_key() for name in TENANTS}
         path = Path(folder, "keys.toml")
         tables = [

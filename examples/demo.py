@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
 from baton.cli.programs.run_up import wait_ready
 from baton.client.client import Prompt
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from baton.telemetry.receipt_table import format_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -85,8 +85,8 @@ def main() -> int:
     is_toy = model is None or Path(model) == TOY
     config = LocalDeploymentConfig(
         model=str(model or TOY),
-        listen=_free_address(),
-        http_listen=_free_address(),
+        listen=free_address(),
+        http_listen=free_address(),
         router_args=["--served-model-name", "demo"],
         node_args=["--kv-cache-memory", "256M", "--long-prefill-token-threshold", "256"],
     )
@@ -380,12 +380,6 @@ def _receipt_cells(receipt: Receipt) -> list[str]:
         format_bytes(decode.push.num_bytes) if decode and pushed else "-",
         f"{decode.push.exposed_transfer_s * 1e3:.2f}" if decode and pushed else "-",
     ]
-
-
-def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 if __name__ == "__main__":

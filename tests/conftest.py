@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -84,11 +83,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """From here on note what small tests must not do, if so asked."""
-    # A worker says two things of each test to pytest-rerunfailures, and then asks: without this the
-    # second waits for the kernel's delayed acknowledgement of the first, 40 ms for every test.
-    asks = getattr(getattr(config, "failures_db", None), "sock", None)
-    if asks is not None:
-        asks.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if config.getoption("--no-processes"):
         noted = _OF_PROCESSES  # the hook outlives this module's names
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from baton.api.errors import ConfigError
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from loadtest.drills.faults import Fault, FaultEvent
 from loadtest.load.clock import RunClock
 
@@ -159,7 +159,7 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
         files = _fault_files(options, Path(folder))
         config = LocalDeploymentConfig(
             model=options.model,
-            listen=_free_address(),
+            listen=free_address(),
             num_prefill=options.num_prefill,
             num_decode=options.num_decode,
             router_args=options.router_args,
@@ -195,9 +195,3 @@ def _fault_files(options: UpOptions, folder: Path) -> dict[str, Path]:
     for path in files.values():
         path.touch()
     return files
-
-
-def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -17,11 +17,12 @@ from rich.console import Console
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from examples.demo import NAME, PACKAGE, SHA256, fetch_model
 from tests.clients.environments import installed_version, interpreter
 from tests.clients.table import CLIENTS, Client
 from tests.fakes.waiting import wait_until
-from tests.integration.conftest import READY_TIMEOUT_S, free_address
+from tests.integration.conftest import READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(1800)]
 

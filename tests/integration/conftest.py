@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from sim_node.node import Simulation
 from tests.fakes.dead_engines import let_die
 from tests.fakes.tool_model import link_model_with_tools
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 READY_TIMEOUT_S = 90.0
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One more try for what is tested here, and it is told: nodes that get no processor for a
-    second are taken for dead, as they should be, and on a busy machine that happens."""
-    for item in items:
-        is_ours = Path(__file__).parent in item.path.parents
-        if is_ours and item.get_closest_marker("flaky") is None:  # a file may say otherwise
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
-def free_address() -> str:
-    """A loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(autouse=True)

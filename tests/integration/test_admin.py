@@ -28,9 +28,10 @@ from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from baton.serving.rpc import bearer, open_sync_channel
 from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(200)]
 

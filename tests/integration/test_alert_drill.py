@@ -27,14 +27,15 @@ from safetensors.torch import load_file, save_file
 from baton import Client, SamplingParams
 from baton.api.errors import BatonError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from tests.fakes.prometheus import NEEDS_PROMETHEUS, Prometheus, scraping, wait_for_targets
 from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.integration.test_prometheus import RULES
 
 pytestmark = [
     NEEDS_PROMETHEUS, pytest.mark.large, pytest.mark.lengthy, pytest.mark.nixl,
-    pytest.mark.timeout(1800), pytest.mark.flaky(reruns=0),
+    pytest.mark.timeout(1800),
 ]  # fmt: skip
 
 # What cannot be brought about from outside, and why.

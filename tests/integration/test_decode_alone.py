@@ -15,10 +15,11 @@ import pytest
 
 from baton import AsyncClient, Completion, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
 from tests.fakes.foreign_model import make_foreign_model
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.thorough, pytest.mark.nixl, pytest.mark.timeout(400)]
 

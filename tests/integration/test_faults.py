@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from baton.processes.free_address import free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.integration.test_storm import assert_nothing_is_held, storm
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]

@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from baton import AsyncClient, SamplingParams
+from baton.processes.free_address import free_address
 from baton.processes.process import raise_descriptor_limit
 from baton.serving.rpc import open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(240)]
 

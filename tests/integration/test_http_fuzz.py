@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from baton import Client, SamplingParams
+from baton.processes.free_address import free_address
 from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest
 from router.api.http.schema import ChatRequest, CompletionRequest
 from router.api.http.tokenization import DetokenizeRequest, TokenizeRequest
 from router.api.openai_responses.request import ResponsesRequest
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.property.num_examples import num_examples
 
 pytestmark = pytest.mark.large

@@ -14,9 +14,10 @@ import pytest
 
 from baton import Client, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from engine import LLM
 from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 from tests.integration.test_recovery import (
     LONG_PROMPT,
     NODE_ARGS,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 from baton import Client, SamplingParams
 from baton.api.errors import ConfigError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]
 
@@ -53,10 +53,8 @@ def found(output: str) -> str:
     return line
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+def free_port() -> str:
+    return free_address().rpartition(":")[2]
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
@@ -67,7 +65,7 @@ def test_torchrun_starts_ranks_and_one_of_them_leads(
     file.write_text(program("external_launcher", *shape), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-         "--master-port", str(free_port()), str(file)],
+         "--master-port", free_port(), str(file)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -77,7 +75,7 @@ def test_torchrun_starts_ranks_and_one_of_them_leads(
 @pytest.fixture
 def as_slurm_starts() -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks, of which the first leads and waits to be told to go on."""
-    port = str(free_port())
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program("external_launcher", 2, 1), "stay"],
@@ -154,7 +152,7 @@ def test_ray_places_nodes_and_their_ranks(tokens: str) -> None:
     before = rays()
     config = LocalDeploymentConfig(
         model=str(DEMO),
-        listen=f"127.0.0.1:{free_port()}",
+        listen=free_address(),
         node_args=["--executor", "ray", "--kv-cache-memory", "32M"],
         router_args=["--no-local-prefill"],
         prefill_args=["--tensor-parallel-size", "2"],

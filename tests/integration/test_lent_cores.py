@@ -10,8 +10,9 @@ import pytest
 
 from baton import AsyncClient, Completion, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from engine import LLM
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [
     pytest.mark.nixl,

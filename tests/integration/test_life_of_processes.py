@@ -20,7 +20,8 @@ import pytest
 from baton import AsyncClient, Client, SamplingParams
 from baton.api.errors import NodeUnavailableError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from baton.processes.free_address import free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 SOME = SamplingParams(max_tokens=200, ignore_eos=True)
 

@@ -14,7 +14,8 @@ from prometheus_client.samples import Sample
 
 from baton import AsyncClient, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from baton.processes.free_address import free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 PROMPT, NUM_OUTPUTS, NUM_REQUESTS = [5, 6, 7] * 50, 20, 3

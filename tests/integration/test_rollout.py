@@ -24,9 +24,10 @@ from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
 from baton.processes.child_processes import PYTHON_MODULE
+from baton.processes.free_address import free_address
 from baton.serving.rpc import open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
-from tests.integration.conftest import DEMO_MODEL, free_address
+from tests.integration.conftest import DEMO_MODEL
 
 logger = logging.getLogger(__name__)
 # (Processes that import torch, one after the other, on a machine that may be busy.)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 import time
@@ -14,19 +13,12 @@ import grpc
 import pytest
 
 from baton.api.errors import ConfigError
+from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.config import RouterConfig
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 MODELS = (str(MODEL), str(MODEL.parent / "." / "demo_model") + "/")  # one model under two names
-
-
-def free_addresses(number: int) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
 @contextlib.contextmanager
@@ -53,7 +45,7 @@ def model_of(listen: str) -> str:
 
 @pytest.mark.timeout(90)
 def test_two_routers_share_the_public_port_and_keep_their_nodes_apart() -> None:
-    listen, first, second = free_addresses(3)
+    listen, first, second = (free_address() for _ in range(3))
     with router(MODELS[0], listen, first):
         assert model_of(listen) == MODELS[0]
         with router(MODELS[1], listen, second):

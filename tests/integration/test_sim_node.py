@@ -22,11 +22,12 @@ import loadtest.load.traces as traces
 from baton import AsyncClient, Client, Completion, SamplingParams
 from baton.api.errors import BatonError, NodeUnavailableError
 from baton.checkpoint.model_folder import read_limits
+from baton.processes.free_address import free_address
 from sim_node.cluster import SimCluster
 from sim_node.faults import FaultSpec
 from sim_node.options import SimOptions
 from sim_node.sim_model import output_tokens
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = pytest.mark.large
 

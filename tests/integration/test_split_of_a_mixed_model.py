@@ -10,8 +10,9 @@ import pytest
 
 from baton import AsyncClient, Completion, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from engine import LLM
-from tests.integration.conftest import READY_TIMEOUT_S, free_address
+from tests.integration.conftest import READY_TIMEOUT_S
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]

@@ -12,8 +12,9 @@ import pytest
 
 from baton import AsyncClient, Completion, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from loadtest.drills.audit import Auditor
-from tests.integration.conftest import READY_TIMEOUT_S, free_address
+from tests.integration.conftest import READY_TIMEOUT_S
 from tests.numerics.family_checkpoints import (
     Example,
     TinyCheckpoint,

@@ -9,7 +9,8 @@ import pytest
 
 from baton import AsyncClient, Completion, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from tests.integration.conftest import READY_TIMEOUT_S, free_address
+from baton.processes.free_address import free_address
+from tests.integration.conftest import READY_TIMEOUT_S
 from tests.numerics.family_checkpoints import LATENTS, make_tiny_checkpoint
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]

@@ -13,9 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import Client, SamplingParams
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.fakes.waiting import wait_until
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(200)]
 

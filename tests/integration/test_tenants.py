@@ -15,7 +15,8 @@ from baton import Client, Completion, SamplingParams
 from baton.access.api_keys import entry_text
 from baton.api.errors import InvalidRequestError, OverloadedError
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from baton.processes.free_address import free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = pytest.mark.large
 

@@ -25,10 +25,11 @@ from baton import AsyncClient, Client, SamplingParams
 from baton.access.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
 from baton.access.tls import TlsOptions, client_context, read_material
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from baton.wire import types as wire_types
 from tests.fakes.certificates import Authority, replace
-from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S, free_address
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 pytestmark = [pytest.mark.nixl, pytest.mark.large, pytest.mark.timeout(240)]
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -35,6 +34,7 @@ from baton.link.words import (
     RouterCommand,
 )
 from baton.node_program import run_node_program
+from baton.processes.free_address import free_address
 from baton.serving.rpc import bearer, open_channel
 from baton.telemetry.ledger import Ledger
 from baton.v1 import admin_pb2, admin_pb2_grpc
@@ -93,12 +93,6 @@ class EmptyNode:
         return Nothing()
 
     def close(self) -> None: ...
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @contextlib.asynccontextmanager

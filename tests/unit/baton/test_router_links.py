@@ -33,6 +33,7 @@ from baton.link.words import (
     ServingState,
     split_request_id,
 )
+from baton.processes.free_address import free_address
 from baton.serving.call_gate import CallGate
 from baton.v1 import node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
@@ -270,9 +271,7 @@ async def test_a_node_without_the_token_is_refused() -> None:
 @asynchronous
 async def test_one_router_that_answers_is_enough_and_none_is_an_error() -> None:
     router = Router()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        silent = f"127.0.0.1:{probe.getsockname()[1]}"
+    silent = free_address()
     with pytest.raises(NodeUnavailableError, match=r"tried for 0\.2 s"):
         await Scene(silent, join_timeout_s=0.2).links.run()
     scene = Scene(silent, router.address, join_timeout_s=1.0)

@@ -22,9 +22,6 @@ from loadtest.targets.openai_http import EventReader
 from tests.fakes.load_servers import NUM_CACHED, SERVERS, HttpScript, ScriptedServer, ServedCall
 from tests.fakes.load_targets import Answer, Script, even
 
-# A machine that stands still hands a client two frames at once.
-pytestmark = pytest.mark.flaky(reruns=1)
-
 NUM_REQUESTS = 40
 
 

@@ -1,0 +1,46 @@
+"""Loopback addresses for servers that are about to start here."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from random import SystemRandom
+
+from baton.api.errors import NodeUnavailableError
+
+# Below the ports that connections get, and sockets that ask for any (from 32768 on Linux): one of
+# those would be taken by chance before the server listens.
+_PORTS = range(10_000, 30_000)
+_NUM_CLAIMS = 64  # as many servers are between having an address and listening there, at most
+
+# Not `random`: tests seed it, each worker alike.
+_next_ports = deque(_PORTS)
+_next_ports.rotate(SystemRandom().randrange(len(_PORTS)))
+_claims: deque[socket.socket] = deque()
+
+
+def free_address() -> str:
+    """Find a loopback address that nobody listens on, and that nobody else is told here.
+
+    A process is told each port once. UDP sockets on the ports of the last ones say to other
+    processes that ask here which are spoken for; servers, which listen on TCP, do not meet them.
+
+    Raises:
+        NodeUnavailableError: all ports are taken.
+    """
+    for _ in _PORTS:
+        _next_ports.rotate(-1)
+        port = _next_ports[0]
+        claim = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            claim.bind(("127.0.0.1", port))
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        if len(_claims) > _NUM_CLAIMS:
+            _claims.popleft().close()
+        return f"127.0.0.1:{port}"
+    raise NodeUnavailableError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
