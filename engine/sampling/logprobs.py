@@ -30,10 +30,10 @@ def compute_logprobs(
         logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
         token_ids: that were sampled from them.
     """
+    if not sampling.wants_logprobs:
+        return {}
     num_top = sampling.parameters["num_logprobs"]
     rows = (num_top >= 0).nonzero()[0].tolist()
-    if not rows:
-        return {}
     found = _token_logprobs(logits[rows], [token_ids[row] for row in rows], num_top[rows].tolist())
     by_request: dict[str, tuple[TokenLogprobs, ...]] = {}
     for row, one in zip(rows, found, strict=True):

@@ -49,7 +49,7 @@ def sample(
     """
     parameters, keys = sampling.parameters, sampling.keys
     if not (logits.is_cuda and _HAS_TRITON):  # a kernel reads any type, the host this one
-        if not sampling.adjusted and not parameters["temperature"].any():
+        if sampling.is_greedy:
             return _as_list(_most_probable(logits, parameters, keys))
         logits = logits.float()
     if not sampling.adjusted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -69,9 +69,12 @@ class SamplingInput:
         request_ids: `[num_sampling]`; a request's tokens are neighbours.
         parameters: `[num_sampling]` of `PARAMETERS`.
         keys: `[num_sampling, 2]`, random words by seed and output position; all that chance is.
+            Where all is greedy they may be of another position: nobody reads them.
         adjusted: by row, those whose choice depends on more than the model's logits.
         draft_token_ids: `[num_sampling]`, what the step computes in the place of the sampled token;
             `UNKNOWN_TOKEN` where it computes nothing. Empty: there is no draft.
+        is_greedy: each token is the most probable one by the model's own logits.
+        wants_logprobs: of any row.
     """
 
     request_ids: tuple[str, ...]
@@ -79,6 +82,15 @@ class SamplingInput:
     keys: npt.NDArray[np.uint32]
     adjusted: dict[int, RequestSnapshot]
     draft_token_ids: tuple[int, ...] = ()
+    is_greedy: bool = field(init=False)
+    wants_logprobs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look through the parameters once: decode steps of the same requests share them."""
+        is_greedy = not self.adjusted and not self.parameters["temperature"].any()
+        wants_logprobs = bool((self.parameters["num_logprobs"] >= 0).any())
+        object.__setattr__(self, "is_greedy", is_greedy)
+        object.__setattr__(self, "wants_logprobs", wants_logprobs)
 
     def accept(self, token_ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Group what was sampled by request id, up to the first token that is not its draft.
@@ -101,4 +113,4 @@ class SamplingInput:
     @property
     def needs_host(self) -> bool:
         """Whether the sampling kernel alone cannot give all that is wanted."""
-        return bool(self.adjusted) or bool((self.parameters["num_logprobs"] >= 0).any())
+        return bool(self.adjusted) or self.wants_logprobs

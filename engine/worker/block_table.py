@@ -26,6 +26,9 @@ class BlockTable:
         group: whose blocks these are: every ``num_groups``-th from there on.
         num_groups: of the KV cache.
         sliding_window: of the group; None: full attention, and nothing slides out.
+
+    Attributes:
+        num_changes: since the start: while it stays, so does what `gather` gives.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class BlockTable:
         num_groups: int = 1,
         sliding_window: int | None = None,
     ) -> None:
+        self.num_changes = 0
         self._num_blocks = [0] * max_num_requests  # written, by row
         self._num_null = [0] * max_num_requests  # leading ones of these
         self._block_size = block_size
@@ -63,6 +67,7 @@ class BlockTable:
     def clear(self, row: int) -> None:
         """The row is another request's from now on, or its request has other blocks."""
         self._num_blocks[row] = self._num_null[row] = 0
+        self.num_changes += 1
 
     def extend(self, row: int, block_ids: Sequence[int]) -> None:
         """Write blocks behind those of the row.
@@ -73,6 +78,7 @@ class BlockTable:
         written, added = self._num_blocks[row], block_ids[self._group :: self._num_groups]
         self._rows[row, written : written + len(added)] = added
         self._num_blocks[row] = written + len(added)
+        self.num_changes += 1
 
     def slide(self, row: int, num_tokens: int) -> None:
         """Forget the blocks at which no token behind the first ``num_tokens`` looks."""
@@ -82,6 +88,7 @@ class BlockTable:
         if num_null < num_expired:
             self._rows[row, num_null:num_expired] = NULL_BLOCK
             self._num_null[row] = num_expired
+            self.num_changes += 1
 
     def slots(
         self,

@@ -64,6 +64,23 @@ class PreparedStep:
         return len(self.model.input_ids) > len(self.model.last_token_rows)
 
 
+@dataclass(slots=True)
+class _Decodes:
+    """A decode step that a set of buffers has, for the next one of the same requests there.
+
+    Attributes:
+        num_placed: requests that rows had been given to.
+        rows: of the step's requests: `[num_requests]`.
+        num_changes: of each block table.
+        step: the latest of them.
+    """
+
+    num_placed: int
+    rows: Ints
+    num_changes: list[int]
+    step: PreparedStep
+
+
 class _Buffer:
     """One host tensor, and the same memory as an array."""
 
@@ -94,6 +111,7 @@ class _Buffers:
         self.last_token_rows = _Buffer(max_num_tokens, torch.int64, pin)
         self.sampling_rows = _Buffer(max_num_tokens, torch.int64, pin)
         self.unknown = _Buffer(2 * max_rows, torch.int64, pin)
+        self.decodes: _Decodes | None = None  # where the latest step is one
         max_segments = max_num_tokens if state_groups else 0
         self.segment_start_loc = _Buffer(max_segments + 1, torch.int32, pin)
         self.request_start_loc = _Buffer(max_rows + 1, torch.int32, pin)
@@ -271,17 +289,20 @@ class InputBatch:
         self._random_words = WordTable(max_num_requests)
         self._rows: dict[int, NewRow] = {}
         self._request_ids = [""] * max_num_requests  # by row
+        self._num_placed = 0  # requests, since the start
         self._undrafted: frozenset[int] = frozenset()  # rows that nobody is to guess for
         # All known tokens of rows that look back at them, by row.
         self._known: dict[int, list[int]] = {}
 
     def fill(self, plan: StepPlan) -> PreparedStep:
         """Write a step into the buffers and give views of them on the device."""
-        return self._fill(self._read(plan))
+        self._read(plan)
+        return self._fill_again(plan) or self._fill(_Columns(plan, self._max_decode_rows))
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | StagedStep:
         """The same, or stage the step for a replay if that is possible."""
-        columns, inputs = self._read(plan), self._graph_inputs
+        self._read(plan)
+        columns, inputs = _Columns(plan, self._max_decode_rows), self._graph_inputs
         if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:
             return self._fill(columns)
         return inputs.stage(
@@ -369,6 +390,86 @@ class InputBatch:
             request.stop_token_ids,
         )
 
+    def _fill_again(self, plan: StepPlan) -> PreparedStep | None:
+        """Write a decode step over that of the same requests which the buffers have.
+
+        Most steps are such ones, and what does not change in them takes longer to make than the
+        rest. None: it is another step, or the device reads something else than the buffers.
+        """
+        buffers, token_ids = self._spare, plan.token_ids
+        kept = buffers.decodes
+        if kept is None or kept.num_placed != self._num_placed or len(token_ids) != len(kept.rows):
+            return None
+        shares = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE)
+        if len(shares) != len(token_ids) or min(token_ids) < 0:
+            return None
+        rows, starts, _, num_known = shares.T
+        if (rows != kept.rows).any() or (starts + 1 != num_known).any():
+            return None
+        self._spare, self._buffers = self._buffers, buffers
+        num, model = len(rows), kept.step.model
+        buffers.input_ids.array[:num] = token_ids
+        buffers.positions.array[:num] = starts
+        buffers.seq_lens.array[:num] = num_known
+        seq_lens = tuple(num_known.tolist())
+        kept.step = PreparedStep(
+            ModelInput(
+                model.input_ids,
+                model.positions,
+                model.last_token_rows,
+                tuple(
+                    self._attend_again(kept, index, starts, seq_lens)
+                    for index in range(len(self._block_tables))
+                ),
+            ),
+            self._sample_again(kept, num_known),
+            kept.step.prompt_rows,
+            kept.step.sampling_rows,
+            None,
+        )
+        return kept.step
+
+    def _attend_again(
+        self, kept: _Decodes, group: int, positions: Ints, seq_lens: tuple[int, ...]
+    ) -> AttentionMetadata:
+        buffers, block_table = self._buffers, self._block_tables[group]
+        before, num = kept.step.model.groups[group], len(positions)
+        assert isinstance(before, AttentionMetadata)
+        block_table.slots(kept.rows, positions, out=buffers.slot_mappings[group].array[:num])
+        max_seq_len, blocks = max(seq_lens), before.block_table
+        num_blocks = block_table.num_blocks(max_seq_len)
+        if block_table.num_changes != kept.num_changes[group] or num_blocks != blocks.shape[1]:
+            kept.num_changes[group] = block_table.num_changes
+            blocks = block_table.gather(kept.rows, num_blocks, buffers.block_tables[group].tensor)
+        return AttentionMetadata(
+            num_requests=num,
+            num_tokens=num,
+            query_start_loc=before.query_start_loc,
+            seq_lens=before.seq_lens,
+            block_table=blocks,
+            slot_mapping=before.slot_mapping,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            query_lens=before.query_lens,
+            seq_lens_host=seq_lens,
+        )
+
+    def _sample_again(self, kept: _Decodes, sampled_at: Ints) -> SamplingInput:
+        before = kept.step.sampling
+        if before.is_greedy:  # nothing in it is of one position
+            return before
+        parameters = before.parameters
+        places = sampled_at - parameters["num_prompt_tokens"]
+        return SamplingInput(
+            before.request_ids,
+            parameters,
+            self._random_words.take(kept.rows, parameters["seed"], places),
+            {
+                index: self._snapshot(int(kept.rows[index]), int(sampled_at[index]))
+                for index in before.adjusted
+            },
+        )
+
     def _fill(self, columns: _Columns) -> PreparedStep:
         self._spare, self._buffers = self._buffers, self._spare
         buffers = self._buffers
@@ -398,7 +499,7 @@ class InputBatch:
             last_token_rows=self._to_device(buffers.last_token_rows.tensor[: len(sampling)]),
             groups=self._groups(columns, token_rows, positions),
         )
-        return PreparedStep(
+        step = PreparedStep(
             model_input,
             self._sampling_input(columns),
             tuple(
@@ -408,6 +509,17 @@ class InputBatch:
             self._to_device(buffers.sampling_rows.tensor[: len(sampling)]),
             self._unknown(columns.token_ids, token_rows),
         )
+        self._keep(columns, step)
+        return step
+
+    def _keep(self, columns: _Columns, step: PreparedStep) -> None:
+        """Keep a step for `_fill_again`, if the next one in its buffers may be like it."""
+        is_simple = not (self._on_gpu or self._state_groups or step.prompt_rows)
+        if is_simple and columns.is_decode and columns.num_behind is None:
+            num_changes = [block_table.num_changes for block_table in self._block_tables]
+            self._buffers.decodes = _Decodes(self._num_placed, columns.rows, num_changes, step)
+        else:
+            self._buffers.decodes = None
 
     def _unknown(self, token_ids: Ints, token_rows: Ints) -> tuple[Tensor, Tensor] | None:
         places = (token_ids < 0).nonzero()[0]
@@ -501,17 +613,15 @@ class InputBatch:
         num_top = request.sampling_params.prompt_logprobs
         return PromptRows(request.request_id, first_row, first, tuple(token_ids), num_top or 0)
 
-    def _read(self, plan: StepPlan) -> _Columns:
+    def _read(self, plan: StepPlan) -> None:
         """Write what is new in rows."""
         for new in plan.new_rows:
             self._place(new)
         for added in plan.new_blocks:
             for block_table in self._block_tables:
                 block_table.extend(added.row, added.block_ids)
-        columns = _Columns(plan, self._max_decode_rows)
         if self._sliding_tables or self._known:
             self._note_computed(plan)
-        return columns
 
     def _note_computed(self, plan: StepPlan) -> None:
         """Add computed tokens to those that are known, and drop blocks that slid out."""
@@ -529,6 +639,7 @@ class InputBatch:
     def _place(self, new: NewRow) -> None:
         """Begin a row."""
         row = new.row
+        self._num_placed += 1
         self._rows[row], self._request_ids[row] = new, new.request_id
         if (row in self._undrafted) is new.is_drafted_for:
             self._undrafted ^= {row}

@@ -188,7 +188,8 @@ class ModelRunner:
         if not sampling.request_ids:
             launched = self._launched(sampling, None, prompt_logprobs, started_at)
             return self._drafted(launched, hidden_states, hooks)
-        logits = self._model.compute_logits(hidden_states[inputs.last_token_rows])
+        last = hidden_states[inputs.last_token_rows] if prepared.has_prompts else hidden_states
+        logits = self._model.compute_logits(last)
         if not self._ranks.leads:
             return self._launched(sampling, None, prompt_logprobs, started_at)
         if self._samples_on_device and not self._needs_host(sampling):

@@ -197,8 +197,8 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
         codes first = load_codes(here), second = load_codes(here + LANES * 4);
         codes high0 = number_of(type, high_half(first)), high1 = number_of(type, high_half(second));
         codes low0 = number_of(type, low_half(first)), low1 = number_of(type, low_half(second));
-        fetch_into(1, f.from + s * f.step);
-        if (f.step > 64) fetch_into(1, f.from + s * f.step + 64);
+        fetch_into(0, f.from + s * f.step);
+        if (f.step > 64) fetch_into(0, f.from + s * f.step + 64);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const char *numbers = x + r * numbers_bytes(bits) + s * (32 / bits);

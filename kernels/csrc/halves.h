@@ -187,8 +187,8 @@ INLINE void pairs_rows(int rows, int type, const char *w, const char *x, int64_t
     for (int64_t s = 0; s < num_steps; s++, x += x_step)
         for (int64_t j = 0; j < num_pairs; j++, w += PANEL * 2 * size_of(type), f.from += fetched) {
             vec_u32 first = load_halves_of_pairs(type, w, 0), second = load_halves_of_pairs(type, w, LANES);
-            fetch_into(1, f.from);
-            if (fetched > 64) fetch_into(1, f.from + 64);
+            fetch_into(0, f.from);
+            if (fetched > 64) fetch_into(0, f.from + 64);
             if (j < rows) __builtin_prefetch(x + (rows + j) * ROW_BYTES, 0, 3); /* of the next rows */
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {

@@ -424,6 +424,7 @@ static void unpack_row(const linear_call *c, int64_t id, char *to) {
     float scales[GROUPS], minima[GROUPS], row[BLOCK];
     int64_t panel = id / PANEL, column = id % PANEL;
     const uint8_t *w = (const uint8_t *)c->w + (panel * filled_depth(c) * bits / 32 * PANEL + column) * 4;
+    fetch_lines((const char *)w, PANEL * 4, ceil_div(c->depth * bits, 32));
     for (int64_t k = 0; k < c->depth; k += BLOCK) {
         int64_t count = min64(BLOCK, c->depth - k);
         code_slice slice = slice_of(c, panel, k / BLOCK, 1, 0, scales, minima);

@@ -356,6 +356,8 @@ int baton_unpack_rows(const unpack_call *c) {
         int64_t id = c->ids[row], column = id % PANEL;
         const void *panel = at(c->type, c->panels, id / PANEL * filled_to(c->type, c->depth) * PANEL);
         void *to = (void *)at(c->out_type, c->out, row * c->depth);
+        int64_t beside = c->type == BFLOAT16 ? 2 : 1; /* numbers of an output */
+        fetch_lines(at(c->type, panel, beside * column), beside * PANEL * size_of(c->type), c->depth / beside);
         if (c->type == FLOAT32) {
             for (int64_t k = 0; k < c->depth; k++)
                 ((float *)to)[k] = ((const float *)panel)[k * PANEL + column];

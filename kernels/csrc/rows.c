@@ -223,20 +223,21 @@ typedef struct {
     const void *x;
     int64_t *out; /* [num_rows] */
 } largest_call;
+#define MOST_PARTS 64 /* of a row */
 
-/* The place of a row's largest number, of equal ones the first. */
-INLINE int64_t largest_of_row(const largest_call *c, int64_t i) {
+/* The place of the largest number of a part of a row, of equal ones the first; `best`: that number. */
+INLINE int64_t largest_of(const largest_call *c, int64_t i, int64_t begin, int64_t end, float *best) {
     enum { CHUNK = 256 };
-    float best = -INFINITY;
-    int64_t found = 0;
-    for (int64_t first = 0; first < c->size; first += CHUNK) {
+    int64_t found = begin;
+    *best = -INFINITY;
+    for (int64_t first = begin; first < end; first += CHUNK) {
         float row[CHUNK], most = -INFINITY;
-        int64_t num = min64(CHUNK, c->size - first);
+        int64_t num = min64(CHUNK, end - first);
         read_row(c->type, at(c->type, c->x, i * c->size + first), row, num);
 #pragma omp simd reduction(max : most)
         for (int64_t j = 0; j < num; j++) most = row[j] > most ? row[j] : most;
-        if (most <= best) continue;
-        best = most;
+        if (most <= *best) continue;
+        *best = most;
         found = first;
         while (row[found - first] != most) found++;
     }
@@ -245,8 +246,26 @@ INLINE int64_t largest_of_row(const largest_call *c, int64_t i) {
 
 int baton_largest(const largest_call *c) {
     int team = threads_for(c->num_threads, c->num_rows * c->size);
+    /* Rows that are fewer than threads are shared by them. */
+    int64_t parts = min64(c->num_rows < team ? team : 1, MOST_PARTS), size = ceil_div(c->size, parts);
+    if (parts == 1) {
 #pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t i = 0; i < c->num_rows; i++) c->out[i] = largest_of_row(c, i);
+        for (int64_t i = 0; i < c->num_rows; i++) {
+            float best;
+            c->out[i] = largest_of(c, i, 0, c->size, &best);
+        }
+        return 0;
+    }
+    for (int64_t i = 0; i < c->num_rows; i++) {
+        int64_t found[MOST_PARTS], first = 0;
+        float best[MOST_PARTS];
+#pragma omp parallel for num_threads(team)
+        for (int64_t p = 0; p < parts; p++)
+            found[p] = largest_of(c, i, min64(c->size, p * size), min64(c->size, (p + 1) * size), &best[p]);
+        for (int64_t p = 1; p < parts; p++)
+            if (best[p] > best[first]) first = p;
+        c->out[i] = found[first];
+    }
     return 0;
 }
 

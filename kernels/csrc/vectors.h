@@ -579,4 +579,9 @@ INLINE vec soften(vec x, float cap) {
 /* Memory of this thread that is kept from call to call; `slot` tells uses apart. NULL: none. */
 void *baton_scratch(int slot, int64_t bytes);
 
+/* Asks for the lines of a column, `step` bytes apart: read one by one each would be waited for. */
+INLINE void fetch_lines(const char *from, int64_t step, int64_t num) {
+    for (int64_t i = 0; i < num; i++) __builtin_prefetch(from + i * step, 0, 3);
+}
+
 #endif
