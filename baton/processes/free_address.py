@@ -6,7 +6,7 @@ import socket
 from collections import deque
 from random import SystemRandom
 
-from baton.api.errors import NodeUnavailableError
+from baton.api.errors import BatonError
 
 # Below the ports that connections get, and sockets that ask for any (from 32768 on Linux): one of
 # those would be taken by chance before the server listens.
@@ -26,7 +26,7 @@ def free_address() -> str:
     processes that ask here which are spoken for; servers, which listen on TCP, do not meet them.
 
     Raises:
-        NodeUnavailableError: all ports are taken.
+        BatonError: all ports are taken.
     """
     for _ in _PORTS:
         _next_ports.rotate(-1)
@@ -43,4 +43,4 @@ def free_address() -> str:
         if len(_claims) > _NUM_CLAIMS:
             _claims.popleft().close()
         return f"127.0.0.1:{port}"
-    raise NodeUnavailableError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
+    raise BatonError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
