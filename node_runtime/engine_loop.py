@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from baton.link.round_watch import Rounds
@@ -21,12 +22,18 @@ class EngineLoop:
         on_death: called once, on the loop's thread, with what ``step`` raised. The engine is not
             stepped again: the process must end.
         name: of the thread.
+        when_idle: does a little that can wait; returns whether there is more of it now.
     """
 
     def __init__(
-        self, step: Callable[[], bool], on_death: Callable[[Exception], None], *, name: str
+        self,
+        step: Callable[[], bool],
+        on_death: Callable[[Exception], None],
+        *,
+        name: str,
+        when_idle: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._step = step
+        self._step, self._when_idle = step, when_idle
         self._on_death = on_death
         self._wake = threading.Event()
         self._stopping = False
@@ -61,7 +68,10 @@ class EngineLoop:
                 self._num_rounds += 1
                 if not busy:
                     self._in_round = False
-                    self._wake.wait(TICK_S)
+                    tick = time.monotonic() + TICK_S
+                    while not self._wake.is_set() and time.monotonic() < tick:
+                        if not self._when_idle():
+                            self._wake.wait(tick - time.monotonic())
         except Exception as error:  # the loop's top: nothing above could handle it
             logger.critical("the engine cannot continue", exc_info=error)
             self._on_death(error)

@@ -28,6 +28,7 @@ from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics
 from engine.core.metrics import EngineMetrics
 from engine.crash_dump import dump_crash
+from engine.worker.host.pages_ahead import PagesAhead
 from node_runtime.collector import NodeCollector
 from node_runtime.engine_loop import EngineLoop
 from node_runtime.kv_event_feed import KVEventFeed
@@ -110,7 +111,12 @@ class NodeThreads:
         self._hang_at, self._num_busy = hang_at, 0
         self._kv_events = KVEventFeed(loaded.engine.block_pool, emit)
         self._calls: deque[Callable[[], None]] = deque()
-        self._loop = EngineLoop(self._step, on_engine_death, name=ENGINE_THREAD)
+        pages, pool = PagesAhead(loaded.engine.kv_memory.tensor), loaded.engine.block_pool
+        self._loop = EngineLoop(
+            *(self._step, on_engine_death),
+            name=ENGINE_THREAD,
+            when_idle=lambda: pages.find(pool.num_made),
+        )
         loaded.engine.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()

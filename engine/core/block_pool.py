@@ -96,6 +96,11 @@ class BlockPool:
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
 
+    @property
+    def num_made(self) -> int:
+        """Blocks that anybody has had: those of the lowest ids."""
+        return len(self._blocks)
+
     # ------------------------------------------------------------------ references
 
     def allocate(self, num_blocks: int, *, extents: bool = False) -> list[int] | None:

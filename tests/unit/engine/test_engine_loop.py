@@ -123,3 +123,29 @@ def test_stopping_a_dead_loop_returns() -> None:
     wait_until(lambda: deaths)
     loop.stop()
     loop.stop()
+
+
+def test_what_can_wait_is_done_while_there_is_no_more_to_do() -> None:
+    steps, done = Steps(work=3), list[int]()
+
+    def when_idle() -> bool:
+        assert steps.work == 0
+        done.append(steps.count)
+        return len(done) < 4
+
+    loop = EngineLoop(steps, never, name="t", when_idle=when_idle)
+    loop.start()
+    wait_until(lambda: len(done) == 4)
+    loop.stop()
+    assert done == [done[0]] * 4  # and then it sleeps
+
+
+def test_a_wake_does_not_wait_for_what_can_wait() -> None:
+    steps = Steps()
+    loop = EngineLoop(steps, never, name="t", when_idle=lambda: True)
+    loop.start()
+    for _ in range(20):
+        before = steps.count
+        loop.wake()
+        wait_until(lambda before=before: steps.count > before)
+    loop.stop()

@@ -1,0 +1,75 @@
+"""Memory of KV blocks to come: as much as is asked for, and what was in it stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.worker.host import pages_ahead
+from engine.worker.host.pages_ahead import STEP_BYTES, PagesAhead
+from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
+from baton.kv_layers import PagedKV
+
+NUM_BLOCKS = 4096  # of 16 KiB
+
+
+@pytest.fixture
+def cache() -> Tensor:
+    spec = kv_cache_spec([PagedKV(4, 32)], 16, torch.float32)
+    if not PagesAhead(allocate_kv_cache(spec, 1, torch.device("cpu"))).find(0):
+        pytest.skip("a kernel without MADV_POPULATE_WRITE")
+    return allocate_kv_cache(spec, NUM_BLOCKS, torch.device("cpu"))
+
+
+def resident_bytes(tensor: Tensor) -> int:
+    """Memory that a tensor's pages have, as the kernel counts it."""
+    found = 0
+    with Path("/proc/self/pagemap").open("rb") as file:
+        file.seek(tensor.data_ptr() // 4096 * 8)
+        for page in memoryview(file.read(tensor.nbytes // 4096 * 8)).cast("Q"):
+            found += 4096 * (page >> 63)
+    return found
+
+
+def find_all(pages: PagesAhead, num_used: int) -> int:
+    """Find until there is no more to do; how often."""
+    count = 0
+    while pages.find(num_used):
+        count += 1
+    return count
+
+
+def test_so_much_ahead_of_what_is_used_has_memory(
+    cache: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 8 * STEP_BYTES)
+    cache[5] = 7.0
+    pages = PagesAhead(cache)
+    assert find_all(pages, 0) == 8
+    assert resident_bytes(cache) == 8 * STEP_BYTES
+    assert find_all(pages, 0) == 0
+    assert find_all(pages, 300) == 3  # 4.7 MB on
+    assert find_all(pages, 3000) == 9  # what was used meanwhile has memory, or needs none
+    assert (cache[5] == 7.0).all()
+    assert not cache[6:].any()
+
+
+def test_it_ends_with_the_cache(cache: Tensor) -> None:
+    pages = PagesAhead(cache)
+    assert find_all(pages, 0) == cache.nbytes // STEP_BYTES
+    assert resident_bytes(cache) == cache.nbytes
+    assert not pages.find(NUM_BLOCKS)
+
+
+def test_a_kernel_that_cannot_is_asked_once(
+    cache: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pages_ahead, "_POPULATE_WRITE", 12345)
+    pages = PagesAhead(cache)
+    with caplog.at_level("INFO"):
+        assert not pages.find(0)
+        assert not pages.find(0)
+    assert len(caplog.records) == 1
