@@ -351,9 +351,9 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
 
     Zeroed, so that what attention masks out is never a NaN. Allocated once and kept until the
     process ends: a peer may write into it. On a CPU the pages are the kernel's zero pages until
-    they are written, so that a large cache costs nothing before it is used; see
-    ``host/pages_ahead.py``. Huge pages are asked
-    for: attention jumps from block to block, and each jump is another page.
+    they are written, so that a large cache costs nothing before it is used (see
+    ``host/pages_ahead.py``). Huge pages are asked for: attention jumps from block to block, and
+    each jump is another page.
     """
     shape = (num_blocks, *spec.block_shape)
     if device.type != "cpu":
