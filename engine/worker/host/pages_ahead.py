@@ -12,9 +12,12 @@ import logging
 
 from torch import Tensor
 
+from engine.worker.host.host_memory import read_host_memory
+
 logger = logging.getLogger(__name__)
 
-AHEAD_BYTES = 2**29  # of blocks to come: no more is taken than is soon used
+AHEAD_BYTES = 2**29  # of blocks to come: no more is taken than is soon used,
+SHARE = 8  # nor than this part of what the machine has left
 STEP_BYTES = 2**21  # a huge page, a fraction of a millisecond
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14; Python's mmap does not name it
 
@@ -43,6 +46,8 @@ class PagesAhead:
         self._next = max(self._next, used // STEP_BYTES * STEP_BYTES)
         size = min(STEP_BYTES, self._num_bytes - self._next)
         if size <= 0 or self._next >= used + AHEAD_BYTES:
+            return False
+        if self._next - used >= read_host_memory().available // SHARE:
             return False
         if self._madvise(self._address + self._next, size, _POPULATE_WRITE):
             logger.info("no memory is found ahead: madvise fails with %d", ctypes.get_errno())

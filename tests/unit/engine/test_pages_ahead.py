@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.kv_layers import PagedKV
 from engine.worker.host import pages_ahead
+from engine.worker.host.host_memory import HostMemory
 from engine.worker.host.pages_ahead import STEP_BYTES, PagesAhead
 from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
-from baton.kv_layers import PagedKV
 
 NUM_BLOCKS = 4096  # of 16 KiB
 
@@ -55,6 +56,14 @@ def test_so_much_ahead_of_what_is_used_has_memory(
     assert find_all(pages, 3000) == 9  # what was used meanwhile has memory, or needs none
     assert (cache[5] == 7.0).all()
     assert not cache[6:].any()
+
+
+def test_it_leaves_most_of_what_the_machine_has_left(
+    cache: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = HostMemory(total=2**40, available=3 * pages_ahead.SHARE * STEP_BYTES)
+    monkeypatch.setattr(pages_ahead, "read_host_memory", lambda: left)
+    assert find_all(PagesAhead(cache), 0) == 3
 
 
 def test_it_ends_with_the_cache(cache: Tensor) -> None:

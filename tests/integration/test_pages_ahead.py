@@ -1,0 +1,38 @@
+"""Nodes that have nothing to do have memory for KV blocks that nobody has had yet."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from baton.kv_layers import PagedKV
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
+from engine.worker.host.pages_ahead import PagesAhead
+from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
+from tests.fakes.waiting import wait_until
+from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
+
+
+def largest_resident(pid: int) -> int:
+    """Bytes of memory that one mapping of a process has, the one with the most."""
+    return max(one.rss for one in psutil.Process(pid).memory_maps(grouped=False))
+
+
+def test_idle_nodes_find_memory_for_their_caches() -> None:
+    spec = kv_cache_spec([PagedKV(4, 32)], 16, torch.float32)
+    if not PagesAhead(allocate_kv_cache(spec, 1, torch.device("cpu"))).find(0):
+        pytest.skip("a kernel without MADV_POPULATE_WRITE")
+    config = LocalDeploymentConfig(
+        model=str(DEMO_MODEL),
+        listen=free_address(),
+        node_args=["--dtype", "float32", "--kv-cache-memory", "300M"],
+    )
+    with LocalDeployment(config) as running:
+        running.wait_ready(READY_TIMEOUT_S)
+        for name in ("p0", "d0"):
+            pid = running.child(name).process.pid
+            wait_until(lambda pid=pid: largest_resident(pid) > 250 * 2**20)  # type: ignore[misc]
