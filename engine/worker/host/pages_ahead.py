@@ -30,8 +30,7 @@ class PagesAhead:
     """
 
     def __init__(self, cache: Tensor) -> None:
-        self._address, self._num_bytes = cache.data_ptr(), cache.nbytes
-        self._block_bytes = cache[0].nbytes
+        self._cache, self._block_bytes = cache, cache[0].nbytes
         self._next = 0 if cache.is_cpu else cache.nbytes  # what is before it has memory
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -44,14 +43,14 @@ class PagesAhead:
         """
         used = num_used * self._block_bytes
         self._next = max(self._next, used // STEP_BYTES * STEP_BYTES)
-        size = min(STEP_BYTES, self._num_bytes - self._next)
+        size = min(STEP_BYTES, self._cache.nbytes - self._next)
         if size <= 0 or self._next >= used + AHEAD_BYTES:
             return False
         if self._next - used >= read_host_memory().available // SHARE:
             return False
-        if self._madvise(self._address + self._next, size, _POPULATE_WRITE):
+        if self._madvise(self._cache.data_ptr() + self._next, size, _POPULATE_WRITE):
             logger.info("no memory is found ahead: madvise fails with %d", ctypes.get_errno())
-            self._next = self._num_bytes
+            self._next = self._cache.nbytes
             return False
         self._next += size
         return True
