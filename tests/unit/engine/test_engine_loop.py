@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
 import pytest
 
@@ -145,7 +146,11 @@ def test_a_wake_does_not_wait_for_what_can_wait() -> None:
     loop = EngineLoop(steps, never, name="t", when_idle=lambda: True)
     loop.start()
     for _ in range(20):
-        before = steps.count
+        after = steps.count + 1
         loop.wake()
-        wait_until(lambda before=before: steps.count > before)
+        wait_until(partial(has_counted, steps, after))
     loop.stop()
+
+
+def has_counted(steps: Steps, count: int) -> bool:
+    return steps.count >= count
