@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 from collections import deque
 from random import SystemRandom
@@ -17,6 +18,12 @@ _NUM_CLAIMS = 64  # as many servers are between having an address and listening 
 _next_ports = deque(_PORTS)
 _next_ports.rotate(SystemRandom().randrange(len(_PORTS)))
 _claims: deque[socket.socket] = deque()
+
+
+@atexit.register
+def _close_claims() -> None:
+    while _claims:
+        _claims.popleft().close()
 
 
 def free_address() -> str:
