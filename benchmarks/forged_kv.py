@@ -155,10 +155,10 @@ class NixlAttacker(Attacker):
             self._tables[layers] = tables
         local, where = (np.array([number], dtype=np.int32) for number in (block_id % 4, block_id))
         handle = self._writer.post_write(
-            self._tables[layers][0], local, self._tables[layers][1], where
+            D, self._tables[layers][0], local, self._tables[layers][1], where
         )
         until = time.monotonic() + 5
-        while not self._writer.is_done(handle) and time.monotonic() < until:
+        while not self._writer.is_done(D, handle) and time.monotonic() < until:
             pass
 
 

@@ -50,13 +50,13 @@ def measure_push(device: str, report: Report) -> bool:
             blocks = np.arange(layout.num_blocks, dtype=np.int32)
             scattered = np.random.default_rng(0).permutation(blocks).astype(np.int32)
             for how, remote in (("in a row", blocks), ("scattered", scattered)):
-                seconds = [_push(agent, tables, blocks, remote) for _ in range(REPEAT)]
+                seconds = [_push(agent, peer, tables, blocks, remote) for _ in range(REPEAT)]
                 speed = kv_cache.nbytes / statistics.median(seconds[1:]) / 1e9
                 report[f"blocks of {block_size} tokens, {how}: GB/s"] = speed
                 report[f"blocks of {block_size} tokens, {how}: ms"] = min(seconds) * 1e3
             Path(folder, "expected").write_text(str(digest(kv_cache, scattered)))
             right = right and _read(Path(folder, "verdict")) == b"equal"
-            agent.remove_peer(peer, tables[1:])
+            agent.release_peer(peer, tables[1:])
             agent.close(tables[:1])
         report[f"blocks of {block_size} tokens: arrived"] = right
     return right
@@ -76,13 +76,14 @@ def digest(kv_cache: torch.Tensor, places: npt.NDArray[np.int32]) -> float:
 
 def _push(
     agent: NixlAgent,
+    peer: str,
     tables: tuple[object, object],
     local: npt.NDArray[np.int32],
     remote: npt.NDArray[np.int32],
 ) -> float:
     started = time.perf_counter()
-    handle = agent.post_write(tables[0], local, tables[1], remote)
-    while not agent.is_done(handle):
+    handle = agent.post_write(peer, tables[0], local, tables[1], remote)
+    while not agent.is_done(peer, handle):
         if time.perf_counter() - started > PATIENCE_S:
             raise TimeoutError(f"a write of {len(local)} blocks took more than {PATIENCE_S} s")
     return time.perf_counter() - started
@@ -129,7 +130,7 @@ def receive(device: str, block_size: int, tokens: int, folder: Path) -> None:
             found = digest(kv_cache, np.arange(len(kv_cache), dtype=np.int32))
             same = found == float(_read(expected))
             (folder / "verdict").write_text("equal" if same else f"differs: {found}")
-    agent.remove_peer(sender, ())
+    agent.release_peer(sender, ())
 
 
 if __name__ == "__main__":

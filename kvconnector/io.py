@@ -157,6 +157,7 @@ class IoLoop:
         refused = self._inbox.num_refused
         return ConnectorMetrics(
             pairs=Counter((peer.state.value, peer.path) for peer in self._peers),
+            connections=self._transport.num_connections,
             peer_failures=self._num_peer_failures,
             # Those of 0, too: the first one is an increase only if it was told that there was none.
             refused_messages={reason.value: refused.get(reason, 0) for reason in Refusal},

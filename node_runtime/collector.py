@@ -184,6 +184,11 @@ class NodeCollector(Collector):
             for (state, path), number in sorted(connector.pairs.items())
         ]
         yield self._family(GaugeMetricFamily, "pairs", "Peers of this node.", pairs)
+        yield self._gauge(
+            "kv_connections",
+            "Peers that a connection is held to, kept ones included.",
+            connector.connections,
+        )
         counter = self._counter
         yield counter("peer_failures", "Peers found silent.", connector.peer_failures)
         yield counter("kv_sent_bytes", "KV posted to peers.", connector.sent_bytes)

@@ -141,6 +141,10 @@ class SimTransport:
         self._link_free_at = 0.0
         network.add(engine_id, self)
 
+    @property
+    def num_connections(self) -> int:
+        return 0
+
     def connect(self, peer: PeerInfo) -> str:
         if peer.engine_id not in self._network:
             raise TransferError(f"{peer.engine_id} is gone")

@@ -38,6 +38,7 @@ class ConnectorMetrics:
 
     Attributes:
         pairs: peers by state and path of their bytes.
+        connections: peers that a connection is held to, kept ones that are disconnected included.
         peer_failures: times that a peer was found to be silent or out of reach.
         sent_bytes, sent_blocks: posted, what had to be sent again included; 0 on a decode node.
         descriptors: ranges that these were posted as.
@@ -48,6 +49,7 @@ class ConnectorMetrics:
 
     pairs: Mapping[tuple[str, str], int]
     peer_failures: int
+    connections: int = 0
     sent_bytes: int = 0
     sent_blocks: int = 0
     descriptors: int = 0

@@ -212,6 +212,10 @@ class RanksTransport:
         ranks = [other.rank for other in self._others]
         return dict(zip(ranks, found, strict=True))
 
+    @property
+    def num_connections(self) -> int:
+        return self._local.num_connections
+
     def connect(self, peer: PeerInfo) -> str:
         blob = peer.encode()
         paths: list[str] = self.call(

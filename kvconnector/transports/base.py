@@ -88,6 +88,10 @@ class KVTransport(Protocol):
     def scratch(self) -> SelfTestMemory:
         """Our memory for self-tests."""
 
+    @property
+    def num_connections(self) -> int:
+        """Count the peers that a connection is held to, kept ones that are disconnected included."""
+
     def connect(self, peer: PeerInfo) -> str:
         """Learn a peer; returns the name of the path that bytes will take. Raises TransferError."""
 

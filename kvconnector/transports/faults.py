@@ -224,6 +224,10 @@ class FaultyTransport:
     def scratch(self) -> SelfTestMemory:
         return self._transport.scratch
 
+    @property
+    def num_connections(self) -> int:
+        return self._transport.num_connections
+
     def connect(self, peer: PeerInfo) -> str:
         return self._transport.connect(peer)
 

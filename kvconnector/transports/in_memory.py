@@ -58,6 +58,10 @@ class InMemoryTransport:
         with self._lock:
             self._ends[self._name] = self
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._peers)
+
     def connect(self, peer: PeerInfo) -> str:
         self.peer_info.check_pair(peer)
         if peer.engine_id not in self._ends:

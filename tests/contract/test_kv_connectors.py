@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -318,6 +320,22 @@ def test_a_peer_that_was_disconnected_can_be_met_again(link: Link) -> None:
     link.assert_arrived({3: 4})
 
 
+def test_a_pair_that_parts_and_meets_again_opens_no_more_descriptors(link: Link) -> None:
+    full_exchange(link, "0", 3, 4)
+    num_open = count_descriptors()
+    for meeting in range(1, 6):
+        link.sender.disconnect(link.d)
+        link.receiver.disconnect(link.p)
+        link.receiver.connect(link.sender.peer_info)
+        link.sender.connect(link.receiver.peer_info)
+        link.wait("p", Kind.PEER_CONNECTED, count=meeting + 1)
+        link.wait("d", Kind.PEER_CONNECTED, count=meeting + 1)
+        full_exchange(link, str(meeting), 3, 4)
+        assert link.sender.metrics().connections == 1
+    # What is closed may be so a moment later; NIXL opened one more on each side at every meeting.
+    wait_until(lambda: count_descriptors() <= num_open, "descriptors to be closed")
+
+
 def test_a_peer_that_was_started_anew_works_at_once_though_the_old_one_has_transfers(
     link: Link, request: pytest.FixtureRequest
 ) -> None:
@@ -398,6 +416,11 @@ def test_a_peer_of_another_connector_is_refused(name: str) -> None:
     assert [event.kind for event in events] == [Kind.PEER_FAILED]
     assert events[0].reason
     assert deaths == []
+
+
+def count_descriptors() -> int:
+    """Count the descriptors that this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def token_of(event: TransferEvent) -> int:

@@ -215,6 +215,10 @@ class ScriptedTransport:
         )
         network.ends[engine_id] = self
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._peers)
+
     def connect(self, peer: PeerInfo) -> str:
         if peer.engine_id not in self._network.ends:
             raise TransferError(f"{peer.engine_id} does not answer")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +19,13 @@ import numpy.typing as npt
 
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
+
+
+# Peers that NIXL still knows though nobody writes to them. A peer whose process has ended costs some
+# kilobytes; a peer that lives and is dropped leaves one TCP connection behind, on both sides.
+MAX_RELEASED = 256
+# A kept connection may be dead without having failed, as behind a network that was cut for a while.
+ANSWER_TIMEOUT_S = 2.0
 
 
 def _import_nixl() -> Any:
@@ -35,6 +44,10 @@ def _import_nixl() -> Any:
 
 class NixlAgent:
     """One agent with its registered memory.
+
+    NIXL closes no connection of a peer that it is told to forget. A peer that is released is kept
+    instead, and found again by its name and metadata: a name is of one process start, so what was
+    learnt of that peer stays true. Nothing is written to a released peer, as its tables are gone.
 
     Args:
         name: unique to this process start; a name that was ever used damages its peers' tables.
@@ -64,6 +77,11 @@ class NixlAgent:
             )
             self._agent.register_memory(self._agent.get_reg_descs(regions, memory_kind))
             self._memory_kind = memory_kind
+            self._peers: dict[str, bytes] = {}  # what NIXL knows: each peer's metadata, by name
+            self._released: OrderedDict[str, None] = OrderedDict()  # of them, the oldest first
+            self._failed: set[str] = set()  # of them, those whose connection failed
+            # Of them, those that were taken up again and not heard of since then, and when.
+            self._resumed: dict[str, float] = {}
         except self._errors as error:
             raise ConfigError(f"kv_connector: NIXL cannot start: {error}") from error
 
@@ -72,23 +90,63 @@ class NixlAgent:
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
+    @property
+    def num_peers(self) -> int:
+        """Count the peers that NIXL knows, released ones included."""
+        return len(self._peers)
+
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Learn a peer.
+        """Learn a peer, or take up again a peer that was released.
 
         Args:
             name: that its metadata must be of; another peer's would replace that peer's, so what
                 says that it is of somebody else does not reach NIXL at all.
+
+        Raises:
+            TransferError: the metadata is of another peer, or NIXL refuses it.
         """
+        if self._peers.get(name) == metadata and name not in self._failed:
+            if name in self._released:
+                del self._released[name]
+                self._resumed[name] = time.monotonic()
+            return
         own = name.encode()
         head = b"nixlSerDes|Agent" + len(own).to_bytes(8, "little") + own + b"|"
         if not metadata.startswith(head):
             raise TransferError(f"the metadata of {name} is of somebody else, or damaged")
+        self._forget(name)
         try:
             claimed: str = self._agent.add_remote_agent(metadata).decode(errors="replace")
             if claimed != name:
                 raise TransferError(f"the metadata of {name} is of {claimed}")
         except self._errors as error:
             raise TransferError(f"NIXL cannot add the peer: {error}") from error
+        self._peers[name] = metadata
+
+    def release_peer(self, name: str, tables: Iterable[Any]) -> None:
+        """Release a peer's tables, and keep the peer until others have taken its place.
+
+        What was posted to the peer may still land. A peer whose connection failed is forgotten.
+        """
+        for table in tables:
+            self.release(table)
+        if name not in self._peers:
+            return
+        self._released[name] = None
+        self._released.move_to_end(name)
+        if name in self._failed:
+            self._forget(name)
+        while len(self._released) > MAX_RELEASED:
+            self._forget(next(iter(self._released)))
+
+    def _forget(self, name: str) -> None:
+        """Have NIXL forget a peer; harmless when unknown."""
+        self._released.pop(name, None)
+        self._resumed.pop(name, None)
+        self._failed.discard(name)
+        if self._peers.pop(name, None) is not None:
+            with contextlib.suppress(*self._errors):  # a dead peer may refuse; it is gone anyway
+                self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:
         """A table of ranges that writes are posted from or to, by index.
@@ -107,23 +165,20 @@ class NixlAgent:
         with contextlib.suppress(*self._errors):
             table.release()
 
-    def remove_peer(self, name: str, tables: Iterable[Any]) -> None:
-        """Forget a peer and its tables; what was posted to it may still land."""
-        try:
-            for table in tables:
-                table.release()
-            self._agent.remove_remote_agent(name)
-        except self._errors:  # a dead peer may refuse to be removed cleanly; it is gone anyway
-            return
-
     def post_write(
         self,
+        name: str,
         local_table: Any,
         local: npt.NDArray[np.int32],
         remote_table: Any,
         remote: npt.NDArray[np.int32],
     ) -> Any:
         """Post a one-sided write of ranges ``local[i]`` to ``remote[i]``; returns a handle.
+
+        Args:
+            name: of the peer that the remote table is of.
+
+        Raises TransferError.
 
         Neighbours in the order given that adjoin on both sides become one range. On one host this
         copies the bytes in the call (without the GIL).
@@ -134,15 +189,17 @@ class NixlAgent:
             )
             self._agent.transfer(handle)
         except self._errors as error:
+            self._failed.add(name)
             raise TransferError(f"NIXL write failed: {error}") from error
         return handle
 
-    def is_done(self, handle: Any) -> bool:
-        """Whether a posted write is complete at the peer; releases the handle when it is."""
+    def is_done(self, name: str, handle: Any) -> bool:
+        """Whether a write posted to a peer is complete there; releases the handle when it is."""
         try:
             if self._agent.check_xfer_state(handle) != "DONE":
                 return False
         except self._errors as error:
+            self._failed.add(name)
             with contextlib.suppress(*self._errors):
                 handle.release()
             raise TransferError(f"NIXL write failed: {error}") from error
@@ -150,10 +207,15 @@ class NixlAgent:
         return True
 
     def notify(self, name: str, payload: bytes) -> None:
-        """Send a short message to a peer."""
+        """Send a short message to a peer; raises TransferError."""
+        resumed_at = self._resumed.get(name)
+        if resumed_at is not None and time.monotonic() - resumed_at >= ANSWER_TIMEOUT_S:
+            self._failed.add(name)
+            raise TransferError(f"{name} does not answer over the connection that was kept")
         try:
             self._agent.send_notif(name, payload)
         except self._errors as error:
+            self._failed.add(name)
             raise TransferError(f"NIXL message failed: {error}") from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
@@ -165,6 +227,8 @@ class NixlAgent:
             by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except self._errors as error:
             raise TransferError(f"NIXL cannot read messages: {error}") from error
+        for name in self._resumed.keys() & by_name.keys():
+            del self._resumed[name]
         return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
 
     def close(self, tables: Iterable[Any]) -> None:

@@ -44,8 +44,13 @@ MAX_RANGES_OF_A_TABLE = 2**24
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Ranges of a rank's blocks that go together, prepared; so many of each block."""
+    """Ranges of a rank's blocks that go together, prepared; so many of each block.
 
+    Attributes:
+        name: of the agent whose memory the remote ranges are.
+    """
+
+    name: str
     local: Any
     remote: Any
     num_ranges: int
@@ -76,10 +81,11 @@ class _Peer:
 @dataclass(frozen=True, slots=True)
 class _NixlWrite:
     agent: NixlAgent
+    name: str
     handle: Any
 
     def is_done(self) -> bool:
-        return self.agent.is_done(self.handle)
+        return self.agent.is_done(self.name, self.handle)
 
 
 class NixlTransport:
@@ -128,6 +134,10 @@ class NixlTransport:
             scratch_bytes=self.scratch.memory.nbytes,
         )
 
+    @property
+    def num_connections(self) -> int:
+        return self._agent.num_peers
+
     def connect(self, peer: PeerInfo) -> str:
         self.peer_info.check_pair(peer)
         if peer.engine_id not in self._peers:
@@ -149,7 +159,7 @@ class NixlTransport:
                 tables = [t.remote for (r, *_), t in peer.tables.items() if r == rank]
                 if rank in peer.scratch_tables:
                     tables.append(peer.scratch_tables[rank].remote)
-                self._agent.remove_peer(peer.name_of(rank), tables)
+                self._agent.release_peer(peer.name_of(rank), tables)
             self._release_unused()
 
     def _release_unused(self) -> None:
@@ -228,9 +238,8 @@ class NixlTransport:
                 (ids[:, None] * np.int32(table.num_ranges) + within).ravel()
                 for ids in (local, remote)
             )
-        return _NixlWrite(
-            self._agent, self._agent.post_write(table.local, local, table.remote, remote)
-        )
+        handle = self._agent.post_write(table.name, table.local, local, table.remote, remote)
+        return _NixlWrite(self._agent, table.name, handle)
 
     def _prepare(self, peer: _Peer, rank: int, copies: Sequence[RankCopy]) -> _Table:
         """The tables of what one of a peer's ranks gets of our blocks."""
@@ -247,7 +256,8 @@ class NixlTransport:
         if own not in self._tables:
             self._tables[own] = self._agent.prepare("", self._layout.descriptors(own))
         there = theirs.descriptors(tuple((copy.target, copy.num_bytes) for copy in copies))
-        return _Table(self._tables[own], self._agent.prepare(peer.name_of(rank), there), len(own))
+        name = peer.name_of(rank)
+        return _Table(name, self._tables[own], self._agent.prepare(name, there), len(own))
 
     def _prepare_scratch(self, peer: _Peer, rank: int) -> _Table:
         self._learn(peer, rank)
@@ -258,8 +268,9 @@ class NixlTransport:
             self._scratch_tables[part] = self._agent.prepare("", own.descriptors(part))
         memory = peer.info.ranks[rank]
         theirs = scratch_layout(memory.scratch_address, own.block_bytes, memory.device_id)
-        remote = self._agent.prepare(peer.name_of(rank), theirs.descriptors(part))
-        return _Table(self._scratch_tables[part], remote, 1)
+        name = peer.name_of(rank)
+        remote = self._agent.prepare(name, theirs.descriptors(part))
+        return _Table(name, self._scratch_tables[part], remote, 1)
 
     def _learn(self, peer: _Peer, rank: int) -> None:
         """Have NIXL know one of a peer's ranks."""

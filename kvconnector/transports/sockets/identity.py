@@ -8,6 +8,7 @@ in the certificate is the one in the peer info.
 
 from __future__ import annotations
 
+import logging
 import ssl
 import tempfile
 from datetime import UTC, datetime, timedelta
@@ -21,6 +22,8 @@ from cryptography.x509.oid import NameOID
 
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.transports.base import CertificateFiles, Certificates
+
+logger = logging.getLogger(__name__)
 
 MAX_CERTIFICATE_BYTES = 4096  # ours have some 400
 MAX_FORGOTTEN = 64
@@ -104,7 +107,10 @@ class PinnedIdentity:
         self._num_forgotten += 1
         if self._num_forgotten > max(MAX_FORGOTTEN, len(self._known)):
             self._num_forgotten = 0
-            self._contexts = self._make_contexts()
+            try:
+                self._contexts = self._make_contexts()
+            except OSError as error:  # no descriptor, or no place for a temporary file
+                logger.warning("TLS contexts of peers that are gone are kept: %s", error)
 
     def _make_contexts(self) -> dict[bool, ssl.SSLContext]:
         contexts = {side: _context(is_server=side) for side in (False, True)}
@@ -126,7 +132,6 @@ class NamedIdentity:
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
-        self._contexts: dict[bool, tuple[Certificates, ssl.SSLContext]] = {}
         certificates = files.current()
         if not (certificates.chain and certificates.ca):
             raise ConfigError("kv_connector: tls needs tls_cert, tls_key and tls_ca, or none")
@@ -140,16 +145,18 @@ class NamedIdentity:
         if not found:
             raise ConfigError("tls_cert: must name the node, by a URI or a DNS name")
         self.own = found[0].encode()
+        self._certificates = certificates
+        self._contexts = _signed_contexts(certificates)  # now: later no descriptor may be left
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         current = self._files.current()
-        made = self._contexts.get(is_server)
-        if made is None or made[0] is not current:
-            context = _context(is_server=is_server)
-            _load_pair(context, current.chain, current.key)
-            context.load_verify_locations(cadata=current.ca.decode("ascii"))
-            made = self._contexts[is_server] = (current, context)
-        return made[1]
+        if current is not self._certificates:
+            self._certificates = current
+            try:
+                self._contexts = _signed_contexts(current)
+            except OSError as error:
+                logger.error("new certificates cannot be used, the old ones stay: %s", error)
+        return self._contexts[is_server]
 
     def learn(self, identity: bytes) -> None:
         if not (identity and identity.isascii()):
@@ -169,6 +176,15 @@ class NamedIdentity:
                 if name[0] == kind:
                     return str(name[1]).encode()
         return b""
+
+
+def _signed_contexts(certificates: Certificates) -> dict[bool, ssl.SSLContext]:
+    """Make the contexts of a server and of a client; raises OSError."""
+    contexts = {side: _context(is_server=side) for side in (False, True)}
+    for context in contexts.values():
+        _load_pair(context, certificates.chain, certificates.key)
+        context.load_verify_locations(cadata=certificates.ca.decode("ascii"))
+    return contexts
 
 
 def _context(*, is_server: bool) -> ssl.SSLContext:

@@ -196,7 +196,11 @@ class Outgoing:
         self._dialled_at = self._clock()
         if not self._last_failure:
             self._failing_since = self._dialled_at
-        raw = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            raw = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # no descriptor is left: this peer waits, others go on
+            self._retry(str(error.strerror).lower())
+            return
         raw.setblocking(False)
         code = raw.connect_ex(self._at)
         if code not in (0, errno.EINPROGRESS):

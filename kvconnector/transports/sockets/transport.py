@@ -97,6 +97,10 @@ class TlsTransport:
 
     # ------------------------------------------------------------------ peers
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._outgoing)
+
     def connect(self, peer: PeerInfo) -> str:
         self.peer_info.check_pair(peer)
         if len(peer.ranks) > 1:
