@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from baton.access.access import Access
@@ -68,6 +69,7 @@ class MetricsPage:
         self._tls = None if tls is None else ServerContext.of(tls, require_client_certs=False)
         self._registry = CollectorRegistry()
         self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
         self._scraping = asyncio.Lock()
         self._runner = web.ServerRunner(
             web.Server(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from baton.api.errors import BatonError, status_name
@@ -115,6 +116,7 @@ class RouterMetrics:
         suspects: Suspects | None = None,
     ) -> None:
         registry = self._registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
         self._admission = admission
         self._requests = Counter(
             f"{_PREFIX}_requests",

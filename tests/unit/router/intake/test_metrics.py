@@ -53,9 +53,10 @@ def test_every_metric_is_described_in_the_document() -> None:
     metrics = RouterMetrics(pool, admission, Overload(), Suspects(pool.lost_nodes))
     metrics.show_connections(ConnectionCounts())
     text = metrics.text().decode()
-    exported = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    exported = set(re.findall(r"^# TYPE (baton_\S+)", text, re.MULTILINE))
     documented = set(re.findall(r"^\| `(baton_\w+)` \|", DOCUMENT.read_text(), re.MULTILINE))
     assert {name for name in exported if not name.endswith("_created")} == documented
+    assert "# TYPE process_open_fds gauge" in text
 
 
 def test_a_finished_request_is_counted_with_its_tokens_and_times() -> None:
