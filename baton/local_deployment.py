@@ -441,7 +441,11 @@ def _options_of(tls: TlsOptions) -> list[str]:
 
 
 def _last_words(child: Child, code: int) -> str:
-    lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    """Return why a process ended, as its log says; its exit code where the log says nothing."""
+    try:
+        lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:  # no descriptor is left, or somebody has removed the log
+        return f"exit code {code}; its log cannot be read: {error.strerror}"
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if errors:
         return errors[-1]

@@ -7,6 +7,7 @@ here are only queues to and from it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -34,7 +35,7 @@ from baton.link.words import (
     RouterCommand,
 )
 from baton.node_admin import NodeAdmin
-from baton.processes.process import print_error, stop_event
+from baton.processes.process import END_AFTER_DEATH_S, end_dead, end_within, stop_event
 from baton.serving.call_gate import CallGate
 from baton.serving.rpc import RpcServer
 from baton.telemetry.ledger import Ledger
@@ -133,10 +134,12 @@ async def run_node_program(
         loop.call_soon_threadsafe(_emit_to, links, event)
 
     def on_death(error: Exception) -> None:
+        end_within(END_AFTER_DEATH_S)  # whatever hangs or fails from here on
         death.append(error)
-        loop.call_soon_threadsafe(stopping.set)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
+            loop.call_soon_threadsafe(stopping.set)
 
-    node = await _make_or_stop(lambda: make_node(emit, on_death), stopping)
+    node = await _make_or_stop(lambda: make_node(emit, on_death), stopping, death)
     # Health, and reflection: what operators ask of the node comes over its links.
     server = RpcServer(
         [],
@@ -173,13 +176,17 @@ async def run_node_program(
         )
         await _run_until(ends, links[0], node, serving, engine_timeout_s)
         if death:
-            raise EngineDeadError(f"the engine cannot continue: {death[0]}")
+            raise _died_of(death[0])
     finally:
         if page is not None:
             await page.close()
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
         await asyncio.to_thread(access.audit.close)
+
+
+def _died_of(error: Exception) -> EngineDeadError:
+    return EngineDeadError(f"the engine cannot continue: {error}")
 
 
 def _read_again(access: Access) -> None:
@@ -237,12 +244,16 @@ def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
     )
 
 
-async def _make_or_stop(make: Callable[[], NodeProgram], stopping: asyncio.Event) -> NodeProgram:
-    """Load the node; a stop signal meanwhile ends the process: loading cannot be interrupted."""
+async def _make_or_stop(
+    make: Callable[[], NodeProgram], stopping: asyncio.Event, death: Sequence[Exception]
+) -> NodeProgram:
+    """Load the node. A stop signal or a death meanwhile ends the process: loading goes on else."""
     making = asyncio.ensure_future(asyncio.to_thread(make))
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait([making, stop], return_when=asyncio.FIRST_COMPLETED)
     if not making.done():
+        if death:
+            end_dead(_died_of(death[0]))
         logger.info("stopped while loading")
         close_logging()
         os._exit(0)
@@ -287,14 +298,14 @@ class _Serving:
 
 def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
     """End a process that a thread of it keeps from ending well: leave what tells why."""
+    end_within(END_AFTER_DEATH_S)  # the dump may hang, too
     error = EngineDeadError(
         f"the {watch.stalled_thread} thread has been in one round for {watch.stalled_s:g} s"
     )
-    faulthandler.dump_traceback(all_threads=True)
+    with contextlib.suppress(RuntimeError, OSError, ValueError):  # standard error may be closed
+        faulthandler.dump_traceback(all_threads=True)
     node.dump(error)
-    close_logging()
-    print_error(error)
-    os._exit(1)
+    end_dead(error)
 
 
 async def _run_until(

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from baton.api.errors import TransferError
+from baton.api.errors import EngineDeadError, TransferError
 from baton.link.round_watch import Rounds
 from baton.telemetry.node_metrics import ConnectorMetrics
 from kvconnector.base import NO_TRANSFER, TransferEvent, TransferEventKind, TransferKey
@@ -182,9 +182,9 @@ class IoLoop:
     def _run(self) -> None:
         try:
             self._loop()
-        except Exception as error:  # the loop's top: without this thread nothing would end
+        except BaseException as error:  # the loop's top: without this thread nothing would end
+            self._on_death(error if isinstance(error, Exception) else EngineDeadError(repr(error)))
             logger.critical("the KV I/O thread cannot continue", exc_info=error)
-            self._on_death(error)
         finally:
             self._transport.close()
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from baton.api.errors import EngineDeadError
 from baton.link.round_watch import Rounds
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,9 @@ class EngineLoop:
         on_death: called once, on the loop's thread, with what ``step`` raised. The engine is not
             stepped again: the process must end.
         name: of the thread.
-        when_idle: does a little that can wait; returns whether there is more of it now.
+        when_idle: does a little that can wait; returns whether there is more of it now. It is not
+            called again once it has failed.
+        after_death: called behind ``on_death``, with the same; may hang.
     """
 
     def __init__(
@@ -32,9 +35,10 @@ class EngineLoop:
         *,
         name: str,
         when_idle: Callable[[], bool] = lambda: False,
+        after_death: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._step, self._when_idle = step, when_idle
-        self._on_death = on_death
+        self._on_death, self._after_death = on_death, after_death
         self._wake = threading.Event()
         self._stopping = False
         self._num_rounds = 0
@@ -70,8 +74,19 @@ class EngineLoop:
                     self._in_round = False
                     tick = time.monotonic() + TICK_S
                     while not self._wake.is_set() and time.monotonic() < tick:
-                        if not self._when_idle():
+                        if not self._do_idle_work():
                             self._wake.wait(tick - time.monotonic())
-        except Exception as error:  # the loop's top: nothing above could handle it
+        except BaseException as error:  # the loop's top (a panic in Rust is no `Exception`)
+            death = error if isinstance(error, Exception) else EngineDeadError(repr(error))
+            self._on_death(death)  # first: without memory, descriptors or a disk the rest fails
             logger.critical("the engine cannot continue", exc_info=error)
-            self._on_death(error)
+            self._after_death(death)
+
+    def _do_idle_work(self) -> bool:
+        """Do a little that can wait; what fails there ends itself and not the engine."""
+        try:
+            return self._when_idle()
+        except Exception:
+            logger.exception("work of an idle engine has failed and is given up")
+            self._when_idle = lambda: False
+            return False

@@ -99,10 +99,6 @@ class NodeThreads:
         vllm_model: str = "",
         hang_at: int = 0,
     ) -> None:
-        def on_engine_death(error: Exception) -> None:
-            dump_crash(loaded.engine, error)
-            on_death(error)
-
         self._name = name
         self._role = role
         self._loaded = loaded
@@ -113,9 +109,10 @@ class NodeThreads:
         self._calls: deque[Callable[[], None]] = deque()
         pages, pool = PagesAhead(loaded.engine.kv_memory.tensor), loaded.engine.block_pool
         self._loop = EngineLoop(
-            *(self._step, on_engine_death),
+            *(self._step, on_death),
             name=ENGINE_THREAD,
             when_idle=lambda: pages.find(pool.num_made),
+            after_death=self.dump,
         )
         loaded.engine.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
@@ -154,6 +151,7 @@ class NodeThreads:
         return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
 
     def dump(self, error: Exception) -> None:
+        """Write down what state the engine is in; never raises, and may hang on a dead disk."""
         dump_crash(self._loaded.engine, error)
 
     def collector(self) -> NodeCollector:

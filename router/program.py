@@ -294,8 +294,11 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
     async def count() -> None:
         while True:
             await asyncio.sleep(BEAT_INTERVAL_S)
-            pool.count_missed_beats()
-            scaling.tick()
+            try:
+                pool.count_missed_beats()
+                scaling.tick()
+            except Exception:  # the loop's top: without it no silent node would ever be noticed
+                logger.exception("missed beats could not be counted")
 
     async with _in_background(count()):
         yield
@@ -303,12 +306,19 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
 
 @contextlib.asynccontextmanager
 async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run something until the context ends."""
+    """Run something until the context ends; should it fail, that is said, and the rest goes on."""
     task = asyncio.create_task(work)
+    task.add_done_callback(_tell_failure)
     try:
         yield
     finally:
         task.cancel()
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    """Log what ended a background task, unless it was cancelled."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s has failed and is given up", task.get_coro(), exc_info=error)
 
 
 def _make_servers(parts: _Parts) -> dict[str, RpcServer]:

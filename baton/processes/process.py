@@ -10,14 +10,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from baton.api.errors import EngineDeadError
 from baton.processes.child_processes import PARENT_PIPE_VARIABLE
 from baton.telemetry.log_options import LogOptions
 
 if TYPE_CHECKING:
     import asyncio
 
+# A dead engine's process has so long to say why it died, write its dump and close what it has open.
+END_AFTER_DEATH_S = 3.0
 _PARENT_GRACE_S = 5.0
 _MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
 
@@ -36,10 +39,11 @@ def run_program(
     from baton.telemetry.logs import close_logging, set_up_logging
 
     watch_parent()
+    _accept_alarm()
     try:
         set_up_logging(log.log_level, log.log_format, log.log_modules)
         raise_descriptor_limit()
-        uvloop.run(main())
+        uvloop.run(_end_if_dead(main()))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -48,6 +52,47 @@ def run_program(
         # others wait for its memory and cores. Nothing here has to be found to be given back.
         gc.freeze()
     return 0
+
+
+async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
+    """Run a program's main coroutine, and end the process at once when its engine is dead.
+
+    A dead engine may leave threads that never end. The event loop and the interpreter wait for
+    threads when they end, and start one to do so.
+    """
+    try:
+        await main
+    except EngineDeadError as error:
+        end_dead(error)
+
+
+def end_dead(error: EngineDeadError) -> NoReturn:
+    """Say why this process ends, and end it without waiting for its threads."""
+    from baton.telemetry.logs import close_logging
+
+    end_within(END_AFTER_DEATH_S)
+    print_error(error)
+    close_logging()
+    os._exit(1)
+
+
+def end_within(timeout_s: float) -> None:
+    """Have the kernel end this process if it still runs then; safe from any thread.
+
+    Needs no thread, descriptor, memory or interpreter: SIGALRM ends a process wherever it hangs,
+    unless in a call to the kernel that no signal interrupts. A later call can only shorten the
+    time.
+    """
+    left_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    if not left_s or timeout_s < left_s:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+
+
+def _accept_alarm() -> None:
+    """Let SIGALRM end this process, though its parent may have told it not to."""
+    if signal.getsignal(signal.SIGALRM) is signal.SIG_IGN:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
 
 
 def raise_descriptor_limit() -> None:

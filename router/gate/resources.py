@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,14 @@ def _limit_in(file: Path) -> int:
     return int(text) if text.isdecimal() else _UNLIMITED
 
 
+def _share_of_descriptors(may_open: int) -> float:
+    """Return the share of the descriptors that are open; 1 where none is left to count them."""
+    try:
+        return num_descriptors() / may_open
+    except OSError:
+        return 1.0
+
+
 async def watch_resources(
     overload: Overload, connections_in_use: Callable[[], float], memory_limit: int = 0
 ) -> None:
@@ -68,6 +77,6 @@ async def watch_resources(
         for _ in range(_LOOKS_BETWEEN):
             await lag.look()
             overload.note({"loop_lag": lag.lag_s, "connections": connections_in_use()})
-        overload.note(
-            {"descriptors": num_descriptors() / may_open, "memory": resident_bytes() / may_use}
-        )
+        overload.note({"descriptors": _share_of_descriptors(may_open)})
+        with contextlib.suppress(OSError):  # no descriptor is left to read it with
+            overload.note({"memory": resident_bytes() / may_use})

@@ -51,6 +51,7 @@ class LentCores:
         self._busy = _open(folder / f"{own}{_BUSY}")
         self._is_busy = False
         self._may_borrow = True
+        self._has_failed = False
         self._others: dict[str, _Share] = {}
         self._borrowed: list[_Share] = []
 
@@ -107,7 +108,14 @@ class LentCores:
         torch.set_num_threads(self._num_own_threads + len(lent))
 
     def _find_others(self) -> None:
-        for path in self._folder.glob(f"*{_BUSY}"):
+        try:
+            paths = list(self._folder.glob(f"*{_BUSY}"))
+        except OSError as error:  # no descriptor is left, or the folder is gone
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("cannot look for nodes that lend cores (told once): %s", error)
+            return
+        for path in paths:
             name = path.stem
             if name == self._name or name in self._others:
                 continue
@@ -126,7 +134,12 @@ class _Share:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.cores = parse_cpu_list(name)
-        self._busy, self._lent = _open(folder / f"{name}{_BUSY}"), _open(folder / f"{name}{_LENT}")
+        self._busy = _open(folder / f"{name}{_BUSY}")
+        try:
+            self._lent = _open(folder / f"{name}{_LENT}")
+        except OSError:
+            os.close(self._busy)
+            raise
 
     def is_busy(self) -> bool:
         """Whether the one whose cores these are computes."""
@@ -172,9 +185,9 @@ def _open(path: Path) -> int:
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock it unless somebody else has; whether that worked."""
+    """Lock it unless somebody else has; whether that worked. Without a lock nobody lends."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # somebody has the lock, or the kernel has no memory for another
         return False
     return True

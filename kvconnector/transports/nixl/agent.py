@@ -20,9 +20,8 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 
-
-# Peers that NIXL still knows though nobody writes to them. A peer whose process has ended costs some
-# kilobytes; a peer that lives and is dropped leaves one TCP connection behind, on both sides.
+# Peers that NIXL still knows though nobody writes to them. A peer whose process has ended costs
+# some kilobytes; a peer that lives and is dropped leaves a TCP connection behind, on both sides.
 MAX_RELEASED = 256
 # A kept connection may be dead without having failed, as behind a network that was cut for a while.
 ANSWER_TIMEOUT_S = 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,29 @@ def test_a_dump_that_cannot_be_written_raises_nothing(
     monkeypatch.setattr(crash_dump, "MAX_BYTES", 10)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     assert dump_crash(llm.engine, RuntimeError("too long")) is None
+
+
+def test_a_dump_raises_nothing_where_there_is_no_temporary_folder(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    assert dump_crash(llm.engine, RuntimeError("again")) is None
+    assert "cannot write a crash dump" in caplog.text
+
+
+def test_a_dump_of_an_engine_that_changes_meanwhile_raises_nothing(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> dict[str, object]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(crash_dump, "describe", fail)
+    assert dump_crash(llm.engine, RuntimeError("again")) is None
 
 
 def raised(secret: str) -> RuntimeError:

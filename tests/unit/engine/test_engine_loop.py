@@ -115,6 +115,67 @@ def test_a_step_that_raises_ends_the_loop_and_is_reported_exactly_once(
     assert "cannot continue" in caplog.text
 
 
+def test_a_death_is_reported_before_anything_that_may_hang(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps, order, is_hanging = Steps(), list[str](), threading.Event()
+    steps.error = OSError(24, "Too many open files")
+
+    def after_death(error: Exception) -> None:
+        assert error is steps.error
+        order.append("dump")
+        is_hanging.wait(TIMEOUT_S)
+
+    def on_death(error: Exception) -> None:
+        assert not caplog.records
+        order.append("death")
+
+    loop = EngineLoop(steps, on_death, name="t", after_death=after_death)
+    loop.start()
+    wait_until(lambda: len(order) == 2)
+    assert order == ["death", "dump"]
+    is_hanging.set()
+    loop.stop()
+
+
+class Panic(BaseException):
+    """What a library in Rust raises when it panics."""
+
+
+def test_a_panic_is_a_death_too() -> None:
+    deaths: list[Exception] = []
+
+    def step() -> bool:
+        raise Panic("index out of bounds")
+
+    loop = EngineLoop(step, deaths.append, name="t")
+    loop.start()
+    wait_until(lambda: deaths)
+    loop.stop()
+    assert str(deaths[0]) == "Panic('index out of bounds')"
+
+
+def test_work_that_can_wait_ends_itself_when_it_fails_and_not_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps, calls = Steps(), list[int]()
+
+    def when_idle() -> bool:
+        calls.append(steps.count)
+        raise OSError(24, "Too many open files")
+
+    loop = EngineLoop(steps, never, name="t", when_idle=when_idle)
+    loop.start()
+    wait_until(lambda: calls)
+    for _ in range(3):
+        after = steps.count + 1
+        loop.wake()
+        wait_until(partial(has_counted, steps, after))
+    loop.stop()
+    assert len(calls) == 1
+    assert "is given up" in caplog.text
+
+
 def test_stopping_a_dead_loop_returns() -> None:
     steps = Steps()
     deaths: list[Exception] = []

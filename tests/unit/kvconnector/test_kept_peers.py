@@ -1,4 +1,4 @@
-"""NIXL's peers: kept when they go, as NIXL closes no connection, and let go when that is useless."""
+"""NIXL's peers are kept when they go, as NIXL closes no connection, and replaced if that fails."""
 
 from __future__ import annotations
 
