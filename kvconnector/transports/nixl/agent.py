@@ -175,7 +175,7 @@ class NixlAgent:
         """Post a one-sided write of ranges ``local[i]`` to ``remote[i]``; returns a handle.
 
         Args:
-            name: of the peer that the remote table is of.
+            name: peer whose memory the remote table covers.
 
         Raises TransferError.
 

@@ -47,7 +47,7 @@ class _Table:
     """Ranges of a rank's blocks that go together, prepared; so many of each block.
 
     Attributes:
-        name: of the agent whose memory the remote ranges are.
+        name: agent whose memory holds the remote ranges.
     """
 
     name: str
