@@ -1,0 +1,226 @@
+"""What processes keep open and in memory over many faults; exit 1 if something keeps growing.
+
+A router, two prefill and two decode nodes with NIXL on this machine, the demo model, streams with
+known answers. Two runs: standstills of p0 and d0 in turns, and a soak with a fault at regular
+intervals: p1 and d1 are killed and started again, p0 and d0 stand still. The router, p0 and d0 live
+through all of it; their descriptors, threads and memory are compared before and after, at rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
+from chaos_load import BROKEN, Load, make_cases
+from chaos_site import Site, wait_until_free
+from environment import record_environment, write_results
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
+NODE_ARGS = ["--dtype", "float32", "--num-blocks", "600", "--max-num-requests", "32"]
+SURVIVORS = ("router", "p0", "d0")
+STANDSTILL_S = 3.0
+NUM_WARM_UP = 2  # standstills before the first look: what each process opens once
+CONCURRENCY = 6
+REST_S = 3.0
+SAMPLE_S = 5.0
+MAX_GROWTH = {"descriptors": 0, "threads": 0}
+MAX_GROWTH_MIB = 32.0
+READY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process has at a moment."""
+
+    descriptors: int
+    threads: int
+    resident_mib: float
+
+    @classmethod
+    def of(cls, pid: int) -> Usage:
+        """Read it of a process that lives."""
+        folder = Path(f"/proc/{pid}")
+        resident = int((folder / "statm").read_text().split()[1]) * 4096
+        return cls(
+            len(list((folder / "fd").iterdir())),
+            len(list((folder / "task").iterdir())),
+            round(resident / 2**20, 1),
+        )
+
+
+def look(site: Site) -> dict[str, Usage]:
+    """Read what the survivors have."""
+    return {name: Usage.of(site.deployment.child(name).process.pid) for name in SURVIVORS}
+
+
+async def look_at_rest(site: Site) -> dict[str, Usage]:
+    """Wait until nothing is in progress, and read what the survivors have."""
+    await site.repair()
+    await wait_until_free(site)
+    await asyncio.sleep(REST_S)
+    return look(site)
+
+
+async def stand_still(site: Site, name: str) -> None:
+    """Stop a node for longer than its router and its peers wait."""
+    process = site.deployment.child(name).process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(STANDSTILL_S)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    await site.wait_ready()
+
+
+async def stand_still_often(site: Site, number: int) -> list[str]:
+    """Have p0 and d0 stand still in turns."""
+    for index in range(number):
+        await stand_still(site, SURVIVORS[1 + index % 2])
+    return ["stands still"] * number
+
+
+async def soak(site: Site, minutes: float, every_s: float) -> list[str]:
+    """Let a fault happen at regular intervals; returns what was done."""
+    begun_at, done = time.monotonic(), list[str]()
+    while (due := (len(done) + 1) * every_s) < minutes * 60:
+        await asyncio.sleep(max(0.0, begun_at + due - time.monotonic()))
+        name = ("p1", "d0", "d1", "p0")[len(done) % 4]
+        if name in SURVIVORS:
+            await stand_still(site, name)
+            done.append("stands still")
+        else:
+            site.deployment.child(name).process.kill()
+            await site.restart(name)
+            await site.wait_ready()
+            done.append("killed")
+    await asyncio.sleep(max(0.0, begun_at + minutes * 60 - time.monotonic()))
+    return done
+
+
+async def sample(site: Site, samples: list[dict[str, Usage]]) -> None:
+    """Look now and then, until it is cancelled."""
+    while True:
+        await asyncio.sleep(SAMPLE_S)
+        samples.append(look(site))
+
+
+async def measure(
+    site: Site, what: str, arguments: argparse.Namespace, console: Console
+) -> dict[str, object]:
+    """Do one of the runs under load, and compare what the survivors had before and after."""
+    await stand_still_often(site, NUM_WARM_UP)
+    await warm_up(site)
+    before = await look_at_rest(site)
+    samples: list[dict[str, Usage]] = []
+    load = Load(site.address, site.cases, CONCURRENCY, arguments.seed, leaving=0.05)
+    running = asyncio.create_task(load.run())
+    sampling = asyncio.create_task(sample(site, samples))
+    try:
+        if what == "standstills":
+            faults = await stand_still_often(site, arguments.standstills)
+        else:
+            faults = await soak(site, arguments.minutes, arguments.every)
+    finally:
+        load.stop()
+        await running
+        sampling.cancel()
+    after = await look_at_rest(site)
+    found: dict[str, object] = {
+        "faults": dict(Counter(faults)),
+        "requests": dict(sorted(load.counts().items())),
+        "details": sorted(
+            {a.detail for a in load.answers if a.outcome not in ("complete", "left")}
+        ),
+        "before": {name: asdict(one) for name, one in before.items()},
+        "after": {name: asdict(one) for name, one in after.items()},
+        "resident_mib_by_quarter": {
+            name: [round(statistics.median(part), 1) for part in quarters(samples, name)]
+            for name in SURVIVORS
+        },
+        "grown": grown(before, after),
+        "broken": {name: load.counts()[name] for name in BROKEN if load.counts()[name]},
+    }
+    console.print(f"{what}:", found)
+    return found
+
+
+async def warm_up(site: Site) -> None:
+    """Serve for a while, so that what grows with the first requests has grown."""
+    load = Load(site.address, site.cases, CONCURRENCY, 0, leaving=0.0, most=200)
+    await load.run()
+
+
+def quarters(samples: list[dict[str, Usage]], name: str) -> list[list[float]]:
+    """Cut a process's resident memory under load into four parts of equal length."""
+    values = [one[name].resident_mib for one in samples]
+    size = max(1, len(values) // 4)
+    return [part for start in range(0, 4 * size, size) if (part := values[start : start + size])]
+
+
+def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
+    """Say what has grown by more than it may."""
+    found = []
+    for name in SURVIVORS:
+        for kind, most in MAX_GROWTH.items():
+            growth = getattr(after[name], kind) - getattr(before[name], kind)
+            if growth > most:
+                found.append(f"{name}: {growth} {kind} more")
+        growth_mib = after[name].resident_mib - before[name].resident_mib
+        if growth_mib > MAX_GROWTH_MIB:
+            found.append(f"{name}: {growth_mib:.1f} MiB more")
+    return found
+
+
+async def run(arguments: argparse.Namespace, console: Console) -> dict[str, dict[str, object]]:
+    """Each run on a deployment of its own."""
+    found = {}
+    cases = make_cases(str(MODEL), 32, arguments.seed)
+    for what in ("standstills", "soak"):
+        if arguments.only not in ("", what):
+            continue
+        config = LocalDeploymentConfig(
+            model=str(MODEL),
+            listen=free_address(),
+            num_prefill=2,
+            num_decode=2,
+            router_args=["--no-local-prefill"],
+            node_args=NODE_ARGS,
+        )
+        with LocalDeployment(config) as deployment:
+            site = Site(deployment, cases, arguments.seed)
+            await asyncio.to_thread(deployment.wait_ready, READY_TIMEOUT_S)
+            found[what] = await measure(site, what, arguments, console)
+    return found
+
+
+def main() -> int:
+    """Run, print what was found, write the JSON; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--standstills", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=["", "standstills", "soak"], default="")
+    parser.add_argument("--no-json", action="store_true")
+    arguments = parser.parse_args()
+    environment, console = record_environment(), Console(highlight=False, width=160)
+    found = asyncio.run(run(arguments, console))
+    if not arguments.no_json:
+        for what, results in found.items():
+            write_results(f"long_run_{what}", environment, results)
+    return 1 if any(one["grown"] or one["broken"] for one in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
