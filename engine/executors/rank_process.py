@@ -28,6 +28,7 @@ import torch
 
 from baton.api.errors import BatonError
 from baton.engine_config import EngineConfig
+from baton.processes.process import END_AFTER_DEATH_S, end_within
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.rank_watch import STOPPED, process_state
 from engine.worker.host.cores import allowed_cores, bind, cores_of_rank
@@ -178,6 +179,7 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
         try:
             function(beside, worker.kv_memory, message.argument)
         except BaseException:
+            end_within(END_AFTER_DEATH_S)  # whoever reads the log may not read any more
             logger.critical("%s cannot go on", message.entry, exc_info=True)
             os._exit(1)
 
@@ -216,6 +218,7 @@ if __name__ == "__main__":
         watch = threading.Thread(target=_end_if_stopped, args=(os.getppid(),), daemon=True)
         watch.start()
         serve(Connection(messages), Connection(beside), until_over)
-    except Exception:
+    except BaseException:
+        end_within(END_AFTER_DEATH_S)  # whoever reads the log may not read any more
         logger.critical("this rank cannot go on", exc_info=True)
         os._exit(1)  # without waiting for threads of libraries

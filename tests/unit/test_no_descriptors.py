@@ -131,6 +131,28 @@ run_program(main)
 """
 
 
+WITHOUT_THREADS = """
+import asyncio, sys, time
+sys.path.insert(0, {folder!r})
+import sitecustomize
+from baton.processes.process import run_program
+
+async def main():
+    sitecustomize.take_threads()
+    await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.1) for _ in range(4)))
+    print("done", flush=True)
+
+run_program(main)
+"""
+
+
+def test_a_program_needs_no_further_thread_once_it_runs() -> None:
+    folder = str(Path(__file__).parents[1] / "fakes" / "troubled_process")
+    command = [sys.executable, "-c", WITHOUT_THREADS.format(folder=folder)]
+    done = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
+
+
 def test_a_program_whose_engine_is_dead_waits_for_no_thread() -> None:
     command = [sys.executable, "-c", DEAD]
     done = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
