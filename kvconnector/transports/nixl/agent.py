@@ -8,6 +8,7 @@ receiver. So one thread calls all of this, and addresses come from tables made h
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import OrderedDict
@@ -227,8 +228,18 @@ class NixlAgent:
         except self._errors as error:
             raise TransferError(f"NIXL cannot read messages: {error}") from error
         for name in self._resumed.keys() & by_name.keys():
-            del self._resumed[name]
+            self._note_first_message(name)
         return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
+
+    def _note_first_message(self, name: str) -> None:
+        """Trust the kept connection to a peer that was heard soon; replace it otherwise.
+
+        A peer that is heard late has replaced its own connection, for want of an answer over ours.
+        """
+        if time.monotonic() - self._resumed[name] < ANSWER_TIMEOUT_S / 2:
+            del self._resumed[name]
+        else:
+            self._resumed[name] = -math.inf
 
     def close(self, tables: Iterable[Any]) -> None:
         """Destroy the agent and our own tables; what it had posted stops."""

@@ -130,6 +130,22 @@ def test_a_kept_connection_that_brings_an_answer_stays(
     assert hear(d, p) == [(engine_id(p), b"well")]
 
 
+def test_a_kept_connection_to_a_peer_that_is_heard_late_is_replaced(
+    pair: tuple[NixlTransport, NixlTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    d.connect(p.peer_info)
+    p.connect(d.peer_info)
+    p.disconnect(engine_id(d))
+    p.connect(d.peer_info)
+    monkeypatch.setattr(agent, "ANSWER_TIMEOUT_S", 1e-9)
+    d.notify(engine_id(p), b"hello")
+    assert hear(p, d)
+    monkeypatch.setattr(agent, "ANSWER_TIMEOUT_S", 1000.0)
+    with pytest.raises(TransferError, match="does not answer"):
+        p.notify(engine_id(d), b"hello")
+
+
 def test_other_metadata_in_the_name_of_a_kept_peer_replaces_it(
     pair: tuple[NixlTransport, NixlTransport],
 ) -> None:
