@@ -227,8 +227,9 @@ class NixlAgent:
             by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except self._errors as error:
             raise TransferError(f"NIXL cannot read messages: {error}") from error
-        for name in self._resumed.keys() & by_name.keys():
-            self._note_first_message(name)
+        if by_name and self._resumed:
+            for name in self._resumed.keys() & by_name.keys():
+                self._note_first_message(name)
         return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
 
     def _note_first_message(self, name: str) -> None:
