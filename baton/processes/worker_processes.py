@@ -51,6 +51,7 @@ class WorkLimitError(Exception):
 class _Worker:
     number: int
     link: socket.socket
+    template: subprocess.Popen[bytes]  # which forked it; the kernel ends both together
 
     async def ask(self, work: bytes) -> tuple[bytes, bool]:
         """Return the answer, empty if the worker ended over it, and whether it has ended.
@@ -121,6 +122,8 @@ class WorkerProcesses:
         if self._template is None:
             self._start_template()
             self._idle = [self._fork() for _ in range(self._num_workers)]
+        elif self._template.poll() is not None:
+            self._restart_template()
 
     async def run(self, work: bytes, *, caller: str = "") -> bytes:
         """Return the result of a piece of work. Cancelling ends the worker that does it.
@@ -132,22 +135,29 @@ class WorkerProcesses:
             InvalidRequestError: what the work itself raised.
             WorkLimitError: it costs more than it may.
             OverloadedError: too much work waits.
-            NodeUnavailableError: the processes cannot be started.
+            NodeUnavailableError: the processes cannot be started, or ended twice.
         """
         self.start()
         worker = await self._take(caller)
-        template = self._template
         answer, has_ended = b"", True
         try:
-            async with asyncio.timeout(self.limits.wall_s + _GRACE_S):
+            for is_last_try in (False, True):
                 try:
-                    answer, has_ended = await worker.ask(work)
-                except ConnectionError:
-                    # Short of memory, the kernel kills idle workers first.
-                    worker = self._replace(worker)
-                    answer, has_ended = await worker.ask(work)
-        except (TimeoutError, ConnectionError):
-            pass  # it does not even end itself, or nothing can be started
+                    async with asyncio.timeout(self.limits.wall_s + _GRACE_S):
+                        try:
+                            answer, has_ended = await worker.ask(work)
+                        except ConnectionError:
+                            # Short of memory, the kernel kills idle workers first.
+                            worker = self._replace(worker)
+                            answer, has_ended = await worker.ask(work)
+                except (TimeoutError, ConnectionError):
+                    pass  # it does not even end itself, or nothing can be started
+                if answer or not await self._has_ended(worker.template):
+                    break
+                # The template was killed, and its workers with it: no work is to blame.
+                if is_last_try:
+                    raise NodeUnavailableError("a process that reads requests ended; try again")
+                worker = self._replace(worker)
         finally:
             if has_ended:
                 worker = self._replace(worker)
@@ -156,8 +166,6 @@ class WorkerProcesses:
             return answer[1:]
         if answer[:1] == REFUSED:
             raise InvalidRequestError(*msgspec.json.decode(answer[1:], type=tuple[str, str]))
-        if await self._has_ended(template):
-            raise NodeUnavailableError("a process that reads requests ended; try again")
         raise WorkLimitError(f"takes more than {self.limits} of memory")
 
     def close(self) -> None:
@@ -239,9 +247,10 @@ class WorkerProcesses:
     def _fork(self) -> _Worker:
         """Ask the template for a new worker; it comes as soon as the template is loaded."""
         assert self._control is not None
+        assert self._template is not None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        worker = _Worker(next(self._numbers), ours)
+        worker = _Worker(next(self._numbers), ours, self._template)
         self._links[worker.number] = ours
         with theirs:
             command = COMMAND.pack(FORK, worker.number)
@@ -258,19 +267,33 @@ class WorkerProcesses:
             self._control.send(COMMAND.pack(KILL, worker.number))
         return self._fork()
 
-    async def _has_ended(self, template: subprocess.Popen[bytes] | None) -> bool:
-        """Say whether the template is what failed; then start another one."""
-        assert template is not None
+    async def _has_ended(self, template: subprocess.Popen[bytes]) -> bool:
+        """Say whether this template has ended; then another one takes its place."""
         if template.poll() is None:
             await asyncio.sleep(_POLL_S)  # its sockets close before it can be seen to have ended
         if template.poll() is None:
             return False
         if self._template is template:
-            logger.error("a worker template ended with exit code %s", template.returncode)
-            self.close()
-            self._start_template()
-            self._idle = [self._fork() for _ in self._idle]
+            self._restart_template()
         return True
+
+    def _restart_template(self) -> None:
+        """Start another template in the place of one that has ended.
+
+        Idle workers are replaced here. Workers at work are replaced by their callers, who still
+        read from these sockets: closing one under its reader gives the reader somebody else's.
+        """
+        template, control, finalizer = self._template, self._control, self._finalizer
+        assert template is not None
+        assert control is not None
+        assert finalizer is not None
+        logger.error("a worker template ended with exit code %s", template.returncode)
+        finalizer.detach()
+        control.close()
+        for worker in self._idle:
+            self._links.pop(worker.number).close()
+        self._start_template()
+        self._idle = [self._fork() for _ in self._idle]
 
 
 def _end(

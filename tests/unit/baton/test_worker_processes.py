@@ -22,9 +22,16 @@ WORK = "tests.fakes.costly_work:make_work"
 LIMITS = WorkLimits(cpu_s=0.5, wall_s=20.0, memory_bytes=64 * 2**20)
 
 
-def run(test: Callable[[WorkerProcesses], Awaitable[None]], limits: WorkLimits = LIMITS) -> None:
+def run(
+    test: Callable[[WorkerProcesses], Awaitable[None]],
+    limits: WorkLimits = LIMITS,
+    *,
+    max_waiting: int = 8,
+) -> None:
     """A test with processes that are gone after it."""
-    workers = WorkerProcesses(WORK, {"color": "red"}, limits, num_workers=3, max_waiting=8)
+    workers = WorkerProcesses(
+        WORK, {"color": "red"}, limits, num_workers=3, max_waiting=max_waiting
+    )
 
     async def main() -> None:
         async with asyncio.timeout(60):
@@ -215,15 +222,48 @@ def test_a_worker_that_ended_before_it_read_its_work_is_blamed_on_nobody() -> No
     run(test)
 
 
-def test_a_template_that_ended_is_started_again() -> None:
+def test_a_template_that_ended_while_idle_is_started_again() -> None:
     async def test(workers: WorkerProcesses) -> None:
         await workers.run(b"1")
         [template] = templates()
         workers_of_it = [one.pid for one in template.children()]
         template.kill()
         await until_gone(*workers_of_it)
-        with pytest.raises(NodeUnavailableError):
-            await workers.run(b"1")
+        assert await workers.run(b"1") == b"1"
+
+    run(test)
+
+
+def test_a_template_that_is_killed_under_120_pieces_of_work_costs_none_of_them() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        asked = [
+            asyncio.create_task(workers.run(b"sleep(0.02) or %d" % number, caller=f"{number % 3}"))
+            for number in range(120)
+        ]
+        for num_done in (10, 60):
+            while sum(one.done() for one in asked) < num_done:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            [template] = templates()
+            template.kill()
+            while template in templates():  # noqa: ASYNC110  # until another took its place
+                await asyncio.sleep(0.005)
+        answers = await asyncio.gather(*asked)
+        assert answers == [b"%d" % number for number in range(120)]
+
+    run(test, max_waiting=240)
+
+
+def test_work_whose_template_is_killed_again_is_told_so() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        asked = asyncio.create_task(workers.run(b"sleep(30)"))
+        for _ in range(2):
+            await busy_worker()
+            [template] = templates()
+            template.kill()
+            while template in templates():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        with pytest.raises(NodeUnavailableError, match="ended; try again"):
+            await asked
         assert await workers.run(b"1") == b"1"
 
     run(test)
