@@ -11,7 +11,7 @@ import contextlib
 import json
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,16 @@ from baton.api.errors import BatonError
 from baton.api.outputs import Receipt
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_identity import folder_identity
-from baton.link.words import NodeBeat, NodeEvent, NodeRegistration, RequestDelta, StepDeltas
+from baton.link.words import (
+    AbortAll,
+    NodeBeat,
+    NodeEvent,
+    NodeRegistration,
+    RequestDelta,
+    RouterBeat,
+    RouterCommand,
+    StepDeltas,
+)
 from loadtest.load.traces import BLOCK_TOKENS, TraceRequest
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
@@ -33,6 +42,7 @@ from sim_node.options import SimOptions
 from sim_node.virtual_time import VirtualTimeLoop
 
 MESSAGE_S = 0.0005
+REDIAL_S = 0.5  # as `RouterLink` does
 MODEL = {"vocab_size": 1024, "max_position_embeddings": 131_072}
 TIMEOUT_S = 1e6
 
@@ -141,7 +151,11 @@ def _text(hash_id: int, texts: dict[int, bytes]) -> bytes:
 
 
 class PoolLinks:
-    """In the place of `RouterLinks`: to a pool in the same process."""
+    """In the place of `RouterLinks`: to a pool in the same process.
+
+    Args:
+        is_dropped: says of each event whether it never leaves the node.
+    """
 
     def __init__(
         self,
@@ -149,23 +163,53 @@ class PoolLinks:
         registration: NodeRegistration,
         submit: Callable[..., None],
         on_joined: Callable[[bool], Awaitable[None]],
+        is_dropped: Callable[[str, NodeEvent], bool] = lambda name, event: False,
     ) -> None:
         self._pool = pool
+        self._registration = registration
+        self._submit = submit
+        self._is_dropped = is_dropped
         self._loop = asyncio.get_running_loop()
         self._on_joined = on_joined
-        self._node = Node(registration, self._make_lane(submit))
-        self.emit = self._make_lane(self._take)
+        self._broken = asyncio.Event()
+        self._away_s = REDIAL_S
+        self._node = self._make_node()
+        self._emit = self._make_lane(self._take)
 
     async def run(self) -> None:
-        self._pool.add(self._node)
-        await self._on_joined(True)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self._pool.remove(self._node)
+        while True:
+            self._broken.clear()
+            self._pool.add(self._node)
+            await self._on_joined(True)
+            try:
+                await self._broken.wait()
+            finally:
+                self._pool.remove(self._node)
+            self._submit(AbortAll("the link broke", self._pool.router_id))
+            await self._on_joined(False)
+            await asyncio.sleep(self._away_s)
+            self._away_s, self._node = REDIAL_S, self._make_node()
+
+    def break_for(self, away_s: float) -> None:
+        """Have the link break now; the node joins again, the same process, after so long."""
+        self._away_s = away_s
+        self._broken.set()
+
+    def emit(self, event: NodeEvent) -> None:
+        if not (self._broken.is_set() or self._is_dropped(self._node.name, event)):
+            self._emit(event)
 
     def beat(self, beat: NodeBeat) -> None:
         self.emit(beat)
+
+    def _make_node(self) -> Node:
+        lane = self._make_lane(self._submit)
+
+        def send(command: RouterCommand) -> None:
+            if not isinstance(command, RouterBeat):  # the link's own
+                lane(command)
+
+        return Node(self._registration, send, hang_up=self._broken.set)
 
     def _take(self, event: NodeEvent) -> None:
         self._pool.take(self._node, _as_rows(event) if isinstance(event, tuple) else event)
@@ -198,11 +242,37 @@ def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
 async def joined_fleet(
     num_prefill: int, num_decode: int, options: SimOptions, *, local_prefill: bool
 ) -> AsyncIterator[NodePool]:
-    """A pool that simulated nodes have joined; to be entered on a `VirtualTimeLoop`.
+    """A pool that simulated nodes have joined; see `joined_cluster`."""
+    cluster = joined_cluster(num_prefill, num_decode, options, local_prefill=local_prefill)
+    async with cluster as joined:
+        yield joined.pool
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedCluster:
+    """Simulated nodes, the pool that they have joined, and their links, by name."""
+
+    pool: NodePool
+    cluster: SimCluster
+    links: Mapping[str, PoolLinks]
+
+
+@contextlib.asynccontextmanager
+async def joined_cluster(
+    num_prefill: int,
+    num_decode: int,
+    options: SimOptions,
+    *,
+    local_prefill: bool,
+    is_dropped: Callable[[str, NodeEvent], bool] = lambda name, event: False,
+) -> AsyncIterator[JoinedCluster]:
+    """Simulated nodes and a pool that they have joined; to be entered on a `VirtualTimeLoop`.
 
     Args:
         local_prefill: whether decode nodes may compute prompts themselves.
+        is_dropped: says of a node's name and an event whether the event never leaves the node.
     """
+    links: dict[str, PoolLinks] = {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL), "utf-8")  # noqa: ASYNC240
         pool = NodePool(
@@ -224,7 +294,9 @@ async def joined_fleet(
             node_token: object,
             tls: object,
         ) -> PoolLinks:
-            return PoolLinks(pool, registration, submit, on_joined)
+            link = PoolLinks(pool, registration, submit, on_joined, is_dropped)
+            links[registration.node_name] = link
+            return link
 
         cluster = SimCluster(
             "",
@@ -236,4 +308,4 @@ async def joined_fleet(
         )
         async with cluster:
             await asyncio.sleep(1.0)  # until all pairs have met
-            yield pool
+            yield JoinedCluster(pool, cluster, links)

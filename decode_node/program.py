@@ -67,4 +67,5 @@ def make_program(
         on_close=tracing.close,
         vllm_model=options.vllm_model,
         hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
+        poison=faults.poison if isinstance(faults, FaultSpec) else "",
     )

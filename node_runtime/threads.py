@@ -7,6 +7,8 @@ connector, which `make_node` brings.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from baton.link.words import (
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics
 from engine.core.metrics import EngineMetrics
+from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
 from engine.worker.host.pages_ahead import PagesAhead
 from node_runtime.collector import NodeCollector
@@ -84,6 +87,8 @@ class NodeThreads:
         on_close: called when both threads have ended.
         vllm_model: see `NodeCollector`.
         hang_at: an injected fault: stand still behind so many rounds with work; 0: never.
+        poison: an injected fault: end by SIGKILL once something is computed for a request whose id
+            has this in it; "": for none.
     """
 
     def __init__(
@@ -98,13 +103,14 @@ class NodeThreads:
         on_close: Callable[[], None] = lambda: None,
         vllm_model: str = "",
         hang_at: int = 0,
+        poison: str = "",
     ) -> None:
         self._name = name
         self._role = role
         self._loaded = loaded
         self._on_close = on_close
         self._vllm_model = vllm_model
-        self._hang_at, self._num_busy = hang_at, 0
+        self._hang_at, self._num_busy, self._poison = hang_at, 0, poison
         self._kv_events = KVEventFeed(loaded.engine.block_pool, emit)
         self._calls: deque[Callable[[], None]] = deque()
         pages, pool = PagesAhead(loaded.engine.kv_memory.tensor), loaded.engine.block_pool
@@ -176,8 +182,16 @@ class NodeThreads:
             logger.warning("the engine's thread stands still (an injected fault)")
             while True:
                 time.sleep(1.0)
+        if self._poison and self._is_poisoned():
+            os.kill(os.getpid(), signal.SIGKILL)
         self._kv_events.after_step(busy=busy)
         return busy
+
+    def _is_poisoned(self) -> bool:
+        return any(
+            self._poison in view.request_id and view.status == RequestStatus.RUNNING.value
+            for view in self._node.requests()
+        )
 
     def _between_steps(self, function: Callable[[], T]) -> Future[T]:
         """Have the engine's thread call something when no step is half done."""

@@ -53,6 +53,12 @@ class RouterConfig:
         help="How long a request waits for a pair of nodes when there is none, seconds. As long as "
         "no node of a role has ever joined it fails at once.",
     )
+    return_timeout_s: float = option(
+        60.0,
+        help="How long a request waits for a node that went away by itself, where there is no pair "
+        "without that node, seconds: its link may come back, or its process be started again. "
+        "1,024 requests at once wait so long.",
+    )
     node_timeout_s: float = option(
         1.0,
         least=2 * BEAT_INTERVAL_S,  # two beats

@@ -105,7 +105,11 @@ async def serve(config: RouterConfig) -> None:
     folder = find_model_folder(config.model, weights=False)
     limits = read_limits(folder)
     pool = _make_pool(config, folder, limits)
-    options = RetryOptions(max_attempts=config.max_attempts, pair_timeout_s=config.pair_timeout_s)
+    options = RetryOptions(
+        max_attempts=config.max_attempts,
+        pair_timeout_s=config.pair_timeout_s,
+        return_timeout_s=config.return_timeout_s,
+    )
     admission = Admission(_make_capacity(config.admission, pool), config.admission)
     dispatcher = Dispatcher(pool, POLICIES.load(config.policy)(), options, admission=admission)
     overload = Overload(on_change=lambda level: admission.shed(_LEAST_URGENT[level]))

@@ -76,6 +76,8 @@ class FaultSpec:
         drop_test: a message about a self-test's end is lost, whatever `drop` says.
         kill: where the process ends.
         hang_engine: the engine's thread stands still behind so many rounds with work; 0: never.
+        poison: the process ends as soon as it has computed something for a request whose id has
+            this in it; "": none does.
         seed: of everything drawn.
     """
 
@@ -90,6 +92,7 @@ class FaultSpec:
     drop_test: float = 0.0
     kill: KillPoint | None = None
     hang_engine: int = 0
+    poison: str = ""
     seed: int = 0
 
     @classmethod
@@ -152,6 +155,12 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
+def _name(name: str, value: str) -> str:
+    if not value:
+        raise ConfigError(f"{OPTION}: {name} must be a part of a request id, got {value!r}")
+    return value
+
+
 _PARSERS: dict[str, Callable[[str, str], object]] = {
     "drop": _probability,
     "duplicate": _probability,
@@ -164,6 +173,7 @@ _PARSERS: dict[str, Callable[[str, str], object]] = {
     "drop_test": _probability,
     "kill": _kill,
     "hang_engine": _number,
+    "poison": _name,
     "seed": _number,
 }
 

@@ -104,7 +104,7 @@ class Dispatcher:
         self.wake_ups = WakeUps()
         self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
         self.placer = Placer(pool, policy, lambda: self.admission.num_queued)
-        self.suspects = Suspects(pool.lost_nodes, clock=pool.clock)
+        self.suspects = Suspects(pool)
         self._running = RunningCalls()
         self._open: dict[str, OpenCall] = {}  # by `Call.scoped_id`
         self._stopped: RequestError | None = None

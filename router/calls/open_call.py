@@ -18,7 +18,7 @@ from baton.link.words import NodeRole, RequestError, failed_delta
 from router.calls.attempt import Attempt
 from router.calls.call import Call
 from router.calls.output_buffer import OutputBuffer
-from router.calls.placing import Placer
+from router.calls.placing import MAX_EXPECTING, Placer
 from router.calls.recovery.recovery import Recovery
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.calls.recovery.suspects import Suspects
@@ -177,13 +177,20 @@ class OpenCall:
         return self._attempt
 
     async def _wait_for_placement(self, failure: str) -> Placement:
-        """Where the next attempt goes; waits for nodes if there are none now."""
+        """Return where the next attempt goes; waits for nodes if there are none now.
+
+        Raises NodeUnavailableError when there is no place in time, and none is expected.
+        """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
-        give_up_at = min(loop.time() + self._pair_timeout_s, self._expires_at)
+        give_up_at = loop.time() + self._pair_timeout_s
         await self._recovery.wait_to_be_tried()
         while (placement := self._place()) is None:
             self._remaining_s()
-            await self._placer.wait_for_change(failure, num_tokens, give_up_at)
+            if self._placer.num_waiting < MAX_EXPECTING:
+                give_up_at = max(give_up_at, loop.time() + self._recovery.expected_s())
+            until = min(give_up_at, self._expires_at)
+            await self._placer.wait_for_change(failure, num_tokens, until)
+            await self._recovery.wait_to_be_tried()
         self._remaining_s()
         return placement
 

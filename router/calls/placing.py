@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
@@ -15,9 +14,12 @@ from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 
+# Calls that wait for a node that may come back hold their prompts, and their clients.
+MAX_EXPECTING = 1024
+
 
 class Placer:
-    """One per router.
+    """Place the calls of one router.
 
     Args:
         num_queued: requests that wait at the gate now.
@@ -25,6 +27,7 @@ class Placer:
     Attributes:
         policy: picks the pair; may be exchanged at any time.
         decisions: where the last calls went, and why.
+        num_waiting: calls for which there is no place now.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Placer:
     ) -> None:
         self.policy = policy
         self.decisions = DecisionLog()
+        self.num_waiting = 0
         self._pool = pool
         self._num_queued = num_queued
 
@@ -96,6 +100,11 @@ class Placer:
         if not pool.has_had_both_roles or asyncio.get_running_loop().time() >= until:
             why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens))))
             raise NodeUnavailableError(why)
-        with contextlib.suppress(TimeoutError):
+        self.num_waiting += 1
+        try:
             async with asyncio.timeout_at(until):
                 await pool.wait_for_change()
+        except TimeoutError:
+            pass  # it is looked at once more, and then told
+        finally:
+            self.num_waiting -= 1

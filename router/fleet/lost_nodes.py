@@ -1,6 +1,13 @@
-"""LostNodes: which nodes went away that nobody had told to, and when. Knows no living node.
+"""LostNodes: which nodes went away that nobody had told to, when, and which of them died.
 
-Operators see those that did not come back; who looks for a request that ends nodes counts all.
+A loss is no death: links break and come back, and processes stand still and go on.
+
+    the same engine id joins again                 it did not die
+    another engine id joins under the same name    it died
+    nothing comes back for a while                 it died
+
+Operators see those that did not come back; who looks for a request that ends nodes counts deaths.
+Knows no living node.
 """
 
 from __future__ import annotations
@@ -9,47 +16,91 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from enum import Enum
 
 from baton.checkpoint.model_identity import identity_of
-from baton.link.words import NodeRegistration
+from baton.link.words import NodeRegistration, NodeRole
 
 SHOWN_S = 300.0
 MAX_SHOWN = 256
 MAX_LOSSES = 1024
+# A process that stood still, or lost its link, is back by then or is taken for dead.
+RETURN_S = 15.0
 
 
-class Loss(NamedTuple):
-    """One node's; ``at``: by the pool's clock."""
+class Fate(Enum):
+    """What became of a node that was lost."""
+
+    OPEN = "open"
+    RETURNED = "returned"
+    DEAD = "dead"
+
+
+@dataclass(slots=True, eq=False)
+class Loss:
+    """One node that went away by itself. Only `LostNodes` changes it.
+
+    Attributes:
+        at: by the pool's clock.
+        num_open: attempts that were open on the node.
+        fate: as far as what joined since then tells; `LostNodes.fate` counts time, too.
+    """
 
     at: float
     engine_id: str
+    node_name: str
+    num_open: int
+    fate: Fate = Fate.OPEN
 
 
 class LostNodes:
-    """Of one router.
+    """Remember the nodes that one router lost.
 
     Args:
         clock: seconds that never go back.
+        return_s: a node that is not back for so long is dead.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, return_s: float = RETURN_S
+    ) -> None:
         self._clock = clock
+        self._return_s = return_s
         self._losses: deque[Loss] = deque(maxlen=MAX_LOSSES)  # oldest first
         self._missing: dict[str, tuple[float, NodeRegistration]] = {}  # by name, oldest first
 
-    def note_loss(self, engine_id: str) -> None:
-        """A node went away by itself."""
-        self._losses.append(Loss(self._clock(), engine_id))
+    def note_loss(self, engine_id: str, node_name: str = "", num_open: int = 0) -> None:
+        """Remember that a node went away by itself; a loss that is still open is the same one."""
+        if not any(one.engine_id == engine_id for one in self._losses if self._is_open(one)):
+            self._losses.append(Loss(self._clock(), engine_id, node_name, num_open))
 
-    def lost_since(self, at: float) -> set[str]:
-        """Engine ids of the nodes that went away since then."""
-        return {loss.engine_id for loss in self._losses if loss.at >= at}
+    def note_joined(self, engine_id: str, node_name: str) -> None:
+        """Settle open losses: this process is here, and no other one has its name any more."""
+        for loss in self._losses:
+            if self._is_open(loss):
+                if loss.engine_id == engine_id:
+                    loss.fate = Fate.RETURNED
+                elif loss.node_name == node_name:
+                    loss.fate = Fate.DEAD
+
+    def fate(self, loss: Loss) -> Fate:
+        """Return what became of a lost node, as far as is known by now."""
+        is_late = self._clock() >= loss.at + self._return_s
+        return Fate.DEAD if loss.fate is Fate.OPEN and is_late else loss.fate
+
+    def lost_since(self, at: float) -> list[Loss]:
+        """Return the losses since then of nodes that did not return."""
+        return [one for one in self._losses if one.at >= at and one.fate is not Fate.RETURNED]
 
     @property
     def last_loss_at(self) -> float:
-        """When the last one went away; a time long ago if none did."""
-        return self._losses[-1].at if self._losses else float("-inf")
+        """When the last node went away that did not return; a time long ago if none did."""
+        times = (one.at for one in reversed(self._losses) if one.fate is not Fate.RETURNED)
+        return next(times, float("-inf"))
+
+    def _is_open(self, loss: Loss) -> bool:
+        return loss.fate is Fate.OPEN
 
     def note_missing(self, registration: NodeRegistration) -> None:
         """A node went away by itself: kept for operators, without what only peers need."""
@@ -70,3 +121,8 @@ class LostNodes:
         oldest = self._clock() - SHOWN_S
         self._missing = {name: item for name, item in self._missing.items() if item[0] > oldest}
         return [registration for _, registration in self._missing.values()]
+
+    def missing_since(self, role: NodeRole) -> float:
+        """When the last of the missing nodes of a role went away; a time long ago if none is."""
+        times = [at for at, one in self._missing.values() if one.role is role]
+        return max(times, default=float("-inf"))

@@ -176,6 +176,12 @@ class Node:
         for epoch, leg in list(self.legs.items()):
             self.deliver(failed_delta(leg.request_id, epoch, error), node_lost=True)
 
+    def preempt_legs(self, why: str) -> None:
+        """Have all attempts here go on elsewhere: no fault of theirs, nor of the node."""
+        error = RequestError("PREEMPTED", f"{self.registration.role.value} node {self.name} {why}")
+        for epoch, leg in list(self.legs.items()):
+            self.deliver(failed_delta(leg.request_id, epoch, error))
+
     def open_leg(
         self,
         request_id: str,

@@ -145,6 +145,19 @@ class NodePool:
         """Whether nodes of both roles have ever joined: then what is missing may come back."""
         return self._roles_seen == set(NodeRole)
 
+    def awaited_until(self, return_s: float) -> float:
+        """Return until when nodes may come back that are missing for a pair; long ago if none may.
+
+        Args:
+            return_s: how long a node that went away by itself is waited for.
+        """
+        since = [
+            self.lost_nodes.missing_since(role)
+            for role in NodeRole
+            if not any(map(self.is_eligible, self._of(role)))
+        ]
+        return max(since, default=-math.inf) + return_s
+
     async def wait_for_change(self) -> None:
         """Wait until a node comes, goes, or reports on a peer."""
         await self._changed.wait()
@@ -188,6 +201,7 @@ class NodePool:
         health = NodeHealth(node.name, self._note_change, is_canary=is_canary, clock=self.clock)
         node.begin(self._rates, health, self.clock)
         self._nodes[node.engine_id] = node
+        self.lost_nodes.note_joined(node.engine_id, node.name)
         self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)
         self.rollout.note_joined(
@@ -212,7 +226,7 @@ class NodePool:
         del self._nodes[node.engine_id]
         if not (on_purpose or node.is_draining):
             if not self._is_held_up:  # else it did not die: it took this router for dead
-                self.lost_nodes.note_loss(node.engine_id)
+                self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
@@ -369,9 +383,11 @@ class NodePool:
         node.is_stuck = is_stuck
         self._note_change()
         if is_stuck:
-            self.lost_nodes.note_loss(node.engine_id)
+            self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             why = f"stands still: its {node.beat.stalled_thread} thread is busy with one thing for "
             node.fail_legs(f"{why}{node.beat.stalled_s:g} s")
+        else:
+            self.lost_nodes.note_joined(node.engine_id, node.name)
         logger.warning("%s %s", node.name, "stands still" if is_stuck else "goes on")
 
     # ------------------------------------------------------------------ pairs

@@ -88,7 +88,7 @@ class GrpcScene:
         self.prefill = AnsweringNode(self, NodeRole.PREFILL)
         self.decode = AnsweringNode(self, NodeRole.DECODE)
         self.prefill.reach(self.decode)
-        retries = RetryOptions(max_attempts=1, pair_timeout_s=0)
+        retries = RetryOptions(max_attempts=1, pair_timeout_s=0, return_timeout_s=0)
         self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), retries)
         intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
         self.journal = Journal(options)

@@ -22,7 +22,7 @@ from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import HandNode, make_pool, make_registration
 
 PARAMS = SamplingParams(max_tokens=3, seed=1)
-NO_RETRIES = RetryOptions(max_attempts=1, pair_timeout_s=0)
+NO_RETRIES = RetryOptions(max_attempts=1, pair_timeout_s=0, return_timeout_s=0)
 
 
 class RecordingDispatcher(Dispatcher):

@@ -118,7 +118,7 @@ class System:
         if setup.sometimes_alone:
             policy = SometimesAlone(policy)
         self.dispatcher = Dispatcher(
-            self.pool, policy, RetryOptions(), RetryBudget(clock=self.clock)
+            self.pool, policy, RetryOptions(return_timeout_s=5.0), RetryBudget(clock=self.clock)
         )
         self.dispatcher.epochs = itertools.count(1_000_000 * self._num_routers)
         busy_share = 1.0 if setup.router_is_busy else 0.0

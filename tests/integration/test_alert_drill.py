@@ -198,7 +198,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         num_prefill=2,
         num_decode=2,
         router_args=[
-            "--no-local-prefill", "--pair-timeout-s", "1", "--max-queued-requests", "40",
+            "--no-local-prefill", "--pair-timeout-s", "1", "--return-timeout-s", "1",
+            "--max-queued-requests", "40",
             # Who stands still for a second here waits for the processor, as often as not.
             "--node-timeout-s", "4",
         ],

@@ -63,7 +63,7 @@ def two_prefill_nodes() -> Iterator[LocalDeployment]:
 
 @pytest.fixture
 def two_decode_nodes() -> Iterator[LocalDeployment]:
-    yield from start(1, 2)
+    yield from start(1, 2, "--return-timeout-s", "5")
 
 
 @dataclass

@@ -28,6 +28,7 @@ OPTIONS = RetryOptions(
     max_losses=5,
     trial_pause_s=0,
     pair_timeout_s=0.01,
+    return_timeout_s=0.01,
     first_pause_s=0,
     longest_pause_s=0,
 )

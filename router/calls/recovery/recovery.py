@@ -17,7 +17,7 @@ from router.calls.call import Call
 from router.calls.recovery.pair_choice import PairChoice
 from router.calls.recovery.retry_budget import CallRetries, RetryBudget, RetryOptions
 from router.calls.recovery.suspects import WINDOW_S, Suspects
-from router.calls.recovery.suspicion import Suspicion, had_begun
+from router.calls.recovery.suspicion import Suspicion, begun_on
 from router.fleet.call_errors import error_of
 from router.fleet.fleet import Fleet
 from router.fleet.node import LegDelta
@@ -78,7 +78,7 @@ class Recovery:
         pool, budget = self._pool, self._budget
         loop = asyncio.get_running_loop()
         known_by = loop.time() + _VERDICT_S
-        while had_begun(attempt, self._silent_of(attempt)) and loop.time() < known_by:
+        while self._has_begun_on_silent(attempt) and loop.time() < known_by:
             self._remaining_s()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_INTERVAL_S):
@@ -114,10 +114,21 @@ class Recovery:
                 await asyncio.sleep(min(wait_s, self._remaining_s()))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """The best part of ``fleet`` for the next attempt; not empty if ``fleet`` is not."""
+        """Return the best part of ``fleet`` for the next attempt; empty if trials need all."""
+        if self._suspects.rooms:
+            fleet = self._suspects.rooms.without(fleet, self._suspicion)
         if self._suspicion is not None:
             fleet = self._suspicion.narrow(fleet)
         return self._choice.narrow(fleet)
+
+    def expected_s(self) -> float:
+        """Return how long there may still come a place where there is none; 0: nobody knows of one.
+
+        A trial ends soon, and a node that went away by itself may come back.
+        """
+        pool, options = self._pool, self._options
+        trial_s = options.pair_timeout_s if self._suspects.rooms else 0.0
+        return max(trial_s, pool.awaited_until(options.return_timeout_s) - pool.clock(), 0.0)
 
     def has_failed(self, placement: Placement) -> bool:
         """Whether a pair, or one of its nodes, failed this call before."""
@@ -134,9 +145,9 @@ class Recovery:
             self._suspicion.note_progress(attempt)
 
     def close(self) -> None:
-        """The call is on no node any more."""
+        """Note that the call has ended."""
         if self._suspicion is not None:
-            self._suspicion.close()
+            self._suspicion.end()
 
     # ------------------------------------------------------------------ whose fault it is
 
@@ -158,22 +169,26 @@ class Recovery:
         )
         return item.node_lost or (is_gone and error is not None and error.code == "UNAVAILABLE")
 
+    def _has_begun_on_silent(self, attempt: Attempt) -> bool:
+        return any(begun_on(attempt, engine_id) for engine_id in self._silent_of(attempt))
+
     def _suspect(self, attempt: Attempt) -> None:
-        """Note which nodes died under an attempt; raises PoisonRequestError if it is why."""
+        """Note which nodes were lost under an attempt, and did not come back."""
         pool, suspects = self._pool, self._suspects
-        lost = {
+        gone = {
             node.engine_id
             for node in attempt.nodes
             if node.is_stuck or pool.node(node.engine_id) is not node
         }
-        lost &= pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)  # not by an operator
-        if lost:
+        recent = pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)  # not by an operator
+        losses = [loss for loss in recent if loss.engine_id in gone]
+        if losses:
             if self._suspicion is None:
                 pause_s = self._options.trial_pause_s
                 self._suspicion = Suspicion(suspects, self._call, pause_s)
-            self._suspicion.note_loss(attempt, lost, len(pool.nodes))
-        else:
-            self.close()
+            self._suspicion.note_loss(attempt, losses, len(pool.nodes))
+        elif self._suspicion is not None:
+            self._suspicion.close()
 
     def _blame(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
         """Tell the health of the nodes that an attempt failed.

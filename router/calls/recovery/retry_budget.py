@@ -37,6 +37,8 @@ class RetryOptions:
         trial_pause_s: what a node had begun to compute when it was lost is tried again when no node
             was lost for so long, where nothing else of that kind is (see `suspects.py`).
         pair_timeout_s: how long an attempt waits for a pair of nodes when there is none.
+        return_timeout_s: how long a node that went away by itself is waited for, where without it
+            there is no pair.
         first_pause_s: before an attempt that has to use again what has just failed; doubles.
         longest_pause_s: of those pauses.
     """
@@ -47,6 +49,7 @@ class RetryOptions:
     max_losses: int = 10
     trial_pause_s: float = 1.0
     pair_timeout_s: float = 5.0
+    return_timeout_s: float = 60.0
     first_pause_s: float = 0.05
     longest_pause_s: float = 1.0
 
@@ -55,6 +58,8 @@ class RetryOptions:
             raise ConfigError(f"max_attempts: must be 1 or more, got {self.max_attempts}")
         if not self.pair_timeout_s >= 0:
             raise ConfigError(f"pair_timeout_s: must be 0 or more, got {self.pair_timeout_s:g}")
+        if not self.return_timeout_s >= 0:
+            raise ConfigError(f"return_timeout_s: must be 0 or more, got {self.return_timeout_s:g}")
 
 
 class RetryBudget:

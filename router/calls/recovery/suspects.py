@@ -1,11 +1,12 @@
 """Suspects: which requests may be why nodes die, and those that are refused for it.
 
     a node is lost --> suspects: what it had begun to compute and had not computed well before
-    a suspect is tried where no other suspect is, when no other node died for a while
-    its node is lost, and no other --> it is ended, and its like refused for some minutes
-    it goes on for some tokens     --> it was a bystander
+    the node comes back, the same process --> nobody is suspected any more
+    a suspect is tried alone on a node, when no other node was lost for a while
+    that node dies     --> the suspect is ended, and its like refused for some minutes
+    the work goes well --> the suspect was a bystander
 
-Knows requests by a keyed hash of what they ask for, and nodes by their engine ids (ADR 0027).
+Knows requests by a keyed hash of what they ask for (ADR 0027, ADR 0066).
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import dataclasses
 import hashlib
 import logging
 import secrets
-import time
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.api.errors import NotFoundError, PoisonRequestError
 from router.calls.call import Call
-from router.fleet.lost_nodes import LostNodes
+from router.calls.recovery.trial_rooms import TrialRooms
+from router.fleet.lost_nodes import Fate, Loss
+from router.fleet.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +32,13 @@ QUARANTINE_S = 300.0
 MAX_QUARANTINED = 1024
 MAX_HISTORIES = 4096
 # Of what one lost node had begun, so many are tried alone; it began the oldest first.
-MAX_SUSPECTS_PER_LOSS = 8
+MAX_SUSPECTS_PER_LOSS = 16
 # Losses of so long ago say nothing of those of now.
 WINDOW_S = 10.0
+# While nodes die that a suspect had no part in, one trial proves nothing: two do. As long as a
+# suspect may wait and be tried: another death that happens to meet its trial is such a one.
+BACKGROUND_S = 12.0
+MAX_OPEN_VERDICTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class Quarantined:
         principal: who had sent it.
         engine_ids: nodes that were lost with it.
         expires_at: by the clock of `Suspects`.
+        loss: the loss of the node on which it was tried; nothing is refused once that node is back.
         num_refused: since then.
     """
 
@@ -54,68 +61,66 @@ class Quarantined:
     num_prompt_tokens: int
     engine_ids: tuple[str, ...]
     expires_at: float
+    loss: Loss
     num_refused: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Trial:
-    """A suspect on its nodes.
+class Verdict:
+    """A node was lost under a request that was on trial alone there.
 
     Attributes:
-        engine_ids: where it has still to show that it does no harm.
-        is_alone: no other suspect was on one of these, and no node had died for a while.
+        num_trials: that ended so, with this one.
     """
 
+    call: Call
     fingerprint: str
-    engine_ids: set[str]
-    begun_at: float
-    is_alone: bool
+    loss: Loss
+    num_trials: int
 
 
 class Suspects:
-    """Of one router.
+    """Track which requests of one router may be why nodes die.
 
     Args:
-        lost_nodes: which nodes went away by themselves.
+        pool: has the lost nodes, and the nodes for trials; its clock counts.
         quarantine_s: how long the like of a request that was ended is refused.
-        clock: the one of ``lost_nodes``.
 
     Attributes:
+        rooms: nodes that are kept for trials.
         num_ended_total: requests that were ended for this.
         num_refused_total: that were refused because one like them had been.
     """
 
-    def __init__(
-        self,
-        lost_nodes: LostNodes,
-        *,
-        quarantine_s: float = QUARANTINE_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.lost_nodes = lost_nodes
-        self.clock = clock
+    def __init__(self, pool: NodePool, *, quarantine_s: float = QUARANTINE_S) -> None:
+        self.lost_nodes = pool.lost_nodes
+        self.clock = pool.clock
+        self.rooms = TrialRooms(pool)
         self.num_ended_total = self.num_refused_total = 0
         self._quarantine_s = quarantine_s
         self._key = secrets.token_bytes(32)
         self._quarantined: OrderedDict[str, Quarantined] = OrderedDict()  # oldest first
-        self._lost_with: OrderedDict[str, set[str]] = OrderedDict()  # fingerprint -> engine ids
-        self._num_suspects: Counter[str] = Counter()  # by lost node
-        self._trials: dict[str, set[Trial]] = {}  # by engine id
+        self._lost_with: OrderedDict[str, set[Loss]] = OrderedDict()  # by fingerprint
+        self._num_suspects: Counter[Loss] = Counter()
+        self._tried: Counter[str] = Counter()  # fingerprint -> trials now
+        self._open_verdicts: list[Verdict] = []  # of calls that ended meanwhile
 
     # ------------------------------------------------------------------ quarantine
 
     def check(self, call: Call) -> None:
         """Raise PoisonRequestError for what is like a request that was ended."""
+        if self._open_verdicts:
+            self._settle_verdicts()
         if self._quarantined:  # else there is nothing to be compared with
             self.check_fingerprint(self.fingerprint(call))
 
     def check_fingerprint(self, fingerprint: str) -> None:
-        """The same for a fingerprint."""
+        """Raise PoisonRequestError if what has this fingerprint is refused."""
         found = self._quarantined.get(fingerprint)
         if found is None:
             return
         left_s = found.expires_at - self.clock()
-        if left_s <= 0:
+        if left_s <= 0 or found.loss.fate is Fate.RETURNED:
             del self._quarantined[fingerprint]
             return
         self.num_refused_total += 1
@@ -127,9 +132,10 @@ class Suspects:
             f"{len(found.engine_ids)} nodes when they died; it is refused for {left_s:.0f} s"
         )
 
-    def quarantine(self, call: Call, fingerprint: str) -> PoisonRequestError:
+    def quarantine(self, call: Call, fingerprint: str, loss: Loss) -> PoisonRequestError:
         """Refuse the like of a request from now on; returns what its client is told."""
-        engine_ids = tuple(sorted(self._lost_with.get(fingerprint, ())))
+        losses = self._lost_with.get(fingerprint, set()) | {loss}
+        engine_ids = tuple(sorted({one.engine_id for one in losses}))
         self._quarantined.pop(fingerprint, None)
         self._quarantined[fingerprint] = Quarantined(
             fingerprint,
@@ -138,6 +144,7 @@ class Suspects:
             len(call.prompt_token_ids),
             engine_ids,
             self.clock() + self._quarantine_s,
+            loss,
         )
         if len(self._quarantined) > MAX_QUARANTINED:
             self._quarantined.popitem(last=False)
@@ -158,8 +165,13 @@ class Suspects:
     @property
     def quarantined(self) -> list[Quarantined]:
         """What is refused now, oldest first."""
+        self._settle_verdicts()
         now = self.clock()
-        return [one for one in self._quarantined.values() if one.expires_at > now]
+        return [
+            one
+            for one in self._quarantined.values()
+            if one.expires_at > now and one.loss.fate is not Fate.RETURNED
+        ]
 
     def release(self, fingerprint: str) -> int:
         """Refuse no longer what begins so; all if empty. Raises NotFoundError if there is none."""
@@ -183,56 +195,67 @@ class Suspects:
 
     # ------------------------------------------------------------------ losses
 
-    def note_lost_with(self, fingerprint: str, engine_ids: set[str]) -> None:
-        """Nodes were lost while they computed something of that kind."""
+    def note_lost_with(self, fingerprint: str, losses: Iterable[Loss]) -> None:
+        """Remember nodes that were lost while they computed something of that kind."""
         known = self._lost_with.pop(fingerprint, set())
-        self._lost_with[fingerprint] = known | engine_ids
+        self._lost_with[fingerprint] = known.union(losses)
         if len(self._lost_with) > MAX_HISTORIES:
             self._lost_with.popitem(last=False)
 
-    def forget_losses(self, fingerprint: str) -> None:
-        """Something of that kind was computed well."""
-        self._lost_with.pop(fingerprint, None)
+    def forget_losses(self, fingerprint: str, losses: Iterable[Loss]) -> None:
+        """Forget losses that something of that kind did not cause: it was computed well."""
+        if fingerprint in self._lost_with:
+            self._lost_with[fingerprint].difference_update(losses)
+            if not self._lost_with[fingerprint]:
+                del self._lost_with[fingerprint]
 
-    def others_lost(self, fingerprint: str, since: float) -> set[str]:
-        """Nodes that were lost since then without it."""
-        return self.lost_nodes.lost_since(since) - self._lost_with.get(fingerprint, set())
+    def others_lost(self, fingerprint: str, since: float) -> set[Loss]:
+        """Return the losses since then that something of that kind had no part in."""
+        known = self._lost_with.get(fingerprint, set())
+        return set(self.lost_nodes.lost_since(since)) - known
 
-    def admit(self, engine_ids: set[str]) -> bool:
-        """Whether one more of what these lost nodes had begun is to be tried alone."""
-        if max(self._num_suspects[name] for name in engine_ids) >= MAX_SUSPECTS_PER_LOSS:
+    def admit(self, loss: Loss) -> bool:
+        """Say whether one more of what this lost node had begun is to be tried alone."""
+        if self._num_suspects[loss] >= MAX_SUSPECTS_PER_LOSS:
             return False
         if len(self._num_suspects) > MAX_HISTORIES:
             self._num_suspects.clear()
-        self._num_suspects.update(engine_ids)
+        self._num_suspects[loss] += 1
         return True
 
     # ------------------------------------------------------------------ trials
 
-    def has_trial(self, engine_id: str) -> bool:
-        """Whether a suspect is on a node."""
-        return engine_id in self._trials
-
     def is_tried(self, fingerprint: str) -> bool:
-        """Whether something of that kind is on trial."""
-        return any(
-            trial.fingerprint == fingerprint for trials in self._trials.values() for trial in trials
-        )
+        """Say whether something of that kind is on trial."""
+        return self._tried[fingerprint] > 0
 
-    def begin_trial(self, trial: Trial) -> None:
-        """A suspect was placed; where others are, none of them is alone."""
-        for engine_id in trial.engine_ids:
-            there = self._trials.setdefault(engine_id, set())
-            there.add(trial)
-            if len(there) > 1:
-                for one in there:
-                    one.is_alone = False
+    def begin_trial(self, fingerprint: str) -> None:
+        self._tried[fingerprint] += 1
 
-    def end_trial(self, trial: Trial, engine_ids: set[str] | None = None) -> None:
-        """It shows no harm any more on these nodes, or on any."""
-        for engine_id in list(trial.engine_ids if engine_ids is None else engine_ids):
-            trial.engine_ids.discard(engine_id)
-            there = self._trials.get(engine_id, set())
-            there.discard(trial)
-            if not there:
-                self._trials.pop(engine_id, None)
+    def end_trial(self, fingerprint: str) -> None:
+        self._tried[fingerprint] -= 1
+        if not self._tried[fingerprint]:
+            del self._tried[fingerprint]
+
+    def judge(self, verdict: Verdict) -> PoisonRequestError | None:
+        """Quarantine a request whose trial a node did not survive; returns what its client is told.
+
+        Returns None if that proves nothing yet: nodes die that the request had no part in.
+        """
+        since = verdict.loss.at - BACKGROUND_S
+        if verdict.num_trials < 2 and self.others_lost(verdict.fingerprint, since):
+            return None
+        return self.quarantine(verdict.call, verdict.fingerprint, verdict.loss)
+
+    def keep_open(self, verdict: Verdict) -> None:
+        """Judge a request later whose call has ended before the fate of the node was known."""
+        self._open_verdicts.append(verdict)
+        del self._open_verdicts[:-MAX_OPEN_VERDICTS]
+
+    def _settle_verdicts(self) -> None:
+        for verdict in self._open_verdicts:
+            if self.lost_nodes.fate(verdict.loss) is Fate.DEAD:
+                self.judge(verdict)
+        self._open_verdicts = [
+            one for one in self._open_verdicts if self.lost_nodes.fate(one.loss) is Fate.OPEN
+        ]

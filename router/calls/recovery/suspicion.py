@@ -1,31 +1,42 @@
-"""Suspicion: what one call has to do with the nodes that died under it, and how it is tried again.
+"""Suspicion: what one call has to do with the nodes that were lost under it, and how it is tried.
 
 Made at its first loss: nearly no call has one. See `suspects.py` for the whole of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from enum import Enum
+
 from router.calls.attempt import Attempt
 from router.calls.call import Call
-from router.calls.recovery.suspects import WINDOW_S, Suspects, Trial
+from router.calls.recovery.suspects import WINDOW_S, Suspects, Verdict
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
+from router.fleet.lost_nodes import Fate, Loss
 from router.policies.base import Placement
 
 # A request that had so many tokens on a node does not end nodes by being begun.
 PROVEN_TOKENS = 8
-# A suspect waits no longer for a node without another one.
+# A suspect waits no longer for a node of its own.
 MAX_WAIT_S = 5.0
 POLL_S = 0.02
 _FEW_LOSSES = 2
 
 
+class Work(Enum):
+    """What a node does for a request. Who kills a node by one does not kill it by the other."""
+
+    PROMPT = "prompt"
+    TOKENS = "tokens"  # and the grammar that they follow
+
+
 class Suspicion:
-    """Of one call.
+    """Suspect one call of what nodes died of, until its work has gone well.
 
     Args:
         suspects: of the router.
-        pause_s: a suspect is tried when no node has died for so long.
+        pause_s: a suspect is tried when no node was lost for so long.
     """
 
     def __init__(self, suspects: Suspects, call: Call, pause_s: float) -> None:
@@ -33,109 +44,174 @@ class Suspicion:
         self._call = call
         self._pause_s = pause_s
         self._fingerprint = suspects.fingerprint(call)
-        self._lost_on: set[str] = set()  # engine ids, since it went on well
+        self._blamed: dict[Work, set[Loss]] = {}  # losses in which it had a part, by that part
         self._index = 0  # of the output, at the last loss
-        self._lost_at = 0.0
-        self._waits = False  # to be tried alone
-        self._trial: Trial | None = None
+        self._waits_since = 0.0
+        self._work: Work | None = None  # which is to be tried alone
+        self._begun: Work | None = None  # on the node that was lost last
+        self._room = ""  # engine id of the node for that, once the call may be placed on it
+        self._tried_on = ""  # engine id, while the call is on trial there
+        self._verdict: Verdict | None = None
+        self._num_trials = 0  # under which a node died
 
-    def note_loss(self, attempt: Attempt, lost: set[str], num_nodes: int) -> None:
-        """An attempt ended as nodes of it were lost.
+    # ------------------------------------------------------------------ a node was lost
+
+    def note_loss(self, attempt: Attempt, losses: Iterable[Loss], num_nodes: int) -> None:
+        """Note that an attempt ended as nodes of it were lost.
 
         Args:
-            lost: their engine ids.
             num_nodes: that are left.
-
-        Raises:
-            PoisonRequestError: it is why.
         """
         suspects, now = self._suspects, self._suspects.clock()
-        trial, num_tokens = self._trial, attempt.start_index + attempt.num_tokens
+        tried_on, num_tokens = self._tried_on, attempt.start_index + attempt.num_tokens
         self.close()
         if num_tokens - self._index >= PROVEN_TOKENS:
-            self._lost_on.clear()
-            suspects.forget_losses(self._fingerprint)
-        self._index, self._lost_at = num_tokens, now
-        self._lost_on |= lost
-        suspects.note_lost_with(self._fingerprint, lost)
-        if (
-            trial is not None
-            and trial.is_alone
-            and attempt.num_tokens < PROVEN_TOKENS
-            and not suspects.others_lost(self._fingerprint, trial.begun_at - self._pause_s)
-        ):
-            raise suspects.quarantine(self._call, self._fingerprint)
+            self._clear(*Work)
+        self._index, self._waits_since = num_tokens, now
+        work = None
+        for loss in losses:
+            begun = begun_on(attempt, loss.engine_id)
+            part = begun or Work.TOKENS  # it dies of what arrives there, if of this request
+            blamed = self._blamed.setdefault(part, set())
+            blamed.add(loss)
+            suspects.note_lost_with(self._fingerprint, (loss,))
+            is_alike = part is self._work and begun is self._begun
+            if loss.engine_id == tried_on and is_alike and loss.num_open == 1:
+                verdict = Verdict(self._call, self._fingerprint, loss, self._num_trials + 1)
+                self._verdict = verdict
+            if len(blamed) > 1 or (begun is not None and suspects.admit(loss)):
+                work, self._begun = part, begun
         num_others = len(suspects.others_lost(self._fingerprint, now - WINDOW_S))
         if num_others >= max(_FEW_LOSSES, num_nodes // 4):
-            self._waits = False  # nodes die anyway: nothing can be told from one more
-            return
-        is_repeated = len(self._lost_on) > 1
-        self._waits = is_repeated or (had_begun(attempt, lost) and suspects.admit(lost))
+            work = self._verdict = None  # nodes die anyway: nothing can be told from one more
+        self._work = work
+
+    # ------------------------------------------------------------------ when and where it is tried
 
     def wait_s(self, fleet: Fleet) -> float:
-        """How long not to place it yet; to be asked again behind that.
+        """Return how long not to place the call yet; to be asked again behind that.
 
         Raises:
-            PoisonRequestError: one like it was found to be why, meanwhile.
+            PoisonRequestError: it, or one like it, was found to be why nodes died.
         """
         suspects, now = self._suspects, self._suspects.clock()
         suspects.check_fingerprint(self._fingerprint)
-        if not self._waits or now >= self._lost_at + self._pause_s + MAX_WAIT_S:
+        if self._verdict is not None and not self._has_verdict():
+            return POLL_S
+        self._forget_returned()
+        if self._work is None:
             return 0.0
-        quiet_at = max(suspects.lost_nodes.last_loss_at, self._lost_at) + self._pause_s
+        if not fleet:
+            self._waits_since = now  # there is no node to wait for
+            return 0.0
+        quiet_at = max(suspects.lost_nodes.last_loss_at, self._waits_since) + self._pause_s
+        if now >= self._waits_since + self._pause_s + MAX_WAIT_S:
+            self._leave_room()
+            return 0.0
         if now < quiet_at:
-            return quiet_at - now
-        has_place = bool(self._alone_in(fleet)) or not fleet
-        return 0.0 if has_place and not suspects.is_tried(self._fingerprint) else POLL_S
+            return min(quiet_at - now, 5 * POLL_S)
+        if suspects.is_tried(self._fingerprint):
+            return POLL_S
+        self._room = suspects.rooms.acquire(self, _nodes_for(self._work, fleet))
+        return 0.0 if self._room else POLL_S
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Nodes without another suspect, if there are any."""
-        return self._alone_in(fleet) or fleet
+        """Return the part of a fleet where the call is tried; all of it where it is not."""
+        if not self._room:
+            return fleet
+
+        def is_room(node: NodeLoad) -> bool:
+            return node.engine_id == self._room
+
+        if self._work is Work.TOKENS or not fleet.prefills:
+            return fleet.only(decode=is_room) or fleet
+        pairs = {("", node.engine_id) for node in fleet.self_prefilling}  # not on a decode node
+        return fleet.only(prefill=is_room, ruled_out=pairs) or fleet
 
     def begin(self, placement: Placement) -> None:
-        """It was placed."""
-        nodes = filter(None, (placement.prefill, placement.decode))
-        now = self._suspects.clock()
-        is_quiet = now >= self._suspects.lost_nodes.last_loss_at + self._pause_s
-        self._trial = Trial(
-            self._fingerprint,
-            {node.engine_id for node in nodes},
-            now,
-            is_alone=self._waits and is_quiet,
-        )
-        self._suspects.begin_trial(self._trial)
+        """Note that the call was placed; its trial begins if it is on its room."""
+        prefill, decode = placement.prefill, placement.decode
+        computes = prefill if prefill is not None and self._work is Work.PROMPT else decode
+        if self._room and computes.engine_id == self._room:
+            self._tried_on = self._room
+            self._suspects.begin_trial(self._fingerprint)
+        else:
+            self._leave_room()  # that node does not take it
 
     def note_progress(self, attempt: Attempt) -> None:
-        """Its tokens came."""
-        if self._trial is None:
-            return
+        """Note that tokens of an attempt came: work that went well is under no suspicion."""
         if attempt.num_tokens > PROVEN_TOKENS:
-            self.close()
-            self._waits = False
-            self._lost_on.clear()
-            self._suspects.forget_losses(self._fingerprint)
-        elif attempt.prefill is not None and attempt.began:
-            self._suspects.end_trial(self._trial, {attempt.prefill.engine_id})
+            self._clear(*Work)
+        elif attempt.began:
+            self._clear(Work.PROMPT)
 
     def close(self) -> None:
-        """It is on no node any more."""
-        if self._trial is not None:
-            self._suspects.end_trial(self._trial)
-            self._trial = None
+        """Note that the call is on no node any more."""
+        if self._tried_on:
+            self._suspects.end_trial(self._fingerprint)
+            self._tried_on = ""
+        self._leave_room()
 
-    def _alone_in(self, fleet: Fleet) -> Fleet:
-        def is_free(node: NodeLoad) -> bool:
-            return not self._suspects.has_trial(node.engine_id)
+    def end(self) -> None:
+        """Note that the call has ended; whether it is to blame may be known later."""
+        self.close()
+        if self._verdict is not None:
+            self._suspects.keep_open(self._verdict)
+            self._verdict = None
 
-        return fleet.only(is_free, is_free)
+    # ------------------------------------------------------------------ what became of it
 
-
-def had_begun(attempt: Attempt, lost: set[str]) -> bool:
-    """Whether a lost node may have computed something of a call that it had not before."""
-    if attempt.prefill is not None and attempt.prefill.engine_id in lost and not attempt.began:
+    def _has_verdict(self) -> bool:
+        """Say whether the fate of the node on which the call was tried is known."""
+        verdict = self._verdict
+        assert verdict is not None
+        fate = self._suspects.lost_nodes.fate(verdict.loss)
+        if fate is Fate.OPEN:
+            return False
+        self._verdict, self._waits_since = None, self._suspects.clock()
+        if fate is Fate.DEAD:
+            self._num_trials = verdict.num_trials
+            if (error := self._suspects.judge(verdict)) is not None:
+                raise error
         return True
-    if attempt.decode is None or attempt.decode.engine_id not in lost:
-        return False
-    # (It compiles a grammar while the prompt is computed elsewhere.)
-    has_begun = attempt.prefill is None or attempt.began or attempt.has_grammar
-    return has_begun and attempt.num_tokens < PROVEN_TOKENS
+
+    def _forget_returned(self) -> None:
+        """Forget losses of nodes that came back."""
+        for work, losses in list(self._blamed.items()):
+            returned = {loss for loss in losses if loss.fate is Fate.RETURNED}
+            losses -= returned
+            self._suspects.forget_losses(self._fingerprint, returned)
+            if not losses:
+                self._clear(work)
+
+    def _clear(self, *works: Work) -> None:
+        """Suspect the call no longer of what nodes died of at such work."""
+        for work in works:
+            self._suspects.forget_losses(self._fingerprint, self._blamed.pop(work, ()))
+            if self._work is work:
+                self._work, self._num_trials = None, 0
+                self.close()
+
+    def _leave_room(self) -> None:
+        self._room = ""
+        self._suspects.rooms.release(self)
+
+
+def begun_on(attempt: Attempt, engine_id: str) -> Work | None:
+    """Return what a node may have begun of an attempt and had not done well before, or None."""
+    prefill, decode = attempt.prefill, attempt.decode
+    if prefill is not None and prefill.engine_id == engine_id and not attempt.began:
+        return Work.PROMPT
+    if decode is None or decode.engine_id != engine_id or attempt.num_tokens >= PROVEN_TOKENS:
+        return None
+    if prefill is None and not attempt.began:
+        return Work.PROMPT
+    # (A decode node compiles a grammar while the prompt is computed elsewhere.)
+    return Work.TOKENS if attempt.began or attempt.has_grammar else None
+
+
+def _nodes_for(work: Work, fleet: Fleet) -> Iterable[NodeLoad]:
+    """Return the nodes of a fleet that do such work."""
+    if work is Work.PROMPT and fleet.prefills:
+        return fleet.prefills
+    return {*fleet.decodes, *fleet.self_prefilling}

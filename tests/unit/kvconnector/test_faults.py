@@ -100,13 +100,14 @@ def test_altered_messages_differ_in_one_bit() -> None:
 
 def test_a_whole_spec_is_read() -> None:
     text = "drop=0.01, delay=1ms-0.02s,duplicate=1,reorder=0,corrupt=0.5,fail_post=0.25,"
-    assert FaultSpec.parse(text + "kill=Commit:send:2,seed=3") == FaultSpec(
+    assert FaultSpec.parse(text + "kill=Commit:send:2,poison=bad,seed=3") == FaultSpec(
         drop=0.01,
         duplicate=1,
         delay_s=(0.001, 0.02),
         corrupt=0.5,
         fail_post=0.25,
         kill=KillPoint("Commit", "send", 2),
+        poison="bad",
         seed=3,
     )
     assert FaultSpec.parse(" ") is None
@@ -131,6 +132,7 @@ def test_a_whole_spec_is_read() -> None:
         "kill=Commit:send:1:1",
         "kill=Write:recv:1",
         "kill=Nothing:send:1",
+        "poison=",
         "seed=-1",
     ],
 )

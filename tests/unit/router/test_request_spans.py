@@ -18,7 +18,9 @@ from router.request_spans import RequestSpans
 from tests.fakes.nodes import failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 
-RETRIES = RetryOptions(max_attempts=3, pair_timeout_s=0.2, first_pause_s=0.001)
+RETRIES = RetryOptions(
+    max_attempts=3, pair_timeout_s=0.2, return_timeout_s=0.2, first_pause_s=0.001
+)
 CALLER = parse_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
 
 

@@ -14,7 +14,11 @@ from tests.fakes.router_scene import Scene, asynchronous
 
 LENGTH = FinishReason.LENGTH
 OPTIONS = RetryOptions(
-    trial_pause_s=0, pair_timeout_s=0.05, first_pause_s=0.001, longest_pause_s=0.002
+    trial_pause_s=0,
+    pair_timeout_s=0.05,
+    return_timeout_s=0.05,
+    first_pause_s=0.001,
+    longest_pause_s=0.002,
 )
 
 

@@ -16,7 +16,9 @@ from router.calls.request_log import MAX_CODE_CHARS, MAX_ERROR_CHARS, RequestLog
 from tests.fakes.nodes import failure, token, token_1
 from tests.fakes.router_scene import PARAMS, Scene, asynchronous
 
-RETRIES = RetryOptions(max_attempts=3, pair_timeout_s=0.2, first_pause_s=0.001)
+RETRIES = RetryOptions(
+    max_attempts=3, pair_timeout_s=0.2, return_timeout_s=0.2, first_pause_s=0.001
+)
 
 
 @asynchronous

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from baton.api.errors import (
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, DecodeCommand, PrefillCommand, RequestDelta
+from router.calls.placing import MAX_EXPECTING
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from tests.fakes.nodes import HandNode, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
@@ -26,6 +28,7 @@ LENGTH = FinishReason.LENGTH
 OPTIONS = RetryOptions(
     trial_pause_s=0,
     pair_timeout_s=0.05,
+    return_timeout_s=0.05,
     first_pause_s=0.001,
     longest_pause_s=0.002,
     failing_for_s=0,
@@ -328,6 +331,8 @@ def test_options_that_make_no_sense_are_refused() -> None:
         RetryOptions(max_attempts=0)
     with pytest.raises(ConfigError, match="pair_timeout_s: must be 0 or more"):
         RetryOptions(pair_timeout_s=-1)
+    with pytest.raises(ConfigError, match="return_timeout_s: must be 0 or more"):
+        RetryOptions(return_timeout_s=-1)
 
 
 # ---------------------------------------------------------------- waiting for a pair
@@ -361,6 +366,48 @@ async def test_without_a_pair_in_time_the_call_fails_and_says_why_twice() -> Non
     with pytest.raises(NodeUnavailableError, match="d0 went away; no decode node has joined"):
         await scene.end()
     scene.assert_no_leg_is_left()
+
+
+@asynchronous
+async def test_the_only_decode_node_is_waited_for_longer_when_it_went_away_by_itself() -> None:
+    """Its link was cut for a while: both who was on it and who came meanwhile end well."""
+    scene = scene_of(1, 1)
+    scene.dispatcher.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
+    await scene.call()
+    scene.decode.leave()
+    await asyncio.sleep(10 * OPTIONS.pair_timeout_s)
+    assert scene.task is not None
+    assert not scene.task.done()
+    again = HandNode(scene.pool, scene.decode.node.registration)
+    scene.prefill.reach(again)
+    await asyncio.sleep(0.05)  # it has failed before
+    [command] = again.of(DecodeCommand)
+    again.say(token("a", 0, 10, epoch=command.epoch, finish=LENGTH))
+    await scene.end()
+    assert scene.token_ids == [10]
+
+
+@asynchronous
+async def test_a_node_that_an_operator_removed_is_not_waited_for() -> None:
+    scene = scene_of(1, 1)
+    scene.dispatcher.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
+    await scene.call()
+    scene.pool.expel("d0")
+    with pytest.raises(NodeUnavailableError, match="no decode node has joined"):
+        async with asyncio.timeout(2):
+            await scene.end()
+
+
+@asynchronous
+async def test_not_too_many_calls_wait_for_a_node_to_come_back() -> None:
+    scene = scene_of(1, 1)
+    scene.dispatcher.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
+    scene.decode.leave()
+    scene.dispatcher.placer.num_waiting = MAX_EXPECTING
+    await scene.call()
+    with pytest.raises(NodeUnavailableError, match="no decode node has joined"):
+        async with asyncio.timeout(2):
+            await scene.end()
 
 
 @asynchronous

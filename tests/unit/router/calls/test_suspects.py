@@ -1,4 +1,4 @@
-"""Requests that end nodes, and those that only happen to be there (ADR 0027)."""
+"""Requests that end nodes, and those that only happen to be there (ADR 0027, ADR 0066)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from typing import TypeVar
 
 import pytest
 
-from baton.api.errors import NotFoundError, PoisonRequestError
+from baton.api.errors import NotFoundError, PoisonRequestError, RequestCancelledError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import DecodeCommand, NodeRole, PrefillCommand
 from router.calls.dispatcher import Dispatcher
 from router.calls.recovery.retry_budget import RetryOptions
-from router.calls.recovery.suspects import MAX_HISTORIES, MAX_QUARANTINED, Suspects
-from router.fleet.lost_nodes import LostNodes
+from router.calls.recovery.suspects import (
+    MAX_HISTORIES,
+    MAX_OPEN_VERDICTS,
+    MAX_QUARANTINED,
+    Suspects,
+    Verdict,
+)
+from router.fleet.lost_nodes import Loss, LostNodes
+from router.fleet.node import LegDelta
 from router.policies.least_tokens import LeastTokens
-from tests.fakes.nodes import HandNode, join_pair, make_pool, token
+from tests.fakes.nodes import HandNode, join_pair, make_pool, make_registration, token
 from tests.fakes.router_scene import Scene, asynchronous
 from tests.fakes.virtual_clock import VirtualClock
 
@@ -27,7 +34,7 @@ Command = TypeVar("Command")
 
 KILLER, BYSTANDERS = [666], 24
 MAX_TOKENS = 40
-PAUSE_S = 0.2
+PAUSE_S, RETURN_S = 0.2, 0.3
 
 
 class Cluster:
@@ -36,6 +43,7 @@ class Cluster:
 
     def __init__(self, *, kills_at: int, role: NodeRole = NodeRole.DECODE) -> None:
         self.pool = make_pool()
+        self.pool.lost_nodes = LostNodes(return_s=RETURN_S)
         pairs = [join_pair(self.pool, number) for number in range(8)]
         self.prefills, self.decodes = [p for p, _ in pairs], [d for _, d in pairs]
         for prefill in self.prefills:
@@ -131,7 +139,7 @@ def test_a_request_that_ends_its_nodes_is_ended_and_the_others_go_on(
         assert "it is refused for" in str(again)
         assert others == [None] * BYSTANDERS
         assert cluster.num_killed <= most
-        assert not cluster.dispatcher.suspects._trials
+        assert not cluster.dispatcher.suspects._tried
 
     run()
 
@@ -166,6 +174,159 @@ def _hand_with_leg(hands: list[HandNode]) -> HandNode | None:
     return next((hand for hand in hands if hand.node.legs and hand.node in hand.pool.nodes), None)
 
 
+OPTIONS = RetryOptions(trial_pause_s=0.02, first_pause_s=0.001, longest_pause_s=0.002)
+PARAMS = SamplingParams(max_tokens=20, seed=1)
+
+
+class Trial:
+    """One call whose decode node died when it had begun there, and that is on trial now."""
+
+    def __init__(self, *, return_s: float = RETURN_S, num_decode: int = 4) -> None:
+        self.scene = Scene(options=OPTIONS, num_prefill=1, num_decode=num_decode)
+        self.scene.pool.lost_nodes = LostNodes(return_s=return_s)
+        self.scene.dispatcher = Dispatcher(self.scene.pool, LeastTokens(), OPTIONS)
+        self.suspects = self.scene.dispatcher.suspects
+
+    async def begin(self, timeout_s: float = 60.0) -> HandNode:
+        """Send the call and lose its first node; returns the node on which it is tried."""
+        await self.scene.call(params=PARAMS, timeout_s=timeout_s)
+        (await self.compute(0)).leave()
+        return await self.compute(1)
+
+    async def compute(self, index: int) -> HandNode:
+        """Have the prefill node say the next token; returns the decode node that goes on."""
+        hand = await _found_with_leg(self.scene.decodes)
+        self.scene.prefill.say(token("a", index, index, epoch=self.scene.epoch))
+        await self.scene.pause()
+        return hand
+
+    async def finish(self, index: int) -> None:
+        """Have the call end well."""
+        hand = await self.compute(index)
+        epoch = self.scene.epoch
+        for number in range(index + 1, 20):
+            finish = FinishReason.LENGTH if number == 19 else None
+            hand.say(token("a", number, number, epoch=epoch, finish=finish))
+            await self.scene.pause()
+        await self.scene.end()
+        assert self.scene.token_ids == list(range(20))
+        assert self.suspects.quarantined == []
+
+
+@asynchronous
+async def test_a_node_that_dies_in_a_trial_alone_and_is_replaced_is_proof() -> None:
+    trial = Trial(return_s=60)
+    hand = await trial.begin()
+    hand.leave()
+    await asyncio.sleep(0.1)
+    assert trial.scene.task is not None
+    assert not trial.scene.task.done()  # its link may have broken
+    again = make_registration(hand.node.name, NodeRole.DECODE, incarnation=1)
+    HandNode(trial.scene.pool, again)
+    with pytest.raises(PoisonRequestError, match="was being computed on 2 nodes when they died"):
+        await trial.scene.end()
+
+
+@asynchronous
+async def test_a_link_that_breaks_in_a_trial_and_comes_back_proves_nothing() -> None:
+    trial = Trial(return_s=60)
+    hand = await trial.begin()
+    hand.leave()
+    await trial.scene.pause()
+    trial.scene.decodes.append(HandNode(trial.scene.pool, hand.node.registration))
+    trial.scene.prefill.reach(trial.scene.decodes[-1])
+    await trial.finish(2)
+
+
+@asynchronous
+async def test_a_node_that_comes_back_frees_who_was_suspected() -> None:
+    """Two links break for a moment, one after the other."""
+    trial = Trial(return_s=60)
+    await trial.scene.call(params=PARAMS)
+    for index in range(2):
+        hand = await trial.compute(index)
+        hand.leave()
+        await trial.scene.pause()
+        trial.scene.decodes.append(HandNode(trial.scene.pool, hand.node.registration))
+        trial.scene.prefill.reach(trial.scene.decodes[-1])
+        await asyncio.sleep(0.1)
+        assert not trial.suspects.rooms  # it was placed at once
+    await trial.finish(2)
+
+
+@asynchronous
+async def test_a_node_that_dies_with_others_on_it_proves_nothing() -> None:
+    trial = Trial(num_decode=3)
+    hand = await trial.begin()
+    hand.node.open_leg("other", 99, 10, _Nobody())
+    hand.leave()
+    await trial.finish(2)
+
+
+@asynchronous
+async def test_what_dies_at_other_work_proves_nothing() -> None:
+    """A prefill node dies at the prompt, and a decode node of the same request at its tokens."""
+    trial = Trial()
+    scene = trial.scene
+    scene.prefills.append(scene.join("p", 1))
+    scene.connect()
+    await scene.call(params=PARAMS)
+    first = next(hand for hand in scene.prefills if hand.node.legs)
+    first.leave()
+    scene.prefill = next(hand for hand in scene.prefills if hand is not first)
+    (await trial.compute(0)).leave()
+    await trial.finish(1)
+
+
+@asynchronous
+async def test_while_other_nodes_die_one_trial_is_no_proof_and_two_are() -> None:
+    trial = Trial(return_s=0.05)
+    trial.scene.join("d", 8).leave()
+    hand = await trial.begin()
+    hand.leave()
+    hand = await trial.compute(2)
+    assert trial.suspects.quarantined == []
+    hand.leave()
+    with pytest.raises(PoisonRequestError, match="on 3 nodes when they died"):
+        await trial.scene.end()
+
+
+@asynchronous
+async def test_who_is_gone_before_it_is_known_is_judged_all_the_same() -> None:
+    trial = Trial()
+    hand = await trial.begin()
+    hand.leave()
+    await trial.scene.pause()
+    trial.scene.dispatcher.abort("a", "its client left")
+    with pytest.raises(RequestCancelledError):
+        await trial.scene.end()
+    assert trial.suspects.quarantined == []
+    await asyncio.sleep(RETURN_S)
+    with pytest.raises(PoisonRequestError):
+        trial.suspects.check(Scene.make(params=PARAMS))
+
+
+@asynchronous
+async def test_a_node_that_comes_back_too_late_ends_the_quarantine() -> None:
+    trial = Trial(return_s=0.05)
+    hand = await trial.begin()
+    hand.leave()
+    with pytest.raises(PoisonRequestError):
+        await trial.scene.end()
+    assert refused(trial.suspects, [1, 2, 3], sampling_params=PARAMS)
+    HandNode(trial.scene.pool, hand.node.registration)
+    assert trial.suspects.quarantined == []
+    assert not refused(trial.suspects, [1, 2, 3], sampling_params=PARAMS)
+
+
+class _Nobody:
+    def take(self, item: LegDelta) -> None:
+        pass
+
+    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        pass
+
+
 @asynchronous
 async def test_a_node_that_an_operator_removes_is_nobodys_fault() -> None:
     scene = Scene(options=RetryOptions(trial_pause_s=60), num_prefill=1, num_decode=3)
@@ -179,7 +340,10 @@ async def test_a_node_that_an_operator_removes_is_nobodys_fault() -> None:
 
 
 def make_suspects(clock: VirtualClock) -> Suspects:
-    return Suspects(LostNodes(clock), quarantine_s=60, clock=clock)
+    return Suspects(make_pool(clock=clock), quarantine_s=60)
+
+
+LOSS = Loss(0.0, "d0-0", "d0", num_open=1)
 
 
 def refused(suspects: Suspects, prompt: list[int], **changes: object) -> bool:
@@ -195,7 +359,7 @@ def test_only_the_like_of_it_is_refused_and_only_for_a_while() -> None:
     clock = VirtualClock()
     suspects = make_suspects(clock)
     call = Scene.make()
-    suspects.quarantine(call, suspects.fingerprint(call))
+    suspects.quarantine(call, suspects.fingerprint(call), LOSS)
     other_seed = dataclasses.replace(call.sampling_params, seed=99)
     assert refused(suspects, [1, 2, 3])
     assert refused(suspects, [1, 2, 3], request_id="other", sampling_params=other_seed)
@@ -216,7 +380,7 @@ def test_operators_release_one_or_all() -> None:
     suspects = make_suspects(VirtualClock())
     for number in range(3):
         call = dataclasses.replace(Scene.make(), prompt_token_ids=[number])
-        suspects.quarantine(call, suspects.fingerprint(call))
+        suspects.quarantine(call, suspects.fingerprint(call), LOSS)
     first = suspects.quarantined[0].fingerprint
     assert suspects.release(first[:12]) == 1
     with pytest.raises(NotFoundError, match="nothing is quarantined as"):
@@ -229,10 +393,13 @@ def test_what_is_remembered_is_bounded() -> None:
     suspects = make_suspects(VirtualClock())
     call = Scene.make()
     for number in range(MAX_HISTORIES + 10):
-        suspects.note_lost_with(f"{number}", {f"d{number}"})
-        suspects.admit({f"d{number}"})
+        loss = Loss(0.0, f"d{number}", "d", num_open=1)
+        suspects.note_lost_with(f"{number}", [loss])
+        suspects.admit(loss)
         if number < MAX_QUARANTINED + 10:
-            suspects.quarantine(call, f"{number}")
+            suspects.quarantine(call, f"{number}", loss)
+            suspects.keep_open(Verdict(call, f"{number}", loss, 1))
     assert len(suspects.quarantined) == MAX_QUARANTINED
     assert len(suspects._lost_with) == MAX_HISTORIES
     assert len(suspects._num_suspects) <= MAX_HISTORIES + 1
+    assert len(suspects._open_verdicts) <= MAX_OPEN_VERDICTS

@@ -307,7 +307,7 @@ def test_nodes_that_hang_up_on_a_router_that_stood_still_did_not_die(
     if is_counted_first:
         pool.count_missed_beats()
     decode.leave()
-    assert pool.lost_nodes.lost_since(0) == set()
+    assert pool.lost_nodes.lost_since(0) == []
     assert [lost.node_name for lost in pool.lost] == ["d0"]
     again = HandNode(pool, decode.node.registration)
     for _ in range(5):
@@ -316,7 +316,8 @@ def test_nodes_that_hang_up_on_a_router_that_stood_still_did_not_die(
         pool.count_missed_beats()
         clock.advance(0.25)
     again.leave()  # this time by itself
-    assert pool.lost_nodes.lost_since(0) == {"d0-0"}
+    [loss] = pool.lost_nodes.lost_since(0)
+    assert loss.engine_id == "d0-0"
 
 
 def test_a_node_that_misses_four_beats_is_lost_and_hung_up_on() -> None:

@@ -220,7 +220,7 @@ def test_simulated_nodes_fit_any_folder_and_no_real_ones() -> None:
 
 @asynchronous
 async def test_an_output_never_goes_on_with_another_model() -> None:
-    scene = Scene(options=RetryOptions(trial_pause_s=0, pair_timeout_s=0.05))
+    scene = Scene(options=RetryOptions(trial_pause_s=0, pair_timeout_s=0.05, return_timeout_s=0.05))
     await scene.call()
     others = [
         HandNode(scene.pool, make_registration(name, role, differs={"weights": "b"}))

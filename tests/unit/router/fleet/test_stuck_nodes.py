@@ -12,7 +12,7 @@ from tests.fakes.nodes import token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 
 STUCK = NodeBeat(num_free_blocks=10, stalled_s=10.0, stalled_thread="engine")
-OPTIONS = RetryOptions(trial_pause_s=0, pair_timeout_s=0)
+OPTIONS = RetryOptions(trial_pause_s=0, pair_timeout_s=0, return_timeout_s=0)
 
 
 @asynchronous

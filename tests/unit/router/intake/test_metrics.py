@@ -50,7 +50,7 @@ def values(metrics: RouterMetrics) -> dict[str, float]:
 def test_every_metric_is_described_in_the_document() -> None:
     pool = make_pool()
     admission = Admission(Capacity(lambda: pool.fleet))
-    metrics = RouterMetrics(pool, admission, Overload(), Suspects(pool.lost_nodes))
+    metrics = RouterMetrics(pool, admission, Overload(), Suspects(pool))
     metrics.show_connections(ConnectionCounts())
     text = metrics.text().decode()
     exported = set(re.findall(r"^# TYPE (baton_\S+)", text, re.MULTILINE))
