@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
@@ -268,7 +267,6 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="JSON in benchmarks/results")
     args = parser.parse_args()
     environment, console = record_environment(), Console(width=140)
-    table = Table("drill", "seeds", "requests", "complete", "errors", "killed", "longest s")
     results: Row = {}
     problems: list[str] = []
     for drill in drills():
@@ -280,11 +278,8 @@ def main() -> int:
         }
         problems += [f"{drill.name}, seed {seed}: {'; '.join(b)}" for seed, b in found.items()]
         complete = sum(row["outcomes"].get("complete", 0) for row in rows)
-        num_errors = NUM_REQUESTS * len(rows) - complete
         killed = max(row["killed_by_killer"] for row in rows)
         longest_s = max(row["longest_s"] for row in rows)
-        cells = (len(rows), NUM_REQUESTS * len(rows), complete, num_errors, killed, longest_s)
-        table.add_row(drill.name, *map(str, cells))
         results[drill.name] = {
             "requests": NUM_REQUESTS * len(rows),
             "complete": complete,
@@ -292,7 +287,7 @@ def main() -> int:
             "longest_s": longest_s,
             "problems": found,
         }
-    console.print(table)
+        console.print(f"{drill.name}: {results[drill.name]}")
     console.print("\n".join(problems) or "all promises kept")
     if args.write:
         write_results("innocents_virtual", environment, {"seeds": args.seeds, "drills": results})

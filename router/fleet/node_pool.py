@@ -114,6 +114,7 @@ class NodePool:
         self._counted_at: float | None = None  # missed beats, last
         self._held_up_until = -math.inf
         self._fleet: Fleet | None = None  # None: to be made anew
+        self._missing_since: float | None = None  # likewise
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
 
@@ -151,12 +152,14 @@ class NodePool:
         Args:
             return_s: how long a node that went away by itself is waited for.
         """
-        since = [
-            self.lost_nodes.missing_since(role)
-            for role in NodeRole
-            if not any(map(self.is_eligible, self._of(role)))
-        ]
-        return max(since, default=-math.inf) + return_s
+        if self._missing_since is None:
+            since = [
+                self.lost_nodes.missing_since(role)
+                for role in NodeRole
+                if not any(map(self.is_eligible, self._of(role)))
+            ]
+            self._missing_since = max(since, default=-math.inf)
+        return self._missing_since + return_s
 
     async def wait_for_change(self) -> None:
         """Wait until a node comes, goes, or reports on a peer."""
@@ -286,6 +289,7 @@ class NodePool:
                 self.gate.expel(lost.engine_id)
                 self.lost_nodes.forget(lost.node_name)
                 self._review_identity(left=identity_of(lost.compatibility))
+                self._note_change()
                 return lost
         raise NotFoundError(f"there is no node {name!r}")
 
@@ -438,7 +442,7 @@ class NodePool:
         )
 
     def _note_change(self) -> None:
-        self._fleet = None
+        self._fleet = self._missing_since = None
         self._changed.set()
         self._changed = asyncio.Event()  # who waits from now on waits for the next change
 
