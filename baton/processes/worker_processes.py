@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import subprocess
+import time
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from baton.processes.worker_template import (
     FORK,
     KILL,
     LENGTH,
+    READY,
     REFUSED,
     Setup,
     WorkLimits,
@@ -41,17 +43,50 @@ logger = logging.getLogger(__name__)
 # A worker that is over its time ends itself; one that does not even do that is ended from here.
 _GRACE_S = 5.0
 _POLL_S = 0.05
+# A template imports and loads what its work needs before it forks: seconds, more on a busy machine.
+_START_S = 120.0
+# A piece of work is given to so many workers, one after another, while they end without its fault.
+_MAX_TRIES = 3
 
 
 class WorkLimitError(Exception):
     """A piece of work cost more than it may; whoever asked for it says so in words of its own."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Worker:
+    """A worker's end here.
+
+    Attributes:
+        template: process that forks the worker; the kernel ends both together.
+        is_ready: the worker has said that it waits for work.
+    """
+
     number: int
     link: socket.socket
-    template: subprocess.Popen[bytes]  # which forked it; the kernel ends both together
+    template: subprocess.Popen[bytes]
+    is_ready: bool = False
+
+    async def wait_ready(self) -> None:
+        """Wait until the worker can begin with work, which no limit of that work counts.
+
+        Raises:
+            ConnectionError: the worker ended before.
+            NodeUnavailableError: the template has not loaded within its time, and is ended.
+        """
+        if self.link.fileno() < 0:
+            raise ConnectionError("there was no descriptor for the worker")
+        if self.is_ready:
+            return
+        try:
+            async with asyncio.timeout(_START_S):
+                self.is_ready = await self._receive(len(READY)) == READY
+        except TimeoutError:
+            self.template.kill()  # the next piece of work starts another one
+            problem = f"a process that reads requests has not started in {_START_S:g} s; try again"
+            raise NodeUnavailableError(problem) from None
+        if not self.is_ready:
+            raise ConnectionError("the worker ended before it was ready")
 
     async def ask(self, work: bytes) -> tuple[bytes, bool]:
         """Return the answer, empty if the worker ended over it, and whether it has ended.
@@ -118,12 +153,25 @@ class WorkerProcesses:
         self._finalizer: weakref.finalize[..., WorkerProcesses] | None = None
 
     def start(self) -> None:
-        """Start the processes now, so that the first piece of work need not wait for that."""
-        if self._template is None:
-            self._start_template()
-            self._idle = [self._fork() for _ in range(self._num_workers)]
-        elif self._template.poll() is not None:
-            self._restart_template()
+        """Start the processes now, so that the first piece of work need not wait for that.
+
+        Raises:
+            NodeUnavailableError: the processes cannot be started, for want of a resource.
+        """
+        is_new = self._template is None
+        try:
+            if self._template is None:
+                self._start_template()
+                self._idle = [self._fork() for _ in range(self._num_workers)]
+            elif self._template.poll() is not None:
+                self._restart_template()
+        except OSError as error:
+            if is_new:
+                self.close()
+                self._template = None
+            raise NodeUnavailableError(
+                f"no process can be started to read requests: {error}; try again"
+            ) from None
 
     async def run(self, work: bytes, *, caller: str = "") -> bytes:
         """Return the result of a piece of work. Cancelling ends the worker that does it.
@@ -135,29 +183,23 @@ class WorkerProcesses:
             InvalidRequestError: what the work itself raised.
             WorkLimitError: it costs more than it may.
             OverloadedError: too much work waits.
-            NodeUnavailableError: the processes cannot be started, or ended twice.
+            NodeUnavailableError: the processes cannot be started, ended twice, or the machine left
+                the work waiting.
         """
         self.start()
         worker = await self._take(caller)
         answer, has_ended = b"", True
         try:
-            for is_last_try in (False, True):
-                try:
-                    async with asyncio.timeout(self.limits.wall_s + _GRACE_S):
-                        try:
-                            answer, has_ended = await worker.ask(work)
-                        except ConnectionError:
-                            # Short of memory, the kernel kills idle workers first.
-                            worker = self._replace(worker)
-                            answer, has_ended = await worker.ask(work)
-                except (TimeoutError, ConnectionError):
-                    pass  # it does not even end itself, or nothing can be started
-                if answer or not await self._has_ended(worker.template):
+            for _ in range(_MAX_TRIES):
+                has_ended = True
+                answer, has_ended, was_read = await self._ask(worker, work)
+                if answer or (not await self._has_ended(worker.template) and was_read):
                     break
-                # The template was killed, and its workers with it: no work is to blame.
-                if is_last_try:
-                    raise NodeUnavailableError("a process that reads requests ended; try again")
+                # Short of memory, the kernel kills idle workers first; a template that is killed
+                # takes its workers with it. No work is to blame for either.
                 worker = self._replace(worker)
+            else:
+                raise NodeUnavailableError("a process that reads requests ended; try again")
         finally:
             if has_ended:
                 worker = self._replace(worker)
@@ -167,6 +209,48 @@ class WorkerProcesses:
         if answer[:1] == REFUSED:
             raise InvalidRequestError(*msgspec.json.decode(answer[1:], type=tuple[str, str]))
         raise WorkLimitError(f"takes more than {self.limits} of memory")
+
+    async def wait_ready(self) -> None:
+        """Start the processes and wait until one of them could begin with work.
+
+        Raises:
+            NodeUnavailableError: the processes cannot be started.
+        """
+        self.start()
+        worker = await self._take("")
+        try:
+            await worker.wait_ready()
+        except ConnectionError:
+            raise NodeUnavailableError("a process that reads requests ended at its start") from None
+        finally:
+            self._give_back(worker if worker.is_ready else self._replace(worker), "")
+
+    async def _ask(self, worker: _Worker, work: bytes) -> tuple[bytes, bool, bool]:
+        """Have a worker do a piece of work, whose time begins when the worker is ready.
+
+        Returns:
+            The answer, empty if there is none; whether the worker has ended; whether it may have
+            read the work.
+
+        Raises:
+            NodeUnavailableError: no answer came in time, which may not be the work's fault.
+        """
+        answer, has_ended = b"", True
+        try:
+            await worker.wait_ready()
+            began_at = time.monotonic()
+            async with asyncio.timeout(self.limits.wall_s + _GRACE_S):
+                answer, has_ended = await worker.ask(work)
+        except ConnectionError:
+            return b"", True, False
+        except TimeoutError:
+            pass  # the worker does not even end itself
+        if not answer and time.monotonic() - began_at >= self.limits.wall_s:
+            # Work that computes for so long has spent its processor time before: it got none.
+            raise NodeUnavailableError(
+                f"this machine did not read the request in {self.limits.wall_s:g} s; try again"
+            )
+        return answer, has_ended, True
 
     def close(self) -> None:
         """End the processes; also done when nobody has this object any more."""
@@ -260,12 +344,19 @@ class WorkerProcesses:
         return worker
 
     def _replace(self, worker: _Worker) -> _Worker:
-        """End a worker that is of no use any more, and start another."""
+        """End a worker that is of no use any more, and start another.
+
+        Returns the ended one where no descriptor is left for another: its next caller tries again.
+        """
         assert self._control is not None
         self._links.pop(worker.number, worker.link).close()
         with contextlib.suppress(ConnectionError):
             self._control.send(COMMAND.pack(KILL, worker.number))
-        return self._fork()
+        try:
+            return self._fork()
+        except OSError as error:
+            logger.error("cannot start a worker: %s", error)
+            return worker
 
     async def _has_ended(self, template: subprocess.Popen[bytes]) -> bool:
         """Say whether this template has ended; then another one takes its place."""
@@ -274,7 +365,7 @@ class WorkerProcesses:
         if template.poll() is None:
             return False
         if self._template is template:
-            self._restart_template()
+            self.start()
         return True
 
     def _restart_template(self) -> None:
@@ -291,7 +382,7 @@ class WorkerProcesses:
         finalizer.detach()
         control.close()
         for worker in self._idle:
-            self._links.pop(worker.number).close()
+            self._links.pop(worker.number, worker.link).close()
         self._start_template()
         self._idle = [self._fork() for _ in self._idle]
 

@@ -25,6 +25,8 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError
 
+# What a worker sends first: it has begun, and waits for work.
+READY = b"!"
 # Of a frame from the parent: its length, and then so many bytes.
 LENGTH = struct.Struct("<I")
 # Of the answer: the same, and whether the worker ends now, for it has grown.
@@ -125,6 +127,7 @@ def _answer_all(link: socket.socket, work: Work, limits: WorkLimits) -> None:
     resident_bytes = resident_memory_bytes()
     limit = _memory_bytes(0) + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    link.sendall(READY)
     while (frame := _receive(link)) is not None:
         # Nobody handles these two signals: each of them ends the process, wherever it is.
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)

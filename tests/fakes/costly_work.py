@@ -11,7 +11,8 @@ from baton.processes.worker_template import Work
 
 
 def make_work(options: Mapping[str, str]) -> Work:
-    """The work of a template that was given these options."""
+    """Make the work of a template; the option ``load_s`` says how many seconds that takes."""
+    time.sleep(float(options.get("load_s", 0)))
 
     def refuse(field: str) -> str:
         raise InvalidRequestError(field, "is wrong")

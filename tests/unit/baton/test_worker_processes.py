@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -98,12 +101,92 @@ def test_work_that_costs_too_much_ends_its_worker_and_nothing_else(work: bytes) 
     run(test)
 
 
-def test_time_that_passes_counts_too() -> None:
+def test_work_that_gets_no_processor_ends_and_is_not_to_blame() -> None:
     async def test(workers: WorkerProcesses) -> None:
-        with pytest.raises(WorkLimitError):
+        with pytest.raises(NodeUnavailableError, match=r"in 0\.3 s; try again"):
             await workers.run(b"sleep(60)")
 
     run(test, WorkLimits(cpu_s=5.0, wall_s=0.3, memory_bytes=2**26))
+
+
+def test_the_start_of_a_template_does_not_count_as_work() -> None:
+    """A tokenizer that took 20 s to load made the first request a wrong one."""
+
+    async def test() -> None:
+        async with asyncio.timeout(60):
+            assert await workers.run(b"1 + 1") == b"2"
+            with pytest.raises(NodeUnavailableError):
+                await workers.run(b"sleep(60)")
+
+    limits = WorkLimits(cpu_s=0.3, wall_s=0.5, memory_bytes=2**26)
+    workers = WorkerProcesses(WORK, {"load_s": "7"}, limits)
+    try:
+        asyncio.run(test())
+    finally:
+        workers.close()
+
+
+def test_a_template_that_does_not_load_is_ended_and_nobody_is_to_blame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.processes.worker_processes._START_S", 0.5)
+
+    async def test() -> None:
+        async with asyncio.timeout(60):
+            for _ in range(2):
+                with pytest.raises(NodeUnavailableError, match=r"has not started in 0\.5 s"):
+                    await workers.run(b"1")
+
+    workers = WorkerProcesses(WORK, {"load_s": "60"}, LIMITS)
+    try:
+        asyncio.run(test())
+    finally:
+        workers.close()
+
+
+def test_a_template_whose_work_cannot_be_loaded_is_nobodys_fault_but_ours() -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60):
+            with pytest.raises(NodeUnavailableError):
+                await workers.wait_ready()
+            with pytest.raises(NodeUnavailableError):
+                await workers.run(b"1")
+
+    workers = WorkerProcesses(WORK, {"load_s": "no number"}, LIMITS)
+    try:
+        asyncio.run(test())
+    finally:
+        workers.close()
+
+
+def test_a_want_of_descriptors_is_nobodys_fault_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def test(workers: WorkerProcesses) -> None:
+        with monkeypatch.context() as want:
+            want.setattr(socket, "socketpair", refuse)
+            with pytest.raises(NodeUnavailableError, match="Too many open files; try again"):
+                await workers.run(b"1")
+        assert await workers.run(b"1") == b"1"
+        with monkeypatch.context() as want:
+            want.setattr(socket, "socketpair", refuse)
+            for _ in range(4):
+                with pytest.raises((WorkLimitError, NodeUnavailableError)):
+                    await workers.run(b"spin()")
+        for _ in range(4):
+            assert await workers.run(b"1") == b"1"
+
+    run(test)
+
+
+def test_work_that_is_asked_for_while_others_wait_for_the_start_is_done() -> None:
+    async def test(workers: WorkerProcesses) -> None:
+        ready = asyncio.gather(*(workers.wait_ready() for _ in range(3)))
+        assert await asyncio.gather(*(workers.run(b"1") for _ in range(3))) == [b"1"] * 3
+        await ready
+
+    run(test)
 
 
 def test_a_worker_that_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +196,7 @@ def test_a_worker_that_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
         sleeping = asyncio.create_task(workers.run(b"sleep(60)"))
         busy = await busy_worker()
         busy.send_signal(signal.SIGSTOP)  # its own alarm ends it only when it goes on
-        with pytest.raises(WorkLimitError):
+        with pytest.raises(NodeUnavailableError):
             await sleeping
         await until_gone(busy.pid)
 
@@ -256,7 +339,7 @@ def test_a_template_that_is_killed_under_120_pieces_of_work_costs_none_of_them()
 def test_work_whose_template_is_killed_again_is_told_so() -> None:
     async def test(workers: WorkerProcesses) -> None:
         asked = asyncio.create_task(workers.run(b"sleep(30)"))
-        for _ in range(2):
+        for _ in range(3):
             await busy_worker()
             [template] = templates()
             template.kill()
