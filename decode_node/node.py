@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.api.errors import InvalidRequestError, TransferError
+from baton.api.errors import BatonError, InvalidRequestError, TransferError, status_name
 from baton.api.outputs import DecodeReceipt
 from baton.link.words import (
     AbortAll,
@@ -193,7 +193,7 @@ class DecodeNode:
         try:
             request = new_request(engine, command)
         except InvalidRequestError as error:
-            self._refuse(command, str(error))
+            self._refuse(command, error)
             self._tell_trace(command, DecodeMoments(parked_at=received_at), str(error))
             return
         take = self.reservations.park
@@ -219,9 +219,9 @@ class DecodeNode:
         # A prompt that is short as a whole is no hit: computing prompts is not done here.
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
-    def _refuse(self, command: DecodeCommand, problem: str) -> None:
-        error = RequestError("INVALID_ARGUMENT", problem)
-        self._deltas.append(failed_delta(command.request_id, command.epoch, error))
+    def _refuse(self, command: DecodeCommand, error: BatonError) -> None:
+        told = RequestError(status_name(error), str(error))
+        self._deltas.append(failed_delta(command.request_id, command.epoch, told))
 
     def _connect(self, update: PeerUpdate) -> None:
         try:
@@ -274,12 +274,12 @@ class DecodeNode:
             self._deltas.append(output)
 
     def _end_failed(self) -> None:
-        """Refuse requests whose grammars turned out to be wrong."""
-        for request_id, problem in self.engine.take_failures():
+        """Refuse requests whose grammars turned out to be wrong, or cannot be had now."""
+        for request_id, error in self.engine.take_failures():
             job = self._jobs.get(request_id)
             if job is not None:
-                self._end(request_id, problem)
-                self._refuse(job.command, problem)
+                self._end(request_id, str(error))
+                self._refuse(job.command, error)
 
     def _end_handed_back(self) -> None:
         """Tell the router to place preempted requests again; no prompt is computed anew here."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from baton.api.errors import BatonError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, BlockHasher, cache_namespace
@@ -26,6 +27,7 @@ from engine.core.scheduler import Scheduler
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor, PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.sampling.mask_threads import MaskThreads
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
 from models.work import model_work
 
@@ -96,6 +98,7 @@ class Engine:
             else None,
         )
         self.block_pool = kv_cache_manager.block_pool
+        self._masks, self._made_at = MaskThreads(), time.monotonic()
         self._scheduler = Scheduler(
             kv_cache_manager,
             max_num_requests=config.max_num_requests,
@@ -104,10 +107,10 @@ class Engine:
             preemption=config.preemption,
             guesses_in_steps=config.num_lookahead_drafts > 0,
             drafter_reads=config.drafter_reads,
+            masks=self._masks,
         )
         self._speculation = make_speculation(config, self.model_config.vocab_size)
         self._has_prefix_cache = config.prefix_cache
-        self._made_at = time.monotonic()
         self._grammars = GrammarCompiler(
             model_folder, self.model_config.vocab_size, self.eos_token_ids
         )
@@ -213,11 +216,22 @@ class Engine:
         has_grammar = params.structured_output is not None
         return self._grammars.compile_now(params) if has_grammar else None
 
+    def prepare_grammars(self) -> None:
+        """Load and start what the first request with a grammar needs; takes up to seconds.
+
+        For nodes, before they join: the library's tokenizer is made under the GIL. An engine that
+        does not call this does it with its first grammar.
+
+        Raises ConfigError when a thread or a descriptor cannot be had.
+        """
+        self._masks.start()
+        self._grammars.prepare()
+
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, on any thread, when a request need not wait any more."""
         self._grammars.on_ready = wake
 
-    def take_failures(self) -> list[tuple[str, str]]:
+    def take_failures(self) -> list[tuple[str, BatonError]]:
         """Requests (by id) that cannot go on for their grammars, and why, since the last call.
 
         A parked one is still here: end it when its blocks have another holder.
@@ -301,7 +315,7 @@ class Engine:
             scheduled = scheduled.without_finished()
             if not scheduled.may_run_ahead:
                 result, before, self._in_flight = self._end_in_flight(before), None, None
-                scheduled = scheduled.without_finished()
+                scheduled = self._scheduler.with_masks(scheduled.without_finished())
         if scheduled.scheduled:
             self.last_scheduled = scheduled
             plan, hooks = self._scheduler.plan(scheduled, after_layer)

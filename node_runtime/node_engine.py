@@ -85,6 +85,9 @@ def load_engine(
         engine.kv_memory.dtype,
         engine.num_blocks * spec.block_bytes / 2**20,
     )
+    began_at = time.perf_counter()
+    engine.prepare_grammars()
+    logger.info("prepared structured output in %.1f s", time.perf_counter() - began_at)
     compatibility = {
         **engine.compatibility,
         "adapters": NONE,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.api.errors import InvalidRequestError, TransferError
+from baton.api.errors import InvalidRequestError, TransferError, status_name
 from baton.api.outputs import FinishReason, PrefillReceipt, RequestDelta
 from baton.limits import NUM_LAYER_GROUPS
 from baton.link.words import (
@@ -265,12 +265,12 @@ class PrefillNode:
                 trace.end_chunk(self._clock())
 
     def _end_failed(self) -> None:
-        """Refuse requests whose grammars turned out to be wrong."""
-        for request_id, problem in self.engine.take_failures():
+        """Refuse requests whose grammars turned out to be wrong, or cannot be had now."""
+        for request_id, error in self.engine.take_failures():
             job = self._jobs.get(request_id)
             if job is not None:
                 self.push_tracker.drop(request_id, "refused")
-                self._fail(request_id, job.command.epoch, "INVALID_ARGUMENT", problem)
+                self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
         """Whether this token is the last one, whoever was asked for the next."""

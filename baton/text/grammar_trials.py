@@ -25,7 +25,7 @@ from baton.text.grammars import (
 )
 
 # A schema of hundreds of properties takes some hundredths of a second and some megabytes.
-LIMITS = WorkLimits(cpu_s=1.0, wall_s=10.0, memory_bytes=96 * 2**20)
+LIMITS = WorkLimits(cpu_s=1.0, wall_s=30.0, memory_bytes=96 * 2**20)
 
 
 _SIZE = struct.Struct("<Q")
@@ -58,6 +58,17 @@ class GrammarTrials:
             "eos_token_ids": " ".join(map(str, eos_token_ids)),
         }
         self._workers = WorkerProcesses("baton.text.grammar_trials:make_work", options, LIMITS)
+
+    def start(self) -> None:
+        """Start the worker processes, which load the tokenizer; raises NodeUnavailableError."""
+        self._workers.start()
+
+    async def wait_ready(self) -> None:
+        """Start the worker processes and wait until they have loaded the tokenizer.
+
+        Raises NodeUnavailableError where they cannot be started.
+        """
+        await self._workers.wait_ready()
 
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:
         """Compile a grammar in a worker process, within the limits, and return what came of it.

@@ -73,16 +73,25 @@ def make_grammar(structured_output: StructuredOutput) -> str:
 def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLTokenizer:
     """Load a checkpoint's tokenizer for the library; raises InvalidRequestError.
 
+    Holds the GIL all the while: seconds for a vocabulary of 262,144 tokens.
+
     Args:
         path: of its ``tokenizer.json``.
         eos_token_ids: are allowed where the output may end; the tokenizer's own if there are none.
     """
     if not path.is_file():
         raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
+    ends = sorted(eos_token_ids)
     try:
-        tokenizer = LLTokenizer(str(path))
-        known = [i for i in sorted(eos_token_ids) if i < tokenizer.vocab_size]
-        return LLTokenizer(str(path), eos_token=known) if known else tokenizer
+        try:
+            return LLTokenizer(str(path), eos_token=ends or None)
+        except ValueError:
+            if not ends:
+                raise
+            # Loaded again only where the model names ends that its tokenizer does not have.
+            tokenizer = LLTokenizer(str(path))
+            known = [token_id for token_id in ends if token_id < tokenizer.vocab_size]
+            return LLTokenizer(str(path), eos_token=known) if known else tokenizer
     except Exception as error:  # the library raises nothing better
         problem = f"this checkpoint's tokenizer.json cannot be used: {one_line(str(error))}"
         raise InvalidRequestError("structured_output", problem) from None

@@ -6,6 +6,7 @@ Refuses to know: who guesses, how well, and which tokens a step sampled in their
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from baton.api.outputs import RequestDelta
@@ -13,6 +14,9 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request, RequestStatus
+
+# What grammars allow behind drafts is computed while all requests wait: so long in a step at most.
+_MAX_MASKS_S = 0.01
 
 
 class Drafts:
@@ -39,6 +43,7 @@ class Drafts:
         self._counters = counters
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._drafter_reads = drafter_reads
+        self._masks_left_s = _MAX_MASKS_S
 
     # ------------------------------------------------------------------ a step is chosen
 
@@ -47,6 +52,7 @@ class Drafts:
 
         All that can run have got what they need by now. Returns what is left of the budget.
         """
+        self._masks_left_s = _MAX_MASKS_S
         for index, item in enumerate(scheduled):
             drafts = self.kept.pop(item.request.request_id, ())
             drafts = drafts[: self._num_to_compute(item, drafts, budget)]
@@ -92,7 +98,9 @@ class Drafts:
         )
         drafts = drafts[: max(room, 0)]
         if drafts and request.grammar is not None:
-            drafts = drafts[: request.grammar.num_possible(drafts)]
+            began_at = time.thread_time()
+            drafts = drafts[: request.grammar.look_ahead(drafts, self._masks_left_s)]
+            self._masks_left_s -= time.thread_time() - began_at
         if not drafts:
             return 0
         granted = self._manager.allocate(request, request.num_tokens + len(drafts))

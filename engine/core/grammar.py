@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher
@@ -17,18 +18,18 @@ from baton.text.grammars import one_line
 
 _STUCK = "structured_output: no token is left that the grammar, the bans and the limits allow"
 
-# Grammars whose steps grow with their outputs take ever more of the thread that all requests of
-# the engine share; of its processor time, for a busy machine is not their fault. A mask takes some
+# Grammars whose steps grow with their outputs take ever more of the processors that all requests
+# of the engine share; of processor time, for a busy machine is not their fault. A mask takes some
 # hundredths of a millisecond, up to some milliseconds.
 _MAX_MEAN_S = 0.005
 # So much beside it: what is used once, the first masks above all.
 _MAX_EXTRA_S = 0.2
-# In a step, all grammars together; then those that cost more than the mean above end.
-_MAX_STEP_S = 0.1
 
 
 class GrammarState:
     """Where one request's output is in its grammar.
+
+    One thread at a time may use a state: the engine's, or one that computes its mask.
 
     Args:
         matcher: at the beginning; this one's own.
@@ -37,70 +38,68 @@ class GrammarState:
 
     Attributes:
         problem: why no token can follow; empty while one can.
+        num_accepted: tokens of the output that the grammar has been told.
+        has_mask: the mask of the next token is computed; tokens can be sampled.
+        mask_s: processor time that the latest mask took; 0 before the first.
     """
 
     def __init__(self, matcher: LLMatcher, params: SamplingParams, vocab_size: int) -> None:
         self.problem = ""
+        self.num_accepted = 0
+        self.has_mask = False
+        self.mask_s = 0.0
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
+        self._masks: list[NDArray[np.uint8]] = []  # of the next token, and behind drafts
         self._spent_s = 0.0
         self._num_masks = 0
 
-    def allowed_bits(
-        self, draft_token_ids: Sequence[int] = (), *, step_is_long: bool = False
-    ) -> list[NDArray[np.uint8]]:
-        """The tokens that may come next, and those that may come behind each draft.
+    def compute_mask(self) -> None:
+        """Compute which tokens may come next, unless that is done; lets go of the GIL."""
+        if not self.has_mask:
+            self._masks = [self._next_bits()]
+            self.has_mask = True
 
-        One bit a token, low bits first: `[ceil(vocab_size / 8)]` each. All of them when there is
-        none: `problem` says so, and `accept` will take no token. Behind a draft at which no token
-        is left there is no more to be said, and no problem while nobody sampled that draft.
+    def fail(self, problem: str) -> None:
+        """Let no token follow, for a reason that is not the library's."""
+        self.problem = f"structured_output: {one_line(problem)}"
+        self._masks, self.has_mask = [np.full_like(self._permitted, 0xFF)], True
 
-        Args:
-            draft_token_ids: no more than `num_possible` of them.
-            step_is_long: whether other grammars have taken all the time that a step has for them.
+    def look_ahead(self, draft_token_ids: Sequence[int], limit_s: float) -> int:
+        """Compute the masks behind drafts, and return how many drafts have one.
+
+        Fewer than all where the output may not go on with a draft, and where the masks have taken
+        ``limit_s`` of processor time.
         """
-        found = [self._next_bits(step_is_long)]
+        self.compute_mask()
+        del self._masks[1:]
+        began_at = time.thread_time()
+        num_possible = 0 if self.problem else self._matcher.validate_tokens(list(draft_token_ids))
         num_ahead = 0
-        for token_id in draft_token_ids:
-            if self.problem:
+        for token_id in draft_token_ids[:num_possible]:
+            if self.problem or time.thread_time() - began_at >= limit_s:
                 break
             num_taken = self._matcher.try_consume_tokens([token_id])
             assert num_taken == 1, "a draft is not possible"
             num_ahead += 1
-            found.append(self._next_bits(step_is_long))
+            self._masks.append(self._next_bits())
         if num_ahead:
             self._matcher.rollback(num_ahead)
-            if self.problem == _STUCK:
+            if self.problem == _STUCK:  # behind a draft, which nobody may have sampled
                 self.problem = ""
-        return found
+        return num_ahead
 
-    def num_possible(self, draft_token_ids: Sequence[int]) -> int:
-        """How many leading ones of these tokens the output may go on with."""
-        if self.problem:
-            return 0
-        began_at = time.thread_time()
-        num_possible: int = self._matcher.validate_tokens(list(draft_token_ids))
-        self._spent_s += time.thread_time() - began_at
-        return num_possible
+    def allowed_bits(self, num_drafts: int = 0) -> list[NDArray[np.uint8]]:
+        """Return the tokens that may come next, and those that may come behind each draft.
 
-    def _next_bits(self, step_is_long: bool) -> NDArray[np.uint8]:
-        bits = np.zeros_like(self._permitted)
-        self._num_masks += 1
-        extra_s = 0.0 if step_is_long else _MAX_EXTRA_S
-        if self._spent_s > self._num_masks * _MAX_MEAN_S + extra_s:
-            self._fail_for_time()
-        if not self.problem:
-            began_at = time.thread_time()
-            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            self._spent_s += time.thread_time() - began_at
-            if self._matcher.is_error():
-                self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
-            else:
-                found = found[: len(self._permitted)]
-                bits[: len(found)] = found & self._permitted[: len(found)]
-                if not bits.any():
-                    self.problem = _STUCK
-        return np.full_like(bits, 0xFF) if self.problem else bits
+        One bit a token, low bits first: `[ceil(vocab_size / 8)]` each. All of them when there is
+        none: `problem` says so, and `accept` will take no token.
+
+        Args:
+            num_drafts: at most as many as `look_ahead` found possible.
+        """
+        self.compute_mask()
+        return self._masks[: 1 + num_drafts]
 
     def accept(self, token_id: int) -> bool:
         """Go on with a token of the output; False when it must not be there."""
@@ -110,7 +109,33 @@ class GrammarState:
         if not self._matcher.consume_token(token_id):
             self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
         self._spent_s += time.thread_time() - began_at
+        self.has_mask = False
+        self.num_accepted += 1
         return not self.problem
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the output is complete and nothing can follow."""
+        return not self.problem and self._matcher.is_stopped()
+
+    def _next_bits(self) -> NDArray[np.uint8]:
+        bits = np.zeros_like(self._permitted)
+        self._num_masks += 1
+        if self._spent_s > self._num_masks * _MAX_MEAN_S + _MAX_EXTRA_S:
+            self._fail_for_time()
+        if not self.problem:
+            began_at = time.thread_time()
+            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            self.mask_s = time.thread_time() - began_at
+            self._spent_s += self.mask_s
+            if self._matcher.is_error():
+                self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
+            else:
+                found = found[: len(self._permitted)]
+                bits[: len(found)] = found & self._permitted[: len(found)]
+                if not bits.any():
+                    self.problem = _STUCK
+        return np.full_like(bits, 0xFF) if self.problem else bits
 
     def _fail_for_time(self) -> None:
         mean_ms = 1000 * self._spent_s / self._num_masks
@@ -119,26 +144,48 @@ class GrammarState:
             f"requests share, more than {1000 * _MAX_MEAN_S:g} ms"
         )
 
-    @property
-    def is_terminated(self) -> bool:
-        """Whether the output is complete and nothing can follow."""
-        return not self.problem and self._matcher.is_stopped()
+
+class MaskMaker(Protocol):
+    """Computes the masks of grammars between the steps, and bounds how long a step waits for them.
+
+    The engine's thread is the only caller.
+    """
+
+    def begin(self, grammar: GrammarState) -> None:
+        """Have a grammar's mask computed; nobody else may use the grammar before `has_mask`."""
+
+    def wait(self) -> None:
+        """Wait a few milliseconds at most for the masks that were begun since the last call."""
+
+    def wait_for_any(self) -> None:
+        """Wait a few milliseconds at most for any mask that is not ready, if there is one."""
+
+
+class MasksAtOnce:
+    """Computes each mask where it is asked for: for whoever has no other requests to hold up."""
+
+    def begin(self, grammar: GrammarState) -> None:
+        """Compute the mask now."""
+        grammar.compute_mask()
+
+    def wait(self) -> None:
+        """Return at once: no mask is missing."""
+
+    def wait_for_any(self) -> None:
+        """Return at once: no mask is missing."""
 
 
 def allowed_bits(
-    grammars: Mapping[str, tuple[GrammarState, Sequence[int]]],
+    grammars: Mapping[str, tuple[GrammarState, int]],
 ) -> dict[str, list[NDArray[np.uint8]]]:
-    """The tokens that may come next in each of a step's grammars; see `GrammarState.allowed_bits`.
+    """Return the tokens that may come next in a step's grammars; see `GrammarState.allowed_bits`.
 
     Args:
-        grammars: by request id, with the drafts that the step computes.
+        grammars: by request id, with the number of drafts that the step computes.
     """
-    began_at = time.thread_time()
     return {
-        request_id: grammar.allowed_bits(
-            draft_token_ids, step_is_long=time.thread_time() - began_at > _MAX_STEP_S
-        )
-        for request_id, (grammar, draft_token_ids) in grammars.items()
+        request_id: grammar.allowed_bits(num_drafts)
+        for request_id, (grammar, num_drafts) in grammars.items()
     }
 
 

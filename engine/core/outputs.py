@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -57,7 +58,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     def without_finished(self) -> SchedulerOutput:
         """What is still to be computed of a step that was scheduled ahead."""
-        left = tuple(item for item in self.scheduled if not item.request.status.is_finished)
+        return self.without(lambda request: request.status.is_finished)
+
+    def without(self, is_left_out: Callable[[Request], bool]) -> SchedulerOutput:
+        """Return this step without some of its requests."""
+        left = tuple(item for item in self.scheduled if not is_left_out(item.request))
         num_tokens = sum(item.num_scheduled_tokens for item in left)
         return SchedulerOutput(left, num_tokens, self.has_drafts, self.num_drafts)
 

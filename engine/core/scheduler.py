@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from baton.api.errors import InvalidRequestError
+from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import RequestDelta
 from engine.core.drafts import Drafts
-from engine.core.grammar import GrammarState, allowed_bits
+from engine.core.grammar import GrammarState, MaskMaker, MasksAtOnce, allowed_bits
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
@@ -47,12 +47,13 @@ class Scheduler:
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         guesses_in_steps: whoever computes steps guesses what comes behind them, too.
         drafter_reads: see `EngineConfig.drafter_reads`.
+        masks: computes what grammars allow, between the steps.
 
     Attributes:
         num_preemptions: since the start.
         counters: of what was done since the start.
-        failures: request ids, and what was wrong with their grammars; whoever reads them ends the
-            requests that are still here, and empties it.
+        failures: request ids, and why their grammars cannot be had or went wrong; whoever reads
+            them ends the requests that are still here, and empties it.
         handed_back: requests that were preempted and ended for it; whoever reads them empties it.
         drafts: for steps to come.
     """
@@ -67,12 +68,13 @@ class Scheduler:
         preemption: str = "recompute",
         guesses_in_steps: bool = False,
         drafter_reads: bool = False,
+        masks: MaskMaker | None = None,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.counters = EngineCounters()
-        self.failures: list[tuple[str, str]] = []
+        self.failures: list[tuple[str, BatonError]] = []
         self.handed_back: list[Request] = []
         self._hands_back = preemption == "hand-back"
         self._max_num_requests = max_num_requests
@@ -88,6 +90,7 @@ class Scheduler:
             long_prefill_token_threshold=long_prefill_token_threshold,
             drafter_reads=drafter_reads,
         )
+        self._masks = masks or MasksAtOnce()
         self._num_steps_in_flight = 0
 
     # ------------------------------------------------------------------ requests come
@@ -149,21 +152,25 @@ class Scheduler:
         self._room.queue(request)
         if drafts:
             self.drafts.kept[request_id] = drafts
-        if request.grammar is not None and not request.grammar.accept(token_id):
-            self._fail(request, request.grammar.problem)
+        if request.grammar is not None and not self._accept(request.grammar, [token_id]):
+            self._fail_by_grammar(request)
 
-    def set_grammar(self, request: Request, grammar: GrammarState | InvalidRequestError) -> None:
-        """A request's grammar is compiled, or cannot be; ignored if the request has ended."""
+    def set_grammar(self, request: Request, grammar: GrammarState | BatonError) -> None:
+        """A request's grammar is compiled, or cannot be; ignored if the request has ended.
+
+        Args:
+            grammar: has accepted the output, or the beginning of it.
+        """
         if self.requests.get(request.request_id) is not request:
             return
-        if isinstance(grammar, InvalidRequestError):
-            self._fail(request, str(grammar))
+        if isinstance(grammar, BatonError):
+            self._fail(request, grammar)
             return
         request.grammar = grammar
         if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._room.queue(request)
-        if not all(grammar.accept(token_id) for token_id in request.output_token_ids):
-            self._fail(request, grammar.problem)
+        if not self._accept(grammar, request.output_token_ids[grammar.num_accepted :]):
+            self._fail_by_grammar(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.
@@ -224,6 +231,8 @@ class Scheduler:
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
+        if not self._num_steps_in_flight:
+            self._masks.wait()
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
@@ -237,7 +246,17 @@ class Scheduler:
         if num_drafts:
             num_drafts = self.drafts.look_ahead(scheduled, num_drafts)
         num_tokens = self._max_num_batched_tokens - budget
+        if not scheduled and self._running and not self._num_steps_in_flight:
+            self._masks.wait_for_any()  # nobody else can run: the next step will have it
         return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts, num_drafts)
+
+    def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        """Return a step that was scheduled ahead without requests whose masks are not ready.
+
+        The step before has ended meanwhile, and with its tokens the masks became others.
+        """
+        self._masks.wait()
+        return scheduled.without(lambda request: not self._may_run(request, request.num_tokens))
 
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
@@ -248,7 +267,7 @@ class Scheduler:
             return plan, StepHooks(after_layer)
         drafts = {item.request.request_id: item.draft_token_ids for item in scheduled.scheduled}
         grammars = {
-            request_id: (grammar, drafts[request_id])
+            request_id: (grammar, len(drafts[request_id]))
             for request_id in plan.constrained
             if (grammar := self.requests[request_id].grammar) is not None
         }
@@ -304,17 +323,17 @@ class Scheduler:
                 num_more += max(num_taken - 1, 0)
                 sampled, own = sampled[:num_taken], own[:num_taken]
             else:
-                (token_id,) = sampled
-                ended = request.append(token_id)
+                ended = request.append(sampled[0])
             reason = None
             if ended is not None:
                 reason = ended.finish_reason
                 if ended is RequestStatus.FINISHED_ABORTED:
-                    assert request.grammar is not None
-                    self._fail(request, request.grammar.problem)
+                    self._fail_by_grammar(request)
                     continue
                 self._finish(request, ended)
                 finished.append(request)
+            elif request.grammar is not None:
+                self._masks.begin(request.grammar)
             epoch = request.epoch
             outputs.append(RequestDelta(request_id, index, sampled, reason, own, of_prompt, epoch))
         if finished:
@@ -349,6 +368,8 @@ class Scheduler:
                 break
             num_tokens = self._num_tokens_next(request, budget)
             if num_tokens <= 0:  # the step in flight samples its last token, or behind drafts
+                continue
+            if request.grammar is not None and not self._may_run(request, num_tokens):
                 continue
             target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
             fits = target * num_groups <= len(request.block_ids) * block_size  # most of the time
@@ -408,6 +429,8 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.started_at = request.started_at or time.monotonic()
         bisect.insort(self._running, request, key=lambda r: r.rank)
+        if not self._may_run(request, num_tokens):
+            return 0
         scheduled.append(ScheduledRequest(request, num_tokens))
         return num_tokens
 
@@ -417,10 +440,31 @@ class Scheduler:
         assert request.request_id not in self.requests, request.request_id
         self.requests[request.request_id] = request
         self._room.give_rank(request)
+        if request.grammar is not None and not request.grammar.has_mask:
+            self._masks.begin(request.grammar)
 
-    def _fail(self, request: Request, problem: str) -> None:
+    def _may_run(self, request: Request, num_tokens: int) -> bool:
+        """Say whether a request may compute so many tokens now, or its mask must come first."""
+        grammar = request.grammar
+        if grammar is None or grammar.has_mask or request.num_tokens_pending:
+            return True  # `with_masks` looks again where a step in flight samples its token
+        return request.num_computed_tokens + num_tokens < request.num_tokens
+
+    def _accept(self, grammar: GrammarState, token_ids: list[int]) -> bool:
+        """Tell a grammar of tokens of the output, and begin the mask of the next one."""
+        is_right = all(grammar.accept(token_id) for token_id in token_ids) and not grammar.problem
+        if is_right and not grammar.has_mask:
+            self._masks.begin(grammar)
+        return is_right
+
+    def _fail_by_grammar(self, request: Request) -> None:
+        assert request.grammar is not None
+        field, _, problem = request.grammar.problem.partition(": ")
+        self._fail(request, InvalidRequestError(field, problem))
+
+    def _fail(self, request: Request, error: BatonError) -> None:
         """End one request; a parked one is left to whoever knows who may still write its blocks."""
-        self.failures.append((request.request_id, problem))
+        self.failures.append((request.request_id, error))
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
 

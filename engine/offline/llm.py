@@ -242,10 +242,10 @@ class LLM:
     def _end_failed(self) -> int:
         """Abort answers that no token can go on with; returns how many."""
         num_ended = 0
-        for request_id, problem in self.engine.take_failures():
+        for request_id, error in self.engine.take_failures():
             answer = self._answers.pop(request_id, None)
             if answer is not None:
-                logger.warning("%s ends: %s", request_id, problem)
+                logger.warning("%s ends: %s", request_id, error)
                 index = answer.request.num_output_tokens
                 answer.take(RequestDelta(request_id, index, (), FinishReason.ABORT))
                 num_ended += 1

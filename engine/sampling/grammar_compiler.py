@@ -1,23 +1,26 @@
 """GrammarCompiler: from what a request asks for to the state of its grammar, off the step loop.
 
 Each grammar is compiled in a worker process first, within limits; here, then, on threads of its
-own; equal grammars of one tenant once. Knows no queue and no step.
+own; equal grammars of one tenant once. A state is handed over with its first mask. Knows no queue
+and no step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.errors import BatonError, ConfigError, InvalidRequestError, OverloadedError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
@@ -32,7 +35,12 @@ MAX_CACHED_BYTES = 256 * 2**20
 # what is used is real.
 _STACK_BYTES = 512 * 2**20
 
-Outcome = GrammarState | InvalidRequestError
+logger = logging.getLogger(__name__)
+
+Outcome = GrammarState | BatonError
+
+
+Made = TypeVar("Made")
 
 
 @dataclass(slots=True)
@@ -40,11 +48,12 @@ class _Compiled:
     """A grammar that is remembered. What failed is, too.
 
     Attributes:
+        matcher: at the beginning of an output; only copies of it go on.
         num_bytes: memory that it takes; 0 while it is not known.
         may_pass_later: whether it failed for want of room, not for what it is.
     """
 
-    future: Future[LLMatcher] = field(default_factory=Future)
+    matcher: asyncio.Future[LLMatcher] | None = None
     num_bytes: int = 0
     may_pass_later: bool = False
 
@@ -72,91 +81,135 @@ class GrammarCompiler:
         self._path = model_folder / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer: LLTokenizer | InvalidRequestError | None = None
         self._tokenizer_lock = threading.Lock()
         self._trials = GrammarTrials(model_folder, eos_token_ids)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._loop: asyncio.AbstractEventLoop | None = None  # of the trials; on its own thread
         # Least recently used first.
         self._cache: OrderedDict[tuple[str, StructuredOutput], _Compiled] = OrderedDict()
-        self._ready: deque[tuple[Request, Future[LLMatcher]]] = deque()
+        self._ready: deque[tuple[Request, Outcome]] = deque()
+
+    def prepare(self) -> None:
+        """Load and start what the first grammar needs, so that it finds all of it.
+
+        The tokenizer is loaded here, under the GIL, and by the trials' process at the same time.
+        What is wrong with a tokenizer is told to whoever sends a grammar.
+
+        Raises ConfigError when a thread or a descriptor cannot be had.
+        """
+        try:
+            self._start()
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"structured output: cannot start its threads: {error}") from error
+        if not self._path.is_file():
+            return
+        trials = self._on_loop(self._trials.wait_ready())
+        self._load_tokenizer()
+        try:
+            trials.result()
+        except BatonError as error:
+            logger.warning("structured output: %s", error)
 
     def submit(self, request: Request) -> None:
         """Compile a request's grammar; `take_ready` will have it."""
         structured_output = request.sampling_params.structured_output
         assert structured_output is not None
+        caller = b"".join(request.extra_keys).hex()
+        making = self._make_state(
+            structured_output, request.sampling_params, request.output_token_ids, caller
+        )
 
-        def on_done(future: Future[LLMatcher]) -> None:
-            self._ready.append((request, future))
+        def on_done(future: Future[Outcome]) -> None:
+            self._ready.append((request, future.result()))
             self.on_ready()
 
-        caller = b"".join(request.extra_keys).hex()
-        self._compile(structured_output, caller).add_done_callback(on_done)
+        self._on_loop(making).add_done_callback(on_done)
 
     def take_ready(self) -> list[tuple[Request, Outcome]]:
         """What was compiled since the last call, or why it cannot be."""
         ready: list[tuple[Request, Outcome]] = []
         while self._ready:
-            request, future = self._ready.popleft()
-            ready.append((request, self._outcome(future, request.sampling_params)))
+            ready.append(self._ready.popleft())
         return ready
 
     def compile_now(self, params: SamplingParams) -> GrammarState:
-        """Compile while the caller waits; raises InvalidRequestError."""
+        """Compile while the caller waits; raises InvalidRequestError, OverloadedError."""
         assert params.structured_output is not None
-        outcome = self._outcome(self._compile(params.structured_output), params)
-        if isinstance(outcome, InvalidRequestError):
+        outcome = self._on_loop(self._make_state(params.structured_output, params)).result()
+        if isinstance(outcome, BatonError):
             raise outcome
         return outcome
 
-    def _outcome(self, future: Future[LLMatcher], params: SamplingParams) -> Outcome:
-        error = future.exception()
-        if isinstance(error, InvalidRequestError):
-            return InvalidRequestError(
-                error.field, error.problem
-            )  # raised once, not time and again
-        return GrammarState(future.result().deep_copy(), params, self._vocab_size)
+    # ------------------------------------------------------------------ on the loop's thread
 
-    def _compile(self, structured_output: StructuredOutput, caller: str = "") -> Future[LLMatcher]:
+    async def _make_state(
+        self,
+        structured_output: StructuredOutput,
+        params: SamplingParams,
+        output_token_ids: Sequence[int] = (),
+        caller: str = "",
+    ) -> Outcome:
+        """Compile a grammar and bring its state, with a mask, to where an output has come."""
+        try:
+            matcher = await asyncio.shield(self._compile(structured_output, caller))
+            return await self._on_thread(lambda: self._bring_to(matcher, params, output_token_ids))
+        except InvalidRequestError as error:
+            return InvalidRequestError(error.field, error.problem)  # raised once, not again
+        except (BatonError, OSError, RuntimeError) as error:
+            # No fault of the request, nor one of this node that others should leave it for.
+            return OverloadedError(f"structured_output: {error}")
+
+    def _bring_to(
+        self, matcher: LLMatcher, params: SamplingParams, output_token_ids: Sequence[int]
+    ) -> GrammarState:
+        state = GrammarState(matcher.deep_copy(), params, self._vocab_size)
+        if all(state.accept(token_id) for token_id in output_token_ids):
+            state.compute_mask()
+        return state
+
+    def _compile(
+        self, structured_output: StructuredOutput, caller: str = ""
+    ) -> asyncio.Future[LLMatcher]:
+        """Return the matcher of a grammar, at its beginning; on the loop's thread."""
         key = caller, structured_output
         compiled = self._cache.get(key)
         if compiled is None or compiled.may_pass_later:
             compiled = self._cache[key] = _Compiled()
             making = self._make_matcher(structured_output, compiled, caller)
-            asyncio.run_coroutine_threadsafe(making, self._running_loop())
+            compiled.matcher = asyncio.ensure_future(making)
+            compiled.matcher.add_done_callback(_take_notice)
         self._cache.move_to_end(key)
         while len(self._cache) > MAX_CACHED or (
             len(self._cache) > 1
             and sum(one.num_bytes for one in self._cache.values()) > MAX_CACHED_BYTES
         ):
             self._cache.popitem(last=False)
-        return compiled.future
+        assert compiled.matcher is not None
+        return compiled.matcher
 
     async def _make_matcher(
         self, structured_output: StructuredOutput, compiled: _Compiled, caller: str
-    ) -> None:
+    ) -> LLMatcher:
         """Try it in a worker process; only what passes there is compiled in this one."""
         try:
             trial = await self._trials.run(structured_output, caller=caller)
             compiled.num_bytes = trial.num_bytes
-            matcher = await self._on_thread(structured_output, trial.grammar)
-        except InvalidRequestError as error:
-            compiled.future.set_exception(error)
-        except BatonError as error:  # too many wait, or no process: another time it may be well
-            compiled.may_pass_later = True
-            compiled.future.set_exception(InvalidRequestError("structured_output", str(error)))
-        else:
-            compiled.future.set_result(matcher)
+            grammar = trial.grammar
+            return await self._on_thread(
+                lambda: compile_grammar(structured_output, grammar, self._load_tokenizer())
+            )
+        except InvalidRequestError:
+            raise
+        except (BatonError, OSError, RuntimeError):
+            compiled.may_pass_later = True  # too many wait, or there is no process, or no thread
+            raise
 
-    async def _on_thread(self, structured_output: StructuredOutput, grammar: str) -> LLMatcher:
-        """Compile on one of the threads; the library lets go of the GIL."""
-
-        def compile_it() -> LLMatcher:
-            return compile_grammar(structured_output, grammar, self._load_tokenizer())
-
+    async def _on_thread(self, make: Callable[[], Made]) -> Made:
+        """Do this on one of the threads; the library lets go of the GIL."""
         before = threading.stack_size(_STACK_BYTES)  # of threads that begin from now on
         try:
-            future = self._threads.submit(compile_it)
+            future = self._threads.submit(make)
         finally:
             threading.stack_size(before)
         return await asyncio.wrap_future(future)
@@ -164,19 +217,43 @@ class GrammarCompiler:
     def _load_tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                self._tokenizer = load_grammar_tokenizer(self._path, self._eos_token_ids)
+                try:
+                    self._tokenizer = load_grammar_tokenizer(self._path, self._eos_token_ids)
+                except InvalidRequestError as error:
+                    self._tokenizer = error
+            if isinstance(self._tokenizer, InvalidRequestError):
+                raise InvalidRequestError(self._tokenizer.field, self._tokenizer.problem)
             return self._tokenizer
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the trials: begins with the first grammar, ends with this object."""
+    # ------------------------------------------------------------------ threads
+
+    def _on_loop(self, doing: Coroutine[Any, Any, Made]) -> Future[Made]:
+        """Do this on the loop of the trials."""
+        return asyncio.run_coroutine_threadsafe(doing, self._start())
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        """Start the event loop and the threads, if need be; they end with this object."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            thread = threading.Thread(
-                target=self._loop.run_forever, name="grammar-trials", daemon=True
-            )
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="grammar-trials", daemon=True)
             thread.start()
-            weakref.finalize(self, _stop, self._loop, thread)
+            weakref.finalize(self, _stop, loop, thread)
+            self._loop = loop
+            all_there = threading.Barrier(NUM_THREADS)  # each thread is kept until all have begun
+            waiting = [self._on_loop(self._on_thread(all_there.wait)) for _ in range(NUM_THREADS)]
+            try:
+                for one in waiting:
+                    one.result()
+            except RuntimeError:
+                all_there.abort()
+                raise
         return self._loop
+
+
+def _take_notice(making: asyncio.Future[LLMatcher]) -> None:
+    """Read an error that nobody may wait for any more."""
+    if not making.cancelled():
+        making.exception()
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -49,6 +49,10 @@ class GrammarChecks:
         # Least recently used first; by digest, for the texts are long.
         self._checks: OrderedDict[bytes, _Check] = OrderedDict()
 
+    def start(self) -> None:
+        """Start the worker processes, so that the first grammar need not wait for them."""
+        self._trials.start()
+
     async def check(self, structured_output: StructuredOutput, *, caller: str = "") -> None:
         """Raise what `GrammarTrials.run` does if it cannot be had.
 

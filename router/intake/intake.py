@@ -123,12 +123,10 @@ class Intake:
         self._dispatcher.admission.check_key(principal)
 
     def start(self) -> None:
-        """Start what reads long texts and conversations, so that the first need not wait for it.
-
-        (What reads grammars starts with the first: few routers get any.)
-        """
-        if self._texts is not None:
-            self._texts.start()
+        """Start what reads texts, conversations and grammars: the first need not wait for it."""
+        for part in (self._texts, self._grammar_checks):
+            if part is not None:
+                part.start()
 
     def close(self) -> None:
         """End the processes that read texts and grammars, and the thread of long answers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.tokenizer import Tokenizer
 from engine import LLM
-from engine.core.grammar import GrammarState, allowed_bits
+from engine.core.grammar import GrammarState
 from engine.core.request import Request, RequestStatus
 from engine.crash_dump import describe
 from engine.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler
@@ -121,26 +122,43 @@ def test_bans_that_leave_nothing_are_a_problem_of_this_request_alone(
         assert not state.accept(first)
 
 
+async def wait_for(future: asyncio.Future[LLMatcher]) -> None:
+    await asyncio.wait([future])
+
+
+def compiling(
+    compiler: GrammarCompiler, structured_output: StructuredOutput, caller: str = ""
+) -> asyncio.Future[LLMatcher]:
+    """What the compiler remembers of a grammar, from the thread that may ask for it."""
+
+    async def ask() -> list[asyncio.Future[LLMatcher]]:
+        return [compiler._compile(structured_output, caller)]
+
+    [found] = compiler._on_loop(ask()).result(60)
+    return found
+
+
 def test_equal_grammars_are_compiled_once_and_not_all_are_kept(compiler: GrammarCompiler) -> None:
-    once = compiler._compile(StructuredOutput(regex="[ab]"))
-    assert compiler._compile(StructuredOutput(regex="[ab]")) is once
-    assert compiler._compile(StructuredOutput(regex="[ab]"), "another tenant") is not once
+    once = compiling(compiler, StructuredOutput(regex="[ab]"))
+    assert compiling(compiler, StructuredOutput(regex="[ab]")) is once
+    assert compiling(compiler, StructuredOutput(regex="[ab]"), "another tenant") is not once
     for number in range(MAX_CACHED):
-        compiler._compile(StructuredOutput(choice=(f"{number}",))).result()
+        compiler.compile_now(choosing(f"{number}"))
     assert len(compiler._cache) == MAX_CACHED
-    assert compiler._compile(StructuredOutput(regex="[ab]")) is not once
+    assert compiling(compiler, StructuredOutput(regex="[ab]")) is not once
 
 
 def test_many_grammars_of_one_tenant_do_not_hold_up_anothers(compiler: GrammarCompiler) -> None:
-    compiler._compile(StructuredOutput(regex="[ab]"), "a").result(60)  # the processes are there
+    compiler.compile_now(choosing("a"))  # the processes are there
     many = [
-        compiler._compile(StructuredOutput(regex=f"(x|yz){{1,{number}}}"), "a")
+        compiling(compiler, StructuredOutput(regex=f"(x|yz){{1,{number}}}"), "a")
         for number in range(200, 250)
     ]
-    compiler._compile(StructuredOutput(regex="[cd]"), "b").result(60)
+    last = compiling(compiler, StructuredOutput(regex="[cd]"), "b")
+    compiler._on_loop(wait_for(last)).result(60)
     assert sum(not one.done() for one in many) > len(many) // 2
     for one in many:
-        one.exception(60)
+        compiler._on_loop(wait_for(one)).result(60)
 
 
 @pytest.mark.parametrize(
@@ -304,42 +322,3 @@ def test_a_grammar_whose_steps_grow_ends_its_request(compiler: GrammarCompiler) 
         num_tokens += 1
     assert "ms a token of the time that all" in state.problem or "Too many items" in state.problem
     assert time.thread_time() - began_at < 0.005 * num_tokens + 1
-
-
-class SlowMatcher:
-    """A matcher whose masks take so much of a clock that stands still otherwise."""
-
-    def __init__(self, matcher: LLMatcher, clock: list[float], mask_s: float) -> None:
-        self._matcher, self._clock, self._mask_s = matcher, clock, mask_s
-
-    def compute_bitmask(self) -> bytes:
-        self._clock[0] += self._mask_s
-        return self._matcher.compute_bitmask()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._matcher, name)
-
-
-def test_grammars_that_cost_too_much_together_end_one_by_one(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
-    states = [compiler.compile_now(choosing("a" * 300)) for _ in range(17)]
-    for state in states:
-        mask_s = 0.00005 if state is states[-1] else 0.02
-        state._matcher = SlowMatcher(state._matcher, clock, mask_s)  # type: ignore[assignment]  # alike
-    *slow, well = states
-    steps_s = []
-    for _ in range(20):
-        began_at = clock[0]
-        allowed_bits({str(index): (state, ()) for index, state in enumerate(states)})
-        steps_s.append(clock[0] - began_at)
-        for state in slow:
-            state.accept(TEXTS.index("a"))
-        assert well.accept(TEXTS.index("a"))
-    # In the first step nobody has cost anything yet; then the first five fill a step's time.
-    assert steps_s[0] == pytest.approx(0.32, rel=0.01)
-    assert max(steps_s[1:]) < 0.13
-    assert all(state.problem for state in slow)
-    assert not well.problem

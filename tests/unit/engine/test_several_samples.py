@@ -127,10 +127,13 @@ def test_a_grammar_says_what_may_come_behind_drafts_and_stays_where_it_is() -> N
     grammar = COMPILER.compile_now(request.sampling_params)
     a, b, c, x = (ord(letter) - ord("a") + 64 for letter in "abcx")
     drafts = (a, b, c, x)
-    assert grammar.num_possible((*drafts[:3], b)) == 3
-    along = [bits.tolist() for bits in grammar.allowed_bits(drafts)]
+    assert grammar.look_ahead((*drafts[:3], b), 60) == 3
+    assert grammar.look_ahead(drafts, 0) == 0  # no time is left
+    assert len(grammar.allowed_bits()) == 1
+    assert grammar.look_ahead(drafts, 60) == 4
+    along = [bits.tolist() for bits in grammar.allowed_bits(4)]
     assert len(along) == 5
-    again = [bits.tolist() for bits in grammar.allowed_bits(drafts)]
+    again = [bits.tolist() for bits in grammar.allowed_bits(4)]
     assert along == again
     for index, token_id in enumerate(drafts):
         [bits] = grammar.allowed_bits()

@@ -1,0 +1,126 @@
+"""MaskThreads: computes what grammars allow on threads, so that a step waits for cheap masks alone.
+
+A mask takes some hundredths of a millisecond, or a hundred times as long where the library meets
+new states. Nothing tells which before it is done. Knows no request and no step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+
+from engine.core.grammar import GrammarState
+
+NUM_THREADS = 2
+# The engine's thread waits so long, once, for the masks that the step before made necessary.
+WAIT_S = 0.004
+# Nothing else can run: the engine's thread looks for new requests as often.
+IDLE_WAIT_S = 0.01
+# Computed at once, where handing over takes longer: grammars whose latest mask took less, until
+# those of one step have taken so long together.
+CHEAP_S = 0.0005
+AT_ONCE_S = 0.002
+
+
+class MaskThreads:
+    """Computes masks on threads that start with the first mask, or with `start`.
+
+    The engine's thread is the only caller; see `engine.core.grammar.MaskMaker`.
+    """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[GrammarState, int] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._state = _Open()
+        self._left_s = AT_ONCE_S
+
+    def start(self) -> None:
+        """Start the threads; raises RuntimeError when there can be no more of them."""
+        if not self._threads:
+            for number in range(NUM_THREADS):
+                thread = threading.Thread(
+                    target=_compute,
+                    args=(self._work, self._state),
+                    name=f"masks-{number}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+            weakref.finalize(self, _stop, self._work)
+
+    def begin(self, grammar: GrammarState) -> None:
+        """Have a mask computed: now, where that is cheap, else on a thread."""
+        if grammar.mask_s < CHEAP_S and self._left_s > 0:
+            began_at = time.thread_time()
+            grammar.compute_mask()
+            self._left_s -= time.thread_time() - began_at
+            return
+        self.start()
+        self._work.put((grammar, self._state.note_begun()))
+
+    def wait(self) -> None:
+        """Wait a few milliseconds at most for the masks that were begun since the last call."""
+        self._left_s = AT_ONCE_S
+        if self._state.num_open:
+            self._state.wait_for_young(WAIT_S)
+
+    def wait_for_any(self) -> None:
+        """Wait a few milliseconds at most for any mask that is not ready, if there is one."""
+        if self._state.num_open:
+            self._state.wait_for_any(IDLE_WAIT_S)
+
+
+class _Open:
+    """Counts the masks that are being computed, and those of them that were begun last.
+
+    Attributes:
+        num_open: masks that are not ready.
+    """
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self._num_young = 0
+        self._round = 0
+        self._changed = threading.Condition()
+
+    def note_begun(self) -> int:
+        """Count one more; returns the round that it belongs to."""
+        with self._changed:
+            self.num_open += 1
+            self._num_young += 1
+            return self._round
+
+    def note_ready(self, begun_in: int) -> None:
+        with self._changed:
+            self.num_open -= 1
+            self._num_young -= begun_in == self._round
+            self._changed.notify()
+
+    def wait_for_young(self, seconds: float) -> None:
+        """Wait for those of this round, and begin the next one."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_young, seconds)
+            self._round += 1
+            self._num_young = 0
+
+    def wait_for_any(self, seconds: float) -> None:
+        with self._changed:
+            num_open = self.num_open
+            self._changed.wait_for(lambda: self.num_open < num_open, seconds)
+
+
+def _compute(work: queue.SimpleQueue[tuple[GrammarState, int] | None], state: _Open) -> None:
+    while (item := work.get()) is not None:
+        grammar, begun_in = item
+        try:
+            grammar.compute_mask()
+        except BaseException as error:  # the loop's top; a panic in Rust is no Exception
+            grammar.fail(str(error) or type(error).__name__)
+        state.note_ready(begun_in)
+
+
+def _stop(work: queue.SimpleQueue[tuple[GrammarState, int] | None]) -> None:
+    for _ in range(NUM_THREADS):
+        work.put(None)

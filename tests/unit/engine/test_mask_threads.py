@@ -1,0 +1,252 @@
+"""Unit tests of MaskThreads: a step waits for no mask that takes long, and tokens stay the same."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.api.errors import InvalidRequestError, NodeUnavailableError, OverloadedError
+from baton.api.outputs import FinishReason
+from baton.api.sampling_params import SamplingParams
+from baton.api.structured_output import StructuredOutput
+from engine.core.grammar import GrammarState
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.sampling import mask_threads
+from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.sampling.mask_threads import MaskThreads
+from tests.fakes.engine_parts import FakeRunner, make_request, step
+
+pytestmark = pytest.mark.medium
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+ENDS = frozenset({4093, 4095})
+COMPILER = GrammarCompiler(DEMO, 4096, ENDS)
+
+
+class HeldMatcher:
+    """A matcher whose masks take until a test lets them go on, or go wrong."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.may_go_on = threading.Event()
+        self.error: BaseException | None = None
+        self._matcher = matcher
+
+    def compute_bitmask(self) -> bytes:
+        assert self.may_go_on.wait(60)
+        if self.error is not None:
+            raise self.error
+        return self._matcher.compute_bitmask()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._matcher, name)
+
+
+def make_scheduler() -> Scheduler:
+    return Scheduler(
+        KVCacheManager(100, 4),
+        max_num_requests=64,
+        max_num_batched_tokens=256,
+        long_prefill_token_threshold=64,
+        masks=MaskThreads(),
+    )
+
+
+def structured(name: str, regex: str = "[a-c]{6}") -> Request:
+    params = SamplingParams(max_tokens=20, structured_output=StructuredOutput(regex=regex))
+    request = make_request(name, params=params)
+    request.grammar = COMPILER.compile_now(params)
+    return request
+
+
+def hold(request: Request) -> HeldMatcher:
+    """Hold the masks behind the first one, and have them thought dear."""
+    assert request.grammar is not None
+    held = HeldMatcher(request.grammar._matcher)
+    request.grammar._matcher = held  # type: ignore[assignment]  # alike
+    request.grammar.mask_s = 1.0
+    return held
+
+
+def next_token(request: Request) -> int:
+    if request.grammar is None:
+        return 2
+    assert request.grammar.has_mask
+    [mask] = request.grammar.allowed_bits()
+    return int(np.flatnonzero(np.unpackbits(mask, bitorder="little"))[0])
+
+
+RUNNER = FakeRunner(next_token)
+
+
+def test_a_mask_that_takes_long_holds_up_no_other_request_and_changes_no_token() -> None:
+    """Ninety-six of them held a stream of another client for 4.4 s."""
+    scheduler = make_scheduler()
+    plain, alone = make_request("plain", max_tokens=30), structured("alone")
+    requests = [structured(f"dear-{index}") for index in range(8)]
+    held = [hold(request) for request in requests]
+    for request in (plain, *requests):
+        scheduler.add(request)
+    assert set(step(scheduler, RUNNER)[0]) == {"plain", *(one.request_id for one in requests)}
+    for _ in range(5):  # their second masks are not there: the others go on
+        assert step(scheduler, RUNNER)[0] == {"plain": 1}
+    assert all(request.num_output_tokens == 1 for request in requests)
+    for one in held:
+        one.may_go_on.set()
+    ends = {}
+    for _ in range(500):
+        for output in step(scheduler, RUNNER)[1].outputs:
+            if output.finish_reason is not None:
+                ends[output.request_id] = output.finish_reason
+        if len(ends) == 9:
+            break
+    assert ends == {"plain": FinishReason.LENGTH} | {
+        request.request_id: FinishReason.STOP for request in requests
+    }
+    scheduler.add(alone)
+    while scheduler.has_work:
+        step(scheduler, RUNNER)
+    assert all(request.output_token_ids == alone.output_token_ids for request in requests)
+    assert scheduler.kv_cache_manager.block_pool.num_free == 100
+
+
+def test_one_whose_mask_is_not_ready_can_be_aborted() -> None:
+    scheduler, request = make_scheduler(), structured("dear")
+    held = hold(request)
+    scheduler.add(request)
+    step(scheduler, RUNNER)
+    assert step(scheduler, RUNNER)[0] == {}
+    assert scheduler.has_work  # it runs, and waits
+    assert scheduler.abort("dear") is request
+    held.may_go_on.set()
+    assert not scheduler.has_work
+    assert scheduler.kv_cache_manager.block_pool.num_free == 100
+
+
+def test_a_mask_that_goes_wrong_fails_its_request_alone() -> None:
+    scheduler, request = make_scheduler(), structured("wrong")
+    held = hold(request)
+    held.error = RuntimeError("a panic")
+    held.may_go_on.set()
+    scheduler.add(request)
+    for _ in range(200):
+        if scheduler.failures:
+            break
+        step(scheduler, RUNNER)
+    [(request_id, error)] = scheduler.failures
+    assert (request_id, str(error)) == ("wrong", "structured_output: a panic")
+    other = structured("other")
+    scheduler.add(other)
+    while scheduler.has_work:
+        step(scheduler, RUNNER)
+    assert other.num_output_tokens
+
+
+def test_cheap_masks_are_computed_at_once_until_those_of_a_step_have_taken_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    masks, states = MaskThreads(), [grammar_of("[a-c]{9}") for _ in range(3)]
+    for state in states:
+        state.accept(next_of(state))
+        state.mask_s = 0.0
+    masks.begin(states[0])
+    assert states[0].has_mask
+    assert not masks._threads
+    monkeypatch.setattr(mask_threads, "AT_ONCE_S", 0.0)
+    masks.wait()
+    masks.begin(states[1])
+    masks.begin(states[2])
+    assert masks._threads
+    for _ in range(100):
+        masks.wait_for_any()
+    assert all(state.has_mask for state in states)
+
+
+def grammar_of(regex: str) -> GrammarState:
+    params = SamplingParams(structured_output=StructuredOutput(regex=regex))
+    return COMPILER.compile_now(params)
+
+
+def next_of(state: GrammarState) -> int:
+    return int(np.flatnonzero(np.unpackbits(state.allowed_bits()[0], bitorder="little"))[0])
+
+
+# ---------------------------------------------------------------- what is there before the first
+
+
+def test_a_tokenizer_is_loaded_once_and_before_the_first_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was loaded twice, under the GIL, while the node served others."""
+    made: list[object] = []
+    real = LLTokenizer
+
+    def count(*args: object, **options: object) -> object:
+        made.append(options)
+        return real(*args, **options)
+
+    monkeypatch.setattr("baton.text.grammars.LLTokenizer", count)
+    compiler = GrammarCompiler(DEMO, 4096, ENDS)
+    compiler.prepare()
+    assert made == [{"eos_token": sorted(ENDS)}]
+    assert compiler.compile_now(
+        SamplingParams(structured_output=StructuredOutput(regex="[ab]"))
+    ).has_mask
+    assert len(made) == 1
+
+
+def test_a_state_comes_with_its_mask_and_with_what_the_output_had_before() -> None:
+    params = SamplingParams(structured_output=StructuredOutput(regex="[a-c]{9}"), max_tokens=20)
+    begun = grammar_of("[a-c]{9}")
+    first = next_of(begun)
+    request = Request.create(
+        "again",
+        [1, 2],
+        params,
+        seed=0,
+        eos_token_ids=ENDS,
+        max_model_len=100,
+        output_token_ids=[first],
+    )
+    compiler, ready = GrammarCompiler(DEMO, 4096, ENDS), threading.Event()
+    compiler.on_ready = ready.set
+    compiler.submit(request)
+    assert ready.wait(60)
+    [(found, state)] = compiler.take_ready()
+    assert found is request
+    assert isinstance(state, GrammarState)
+    assert (state.num_accepted, state.has_mask) == (1, True)
+    begun.accept(first)
+    assert np.array_equal(state.allowed_bits()[0], begun.allowed_bits()[0])
+
+
+@pytest.mark.parametrize(
+    "error", [NodeUnavailableError("not started"), OSError("no descriptor is left")]
+)
+def test_what_is_ours_to_do_is_no_fault_of_the_request_and_passes(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told that its schema was wrong."""
+    compiler = GrammarCompiler(DEMO, 4096, ENDS)
+    params = SamplingParams(structured_output=StructuredOutput(regex="[ab]"))
+    with monkeypatch.context() as want:
+
+        async def fail(*_: object, **__: object) -> object:
+            raise error
+
+        want.setattr(compiler._trials, "run", fail)
+        with pytest.raises(OverloadedError, match="structured_output: no"):
+            compiler.compile_now(params)
+    assert compiler.compile_now(params).has_mask
+
+
+def test_a_folder_without_a_tokenizer_is_prepared_and_refuses_grammars(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(tmp_path, 4096, ENDS)
+    compiler.prepare()
+    with pytest.raises(InvalidRequestError, match="no tokenizer"):
+        compiler.compile_now(SamplingParams(structured_output=StructuredOutput(regex="[ab]")))
