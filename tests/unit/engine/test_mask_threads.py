@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,13 +183,13 @@ def next_of(state: GrammarState) -> int:
 def test_a_tokenizer_is_loaded_once_and_before_the_first_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was loaded twice, under the GIL, while the node served others."""
+    """A node loaded the tokenizer twice, under the GIL, while it served others."""
     made: list[object] = []
     real = LLTokenizer
 
-    def count(*args: object, **options: object) -> object:
+    def count(path: str, **options: Any) -> LLTokenizer:
         made.append(options)
-        return real(*args, **options)
+        return real(path, **options)
 
     monkeypatch.setattr("baton.text.grammars.LLTokenizer", count)
     compiler = GrammarCompiler(DEMO, 4096, ENDS)
@@ -231,7 +232,7 @@ def test_a_state_comes_with_its_mask_and_with_what_the_output_had_before() -> No
 def test_what_is_ours_to_do_is_no_fault_of_the_request_and_passes(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was told that its schema was wrong."""
+    """Clients were told that their schemas were wrong."""
     compiler = GrammarCompiler(DEMO, 4096, ENDS)
     params = SamplingParams(structured_output=StructuredOutput(regex="[ab]"))
     with monkeypatch.context() as want:
