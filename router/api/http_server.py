@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.access.access import Access
@@ -67,6 +67,7 @@ UI = "/ui"
 _Serve = Callable[
     [web.Request, Intake, HttpOptions], Awaitable[web.StreamResponse | msgspec.Struct]
 ]
+_Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 # What clients ask of the model: a line and a module each.
 SERVED: dict[str, _Serve] = {
     "/v1/completions": completions,
@@ -194,6 +195,9 @@ class HttpServer:
         Raises ConfigError when the address is malformed or in use.
         """
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None  # set up
+        server.request_handler = _checking_expectations(server.request_handler)
         try:
             return await self._listener.start("http_listen", listen, ssl_context=self._tls)
         except ConfigError as error:
@@ -404,6 +408,22 @@ def _ask_for_key(error: BatonError) -> web.Response:
     status = HTTP_STATUS_OF[status_name(error)]
     asks = {hdrs.WWW_AUTHENTICATE: 'Basic realm="Baton: an API key as password"'}
     return web.Response(status=status, text=f"{error}\n", headers=asks if status == 401 else {})
+
+
+def _checking_expectations(handle: _Handle) -> _Handle:
+    """Refuse an unknown `Expect` header before aiohttp does.
+
+    aiohttp quotes the header's value, and fails when its bytes are no UTF-8.
+    """
+
+    async def check(request: web.BaseRequest) -> web.StreamResponse:
+        expected = request.headers.get(hdrs.EXPECT, "").lower()
+        if expected not in ("", "100-continue") and request.version >= HttpVersion11:
+            problem = f"{hdrs.EXPECT}: must be 100-continue, got {expected[:20]!a}"
+            return error_response(request, ApiError(417, problem))
+        return await handle(request)
+
+    return check
 
 
 def _logger_of_protocol() -> logging.Logger:

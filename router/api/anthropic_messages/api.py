@@ -20,7 +20,7 @@ from router.api.anthropic_messages.request import (
 )
 from router.api.http.chat import note_effort
 from router.api.http.conversation import chat_prompt
-from router.api.http.errors import ApiError, MessageError, message_error, status_of
+from router.api.http.errors import ApiError, MessageError, message_error
 from router.api.http.event_exchange import AnswerEvent, answer_in_events, as_fields
 from router.api.http.exchange import PRINCIPAL, HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
@@ -164,7 +164,7 @@ class MessageEvents:
         yield Event("message_stop")
 
     def fail(self, error: BatonError | ApiError) -> Event:
-        return Event("error", error=message_error(status_of(error), str(error)))
+        return Event("error", error=message_error(error))
 
     def whole(self) -> AnsweredMessage:
         if self._message.stop_reason is None:

@@ -27,6 +27,7 @@ from baton.api.errors import (
     UnauthenticatedError,
     status_name,
 )
+from baton.api.printable import printable
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
@@ -43,6 +44,7 @@ _TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    417: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",
@@ -109,10 +111,20 @@ def is_of_messages(request: web.BaseRequest) -> bool:
     return request.path == MESSAGES_PATH or request.path.startswith(f"{MESSAGES_PATH}/")
 
 
-def message_error(status: int, message: str) -> MessageError:
-    """An error with an HTTP status, in this API's words."""
+def error_message(error: BatonError | ApiError) -> str:
+    """Return an error's message as one printable line, which JSON can hold.
+
+    A message may quote a header whose bytes are no UTF-8: aiohttp gives these as surrogates, which
+    no JSON encoder writes.
+    """
+    return printable(str(error))
+
+
+def message_error(error: BatonError | ApiError) -> MessageError:
+    """Word an error as Anthropic's API does."""
+    status = status_of(error)
     otherwise = "invalid_request_error" if status < 500 else "api_error"
-    return MessageError(_MESSAGE_TYPES.get(status, otherwise), message)
+    return MessageError(_MESSAGE_TYPES.get(status, otherwise), error_message(error))
 
 
 def status_of(error: BatonError | ApiError) -> int:
@@ -137,7 +149,7 @@ def error_body(error: BatonError | ApiError) -> bytes:
     elif isinstance(error, PermissionDeniedError):
         code = "permission_denied"
     kind = _TYPES.get(status_of(error), "internal_error")
-    return msgspec.json.encode(_ErrorBody(_Error(str(error), kind, param, code)))
+    return msgspec.json.encode(_ErrorBody(_Error(error_message(error), kind, param, code)))
 
 
 def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> web.Response:
@@ -145,8 +157,7 @@ def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> we
     status = status_of(error)
     body = error_body(error)
     if is_of_messages(request):
-        told = message_error(status, str(error))
-        body = msgspec.json.encode(MessageErrorBody(told, request.get(REQUEST_ID)))
+        body = msgspec.json.encode(MessageErrorBody(message_error(error), request.get(REQUEST_ID)))
     headers = {}
     delay_s = None if isinstance(error, ApiError) else error.retry_delay_s
     if delay_s is not None:

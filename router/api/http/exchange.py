@@ -61,6 +61,7 @@ PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
 SHORT_BODY_BYTES = 2**16  # which every connection may have
 SESSION_ID_HEADER = "X-Session-Id"
+_MAX_SHOWN_CHARS = 100  # of a header, in an error
 # A body has so long, and so much longer as it comes at the slowest rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
@@ -299,9 +300,8 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
     content_type, _, _ = request.headers.get(hdrs.CONTENT_TYPE, "no").partition(";")
     if content_type.strip().lower() != "application/json":
         # Also keeps web pages of others out, which may send anything but this unasked.
-        raise ApiError(
-            415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {content_type.strip()}"
-        )
+        found = content_type.strip()[:_MAX_SHOWN_CHARS]
+        raise ApiError(415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {found}")
     raw = await _read_in_turn(request)
     body, ignored = decode(raw, kind, strict=options.strict_fields)
     note_ignored(request, ignored)

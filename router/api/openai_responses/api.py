@@ -11,7 +11,7 @@ from aiohttp import web
 from baton.api.errors import BatonError
 from baton.api.outputs import TextDelta
 from router.api.http.chat import note_effort
-from router.api.http.errors import REQUEST_ID, ApiError, error_code
+from router.api.http.errors import REQUEST_ID, ApiError, error_code, error_message
 from router.api.http.event_exchange import answer_in_events
 from router.api.http.exchange import HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
@@ -56,7 +56,7 @@ class ResponseEvents:
         yield self._numbered(Event(f"response.{status}", response=self._whole))
 
     def fail(self, error: BatonError | ApiError) -> Event:
-        told = {"code": error_code(error), "message": str(error)}
+        told = {"code": error_code(error), "message": error_message(error)}
         response = self._head.response("failed", error=told)
         return self._numbered(Event("response.failed", response=response))
 
