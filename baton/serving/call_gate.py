@@ -38,6 +38,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
+_UNKNOWN_METHOD = "of this name"  # names are a stranger's, and may be no UTF-8
 # Of a message of health checks and reflection: names of services.
 MAX_OPEN_BYTES = 2**16
 _NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
@@ -143,6 +144,11 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             handler.response_serializer if handler else None,
         )
 
+    async def refuse_unknown(self, raw: _Raw) -> None:
+        """Answer a call of a method that does not exist; strangers are not told so much."""
+        async for _ in self._guard(_UNKNOWN_METHOD, None, ANY)(_no_messages(), raw):
+            raise AssertionError("a call that is refused has no responses")
+
     def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
         from structlog.contextvars import bind_contextvars  # here: clients do not wait for it
 
@@ -243,6 +249,13 @@ def _open(handler: Handler) -> Handler:
         request_deserializer=forgiving(handler.request_deserializer, max_bytes=MAX_OPEN_BYTES),
         response_serializer=handler.response_serializer,
     )
+
+
+async def _no_messages() -> AsyncIterator[Any]:
+    """Yield nothing."""
+    nothing: tuple[Any, ...] = ()
+    for message in nothing:
+        yield message
 
 
 async def _readable(

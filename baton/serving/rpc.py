@@ -20,6 +20,7 @@ from baton.access.tls import TlsFiles, TlsMaterial, channel_credentials, server_
 from baton.api.errors import ConfigError
 from baton.serving.call_gate import CallGate
 from baton.serving.connection_limits import RpcLimits
+from baton.serving.unknown_methods import make_server
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ def _add_reflection(servicer: Any, server: grpc.aio.Server) -> None:
     )
     methods = {"ServerReflectionInfo": handler}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REFLECTION_V1, methods),))
+    server.add_registered_method_handlers(REFLECTION_V1, methods)  # type: ignore[attr-defined]
 
 
 def bearer(token: str) -> Metadata:
@@ -111,7 +113,7 @@ class RpcServer:
             ("grpc.so_reuseport", int(reuse_port)),
         ]
         gate = (gate or CallGate()).with_stall_timeout(limits.stall_timeout_s)
-        self._server = grpc.aio.server(interceptors=[gate], options=options)
+        self._server = make_server(gate, gate.refuse_unknown, options)
         register(self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # lazy there
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

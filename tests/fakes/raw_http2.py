@@ -33,14 +33,14 @@ def call_frames(
         (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"),
         ("te", "trailers"), ("content-type", "application/grpc"), *headers,
     ]  # fmt: skip
-    block = b"".join(_literal(name.encode(), value.encode()) for name, value in fields)
+    block = b"".join(header_field(name.encode(), value.encode()) for name, value in fields)
     body = struct.pack(">BI", compressed, len(message)) + message
     parts = [body[at : at + _MAX_FRAME_BYTES] for at in range(0, len(body), _MAX_FRAME_BYTES)]
     frames = [frame(DATA, _END_STREAM * (part is parts[-1]), stream, part) for part in parts]
     return b"".join([frame(HEADERS, _END_HEADERS, stream, block), *frames])
 
 
-def _literal(name: bytes, value: bytes) -> bytes:
+def header_field(name: bytes, value: bytes) -> bytes:
     """A header that is neither indexed nor compressed."""
     assert max(len(name), len(value)) < 127
     return b"".join([b"\0", bytes([len(name)]), name, bytes([len(value)]), value])

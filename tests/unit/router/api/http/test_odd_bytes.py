@@ -15,7 +15,7 @@ from baton.access.audit_log import AuditLog
 from baton.serving.access_log import AccessLog
 from tests.fakes.http_scene import HttpScene, on_http
 
-# No UTF-8 (a lone byte, a cut character, half of a surrogate pair), C1, bidirectional, not assigned.
+# No UTF-8 (a lone byte, a cut character, half of a surrogate pair), C1, bidirectional, unassigned.
 ODD = (b"\xff", b"\xe2\x82", b"\xed\xa0\x80", b"\xc2\x9b31m", b"\xe2\x80\xae", b"\xf4\x8f\xbf\xbf")
 HEADERS = (
     "Host",
@@ -60,8 +60,9 @@ def _requests(key: str) -> list[bytes]:
                     typed = b"" if header == "Content-Type" else json_type
                     found.append(head + mine + typed + tail)
         for target in TARGETS:
-            for form in (odd, b"".join(b"%%%02X" % byte for byte in odd)):
-                found.append(b"GET " + target % form + b" HTTP/1.1\r\nHost: x\r\n" + own + b"\r\n")
+            forms = (odd, b"".join(b"%%%02X" % byte for byte in odd))
+            rest = b" HTTP/1.1\r\nHost: x\r\n" + own + b"\r\n"
+            found += [b"GET " + target % form + rest for form in forms]
         found.append(b"GET / HTTP/1.1\r\nHost: x\r\nX-" + odd + b": x\r\n\r\n")
         found.append(b"G" + odd + b" / HTTP/1.1\r\nHost: x\r\n\r\n")
         found.append(b"GET / HTTP/1." + odd + b"\r\n\r\n")

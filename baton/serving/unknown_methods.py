@@ -1,0 +1,75 @@
+"""Calls of gRPC methods that do not exist, kept away from the loop that accepts all calls.
+
+Since grpcio 1.84 that loop decodes the name of such a method. A name that is no UTF-8 raises there,
+which ends the loop, and with it the server: anybody could stop a router or node with one call.
+Here these calls are answered without a look at the name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc.aio
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
+
+# Answers a call, given its context.
+_Refuse = Callable[[Any], Awaitable[None]]
+_HOOK = "_make_request_call_future"
+
+
+class _Server(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
+    """gRPC's server, whose own loop sees calls of registered methods only."""
+
+    refuse: _Refuse
+
+    def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
+        if method is not None:
+            future: asyncio.Future[Any] = super()._make_request_call_future(method)
+            return future
+        return asyncio.get_running_loop().create_task(self._refuse_calls())
+
+    async def _refuse_calls(self) -> None:
+        """Refuse every call of an unknown method; raises what gRPC raises when it shuts down."""
+        refusing: set[asyncio.Task[None]] = set()
+        while True:
+            call = await self._request_call()
+            task = asyncio.create_task(self._refuse_call(call))
+            refusing.add(task)
+            task.add_done_callback(refusing.discard)
+
+    async def _refuse_call(self, call: Any) -> None:
+        context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
+        # (The client may have gone away, or the server may be stopping.)
+        with contextlib.suppress(grpc.aio.BaseError):
+            await self.refuse(context)
+
+
+def make_server(
+    interceptor: grpc.aio.ServerInterceptor,  # type: ignore[type-arg]  # generic in stubs only
+    refuse: _Refuse,
+    options: Sequence[tuple[str, Any]],
+) -> grpc.aio.Server:
+    """Make a server on which all methods must be registered ones.
+
+    Args:
+        interceptor: sees every call of a registered method.
+        refuse: answers every other call.
+        options: channel arguments.
+    """
+    server = grpc.aio.server(interceptors=[interceptor], options=options)
+    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where nothing ends
+        loop = cygrpc.get_working_loop()
+        guarded = _Server(loop, None, (), (interceptor,), tuple(options), None)
+        guarded.refuse = refuse
+        server._server = guarded  # type: ignore[attr-defined]
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_odd_header)
+    return server
+
+
+def _is_no_odd_header(record: logging.LogRecord) -> bool:
+    """Drop gRPC's tracebacks about headers that are no UTF-8: any stranger may send millions."""
+    return not str(record.msg).startswith("Invalid encoding on")
