@@ -274,7 +274,7 @@ class DecodeNode:
             self._deltas.append(output)
 
     def _end_failed(self) -> None:
-        """Refuse requests whose grammars turned out to be wrong, or cannot be had now."""
+        """End requests that the engine cannot go on with."""
         for request_id, error in self.engine.take_failures():
             job = self._jobs.get(request_id)
             if job is not None:

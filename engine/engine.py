@@ -232,7 +232,7 @@ class Engine:
         self._grammars.on_ready = wake
 
     def take_failures(self) -> list[tuple[str, BatonError]]:
-        """Requests (by id) that cannot go on for their grammars, and why, since the last call.
+        """Return the requests (by id) that cannot go on since the last call, and why.
 
         A parked one is still here: end it when its blocks have another holder.
         """

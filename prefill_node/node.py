@@ -265,7 +265,7 @@ class PrefillNode:
                 trace.end_chunk(self._clock())
 
     def _end_failed(self) -> None:
-        """Refuse requests whose grammars turned out to be wrong, or cannot be had now."""
+        """End requests that the engine cannot go on with."""
         for request_id, error in self.engine.take_failures():
             job = self._jobs.get(request_id)
             if job is not None:

@@ -13,6 +13,7 @@
     ├── DeadlineExceededError   an absolute deadline passed                      DEADLINE_EXCEEDED
     ├── RequestCancelledError   the client or an operator ended it               CANCELLED
     ├── TransferError           KV blocks did not arrive                         UNAVAILABLE
+    ├── DamagedModelError       a model computes what are no numbers             INTERNAL
     └── EngineDeadError         the engine of a node cannot continue             INTERNAL
 
 Status codes are named by string so that this file needs no gRPC.
@@ -118,6 +119,10 @@ class TransferError(BatonError):
     retry_delay_s = 0.5
 
 
+class DamagedModelError(BatonError):
+    """A model computed logits that are not numbers; only the request with them ends."""
+
+
 class EngineDeadError(BatonError):
     """The engine of a node cannot continue; the process is about to exit."""
 
@@ -133,6 +138,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
     DeadlineExceededError: "DEADLINE_EXCEEDED",
     RequestCancelledError: "CANCELLED",
     TransferError: "UNAVAILABLE",
+    DamagedModelError: "INTERNAL",
     EngineDeadError: "INTERNAL",
 }
 

@@ -86,6 +86,7 @@ class ModelRunnerOutput:
         prompt_logprobs: of the prompt tokens that this step predicts, likewise.
         draft_token_ids: what may come behind the sampled tokens, by request id; the next step may
             compute it, and tells.
+        without_numbers: ids of the requests whose logits are no numbers; their tokens mean nothing.
         started_at, ended_at: when it was computed, by the monotonic clock.
         drafting_s: seconds of that in which the drafts were guessed.
     """
@@ -94,6 +95,7 @@ class ModelRunnerOutput:
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    without_numbers: frozenset[str] = frozenset()
     started_at: float = field(default=0.0, compare=False)
     ended_at: float = field(default=0.0, compare=False)
     drafting_s: float = field(default=0.0, compare=False)

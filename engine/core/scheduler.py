@@ -16,10 +16,10 @@ from __future__ import annotations
 import bisect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
-from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.errors import BatonError, DamagedModelError, InvalidRequestError
 from baton.api.outputs import RequestDelta
 from engine.core.drafts import Drafts
 from engine.core.grammar import GrammarState, MaskMaker, MasksAtOnce, allowed_bits
@@ -34,6 +34,8 @@ from engine.core.waiting_room import WaitingRoom
 # next, and taking them back later means computing everything again.
 WATERMARK = 0.01
 ALL = sys.maxsize
+
+_NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
 
 
 class Scheduler:
@@ -52,8 +54,8 @@ class Scheduler:
     Attributes:
         num_preemptions: since the start.
         counters: of what was done since the start.
-        failures: request ids, and why their grammars cannot be had or went wrong; whoever reads
-            them ends the requests that are still here, and empties it.
+        failures: ids of requests that cannot go on, and why; whoever reads them ends the requests
+            that are still here, and empties it.
         handed_back: requests that were preempted and ended for it; whoever reads them empties it.
         drafts: for steps to come.
     """
@@ -288,6 +290,7 @@ class Scheduler:
         slides, block_size = manager.slides, manager.block_size
         in_flight, has_drafts = self._num_steps_in_flight > 0, scheduled.has_drafts
         self._num_steps_in_flight -= in_flight
+        self._fail_all(output.without_numbers)
         for item in scheduled.scheduled:
             request = item.request
             drafts = item.draft_token_ids if has_drafts else ()
@@ -467,6 +470,12 @@ class Scheduler:
         self.failures.append((request.request_id, error))
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
+
+    def _fail_all(self, without_numbers: Iterable[str]) -> None:
+        """End the requests whose logits are no numbers; nothing of their step is kept or cached."""
+        for request_id in without_numbers:
+            if (request := self.requests.get(request_id)) is not None:
+                self._fail(request, DamagedModelError(_NO_NUMBERS))
 
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed_tokens

@@ -24,6 +24,7 @@ Words = npt.NDArray[np.uint32]
 
 # Logits looked at together: with their noise they stay in a core's cache.
 CHUNK_ELEMENTS = 2**16
+NO_TOKEN = -1
 _SPREAD = 0x9E3779B9  # 2**32 over the golden ratio: neighbouring ids become far ones
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B
 # What a float's bits, read as an integer, exceed its binary logarithm by (in units of 2**-23),
@@ -63,7 +64,7 @@ def best_scores(
     temperatures: Floats,
     keys: Words,
 ) -> TokenIds:
-    """The token of the best score in each row; 0 where a row has none or no number in it.
+    """Find the token of the best score in each row; NO_TOKEN where no score is a number.
 
     Args:
         rows, token_ids, logits: `[num_candidates]`, by rising row and token id.
@@ -77,7 +78,7 @@ def best_scores(
     best = np.full(num_rows, -np.inf)
     np.fmax.at(best, rows, scores)
     winners = (scores == best[rows]).nonzero()[0][::-1]  # the first of equal ones is written last
-    drawn = np.zeros(num_rows, dtype=np.int64)
+    drawn = np.full(num_rows, NO_TOKEN, dtype=np.int64)
     drawn[rows[winners]] = token_ids[winners]
     return drawn
 
@@ -91,7 +92,8 @@ def draw(logits: Tensor, temperatures: Floats, keys: Words) -> TokenIds:
         keys: `[num_rows, 2]`.
 
     Returns:
-        `[num_rows]`; 0 where every token is minus infinity or one is no number.
+        `[num_rows]`; 0 where every token is minus infinity, and on a CPU NO_TOKEN where one is no
+        number.
     """
     if logits.is_cuda:
         on_device: TokenIds = device_scores(logits, temperatures, keys).argmax(-1).cpu().numpy()

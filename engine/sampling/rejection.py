@@ -22,19 +22,19 @@ from torch import Tensor
 
 from engine.core.step_plan import UNKNOWN_TOKEN
 from engine.sampling.device_sampling import LEAST_TEMPERATURE
-from engine.sampling.gumbel import Floats, TokenIds, Words, draw, noise_hashes
+from engine.sampling.gumbel import NO_TOKEN, Floats, TokenIds, Words, draw, noise_hashes
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampler import least_kept, sample
 from engine.sampling.sampling_input import SamplingInput
 
 AllowedBits = Mapping[str, Sequence[npt.NDArray[np.uint8]]]
 _KEEP, _AGAIN, DRAFT = range(3)  # what chance is for
-_NO_TOKEN = 2**31  # and above: ids that no vocabulary has
+_BEYOND = 2**31  # and above: ids that no vocabulary has
 
 
 def salted(keys: Words, purpose: int) -> Words:
     """Random words for a purpose of its own: `[n, 2]` in and out."""
-    ids = np.array([_NO_TOKEN + 2 * purpose, _NO_TOKEN + 2 * purpose + 1], dtype=np.uint32)
+    ids = np.array([_BEYOND + 2 * purpose, _BEYOND + 2 * purpose + 1], dtype=np.uint32)
     return noise_hashes(keys[:, None], ids[None])
 
 
@@ -69,7 +69,8 @@ def sample_with_rejection(
             draft_probabilities[place, : len(known)] = known[: target.shape[1]]
     chosen = keep_or_draw(target, draft_probabilities, drafts[rows], sampling.keys[rows])
     for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
-        token_ids[row] = token_id
+        if token_ids[row] != NO_TOKEN:  # a row without numbers keeps no draft
+            token_ids[row] = token_id
     return token_ids
 
 

@@ -9,6 +9,7 @@ with Triton `baton_kernels.triton.sampling.tokens` does the same in a few launch
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
@@ -24,7 +25,7 @@ from engine.sampling.device_sampling import (
     sample_on_device,
     upload_parameters,
 )
-from engine.sampling.gumbel import Floats, TokenIds, Words, best_scores, draw
+from engine.sampling.gumbel import NO_TOKEN, Floats, TokenIds, Words, best_scores, draw
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import SamplingInput
 
@@ -41,7 +42,7 @@ def sample(
     sampling: SamplingInput,
     allowed_bits: Callable[[], Mapping[str, Sequence[npt.NDArray[np.uint8]]]] = dict,
 ) -> list[int]:
-    """One next token per row.
+    """Sample one next token per row; NO_TOKEN where a drawn row has no numbers.
 
     Args:
         logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
@@ -68,6 +69,25 @@ def sample(
     if len(plain):
         token_ids[plain] = choose(_rows(logits, plain), parameters[plain], keys[plain])
     return _as_list(token_ids)
+
+
+def rows_without_numbers(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
+    """List the rows whose logits are no numbers: no token of theirs means anything.
+
+    Looks at one logit of each row, the chosen token's: this costs a step nothing to speak of. A
+    hidden state with a NaN makes a row of nothing else.
+
+    Args:
+        logits: `[num_sampling, vocab_size]`, as `sample` was given.
+        token_ids: `[num_sampling]`, as `sample` returned.
+    """
+    places = torch.tensor(token_ids, device=logits.device).clamp_(min=0)
+    chosen = logits.gather(1, places.unsqueeze(1)).squeeze(1).tolist()
+    return [
+        row
+        for row, (token_id, logit) in enumerate(zip(token_ids, chosen, strict=True))
+        if token_id == NO_TOKEN or not logit < math.inf
+    ]
 
 
 def _as_list(token_ids: TokenIds) -> list[int]:

@@ -17,7 +17,7 @@ from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
 from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
 from engine.sampling.rejection import sample_with_rejection
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import rows_without_numbers, sample
 from engine.sampling.sampling_input import SamplingInput
 from engine.worker.chunks.chunk_graphs import ChunkGraphs
 from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs
@@ -63,6 +63,7 @@ class LaunchedStep:
             output.logprobs,
             output.prompt_logprobs,
             output.draft_token_ids,
+            output.without_numbers,
             drafting_s=output.drafting_s,
             started_at=self.started_at,
             ended_at=self.ended_at or time.monotonic(),
@@ -294,10 +295,14 @@ class ModelRunner:
             )
         else:
             token_ids = sample(logits, sampling, hooks.allowed_bits)
+        wrong = rows_without_numbers(logits, token_ids)
+        for row in wrong:  # what goes on with them is to find a token
+            token_ids[row] = 0
         output = ModelRunnerOutput(
             sampling.accept(token_ids),
             compute_logprobs(logits, sampling, token_ids),
             prompt_logprobs,
+            without_numbers=frozenset(sampling.request_ids[row] for row in wrong),
         )
         launched = LaunchedStep(sampling, output, None, None, started_at, time.monotonic())
         return launched, torch.tensor(token_ids, dtype=torch.int64, device=self._device)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, ModelLoadError
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from baton.engine_config import EngineConfig
+from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import SHARE, NewBlocks, NewRow, StepPlan
 from engine.worker.device_choice import BackendNames
 from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
+_MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
+_CHECKED_PROMPTS = 4  # as a model may well be unable to begin with one of its tokens
 _PROMPT_TOKENS = 2  # of a small dummy: attention of prompts, not of decodes
 
 
@@ -60,8 +64,8 @@ def compute_dummies(
     backend_names: BackendNames,
     steps: Iterable[StepPlan],
     ranks: Ranks = ALONE,
-) -> None:
-    """Compute steps on a cache of their own; nothing is left of them."""
+) -> list[ModelRunnerOutput]:
+    """Compute steps on a cache of their own; nothing is left of them but what they sampled."""
     steps = list(steps)
     longest = max(
         start + num_tokens
@@ -70,8 +74,29 @@ def compute_dummies(
     )
     kv_cache = allocate_kv_cache(spec, 1, device)
     runner = make_model_runner(model, kv_cache, spec, config, backend_names, longest, ranks=ranks)
-    for step in steps:
-        runner.execute(step)
+    return [runner.execute(step) for step in steps]
+
+
+def check_numbers(
+    model: CausalLM,
+    spec: KVCacheSpec,
+    config: EngineConfig,
+    device: torch.device,
+    backend_names: BackendNames,
+) -> None:
+    """Raise ModelLoadError where the logits behind several one-token prompts are no numbers.
+
+    Weights that are all NaN would else join and answer every request with an error.
+    """
+    vocab_size = model.config.vocab_size
+    num_prompts = min(_CHECKED_PROMPTS, config.max_num_requests, config.max_num_batched_tokens)
+    token_ids = [vocab_size * index // num_prompts for index in range(num_prompts)]
+    step = replace(_plan([(1, 1)] * num_prompts, _MOST_PROBABLE, spec), token_ids=token_ids)
+    [output] = compute_dummies(model, spec, config, device, backend_names, [step])
+    if len(output.without_numbers) == num_prompts:
+        raise ModelLoadError(
+            "model: its logits are not numbers: the weights are damaged, or too large for dtype"
+        )
 
 
 def too_large(num_tokens: int, where: str) -> ConfigError:

@@ -51,7 +51,7 @@ from engine.worker.kv_cache import (
 )
 from engine.worker.memory_profile import measure_kv_cache_bytes
 from engine.worker.model_runner import AnyPreparedStep, LaunchedStep, ModelRunner
-from engine.worker.warm_up import warm_up
+from engine.worker.warm_up import check_numbers, warm_up
 from models import load_model
 from models.base import CausalLM
 from models.config import ModelConfig
@@ -130,6 +130,8 @@ class Worker:
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
         if device.type == "cuda":
             warm_up(model, spec, config, device, backends, self.max_model_len)
+        if ranks.everyone.size == 1:
+            check_numbers(model, spec, config, device, backends)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
         self.runner = self._make_runner(model, drafter, backends, ranks)
         self._lent_cores: LentCores | None = lent_cores(config) if device.type == "cpu" else None

@@ -88,7 +88,8 @@ class DraftChooser:
             keys = counter_words(parameters["seed"], places)
             if self._rejects:
                 keys = salted(keys, DRAFT)
-            token_ids = choose(logits.float(), parameters, keys).tolist()
+            # (A draft that is no number's is any token: the model looks at it, and keeps none.)
+            token_ids = choose(logits.float(), parameters, keys).clip(min=0).tolist()
         if self._rejects:
             drawn_from = probabilities(logits.float(), parameters)
             for index, row in enumerate(rows):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.sampling.gumbel import (
     CHUNK_ELEMENTS,
+    NO_TOKEN,
     best_scores,
     device_hashes,
     device_scores,
@@ -154,18 +155,24 @@ def test_float64_logits_beyond_float32_are_drawn() -> None:
     assert draw(logits, np.ones(1), words(1)).tolist() == [3]
 
 
-@pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
-def test_a_row_without_a_finite_best_gives_token_0_and_leaves_others_alone(value: float) -> None:
+@pytest.mark.parametrize(
+    ("value", "token_id"), [(-math.inf, 0), (math.nan, NO_TOKEN), (math.inf, NO_TOKEN)]
+)
+def test_a_row_without_a_finite_best_leaves_others_alone(value: float, token_id: int) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     expected = draw(logits, np.ones(3), words(3)).tolist()
     logits[1] = value
     drawn = draw(logits, np.ones(3), words(3)).tolist()
-    assert drawn == [expected[0], 0, expected[2]]
+    assert drawn == [expected[0], token_id, expected[2]]
 
 
-def test_a_row_without_a_candidate_gives_token_0() -> None:
+def test_a_row_without_a_candidate_gives_no_token() -> None:
     rows, token_ids, logits = np.array([0, 2, 2]), np.array([4, 6, 7]), np.array([1.0, 0.0, 90.0])
-    assert best_scores(3, rows, token_ids, logits, np.ones(3), words(3)).tolist() == [4, 0, 7]
+    assert best_scores(3, rows, token_ids, logits, np.ones(3), words(3)).tolist() == [
+        4,
+        NO_TOKEN,
+        7,
+    ]
 
 
 def test_flat_logits_give_every_token_as_often() -> None:

@@ -87,6 +87,7 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
         "allocate_kv_cache": lambda spec, num_blocks, device: allocate_kv_cache(
             spec, num_blocks, CPU
         ),
+        "check_numbers": lambda *_: None,
         "warm_up": lambda *arguments: warmed.append(arguments[3:]),
     }.items():
         monkeypatch.setattr(worker, name, stand_in)
