@@ -25,6 +25,10 @@ OF_ONE_PROCESS = frozenset(
         "tls_cert", "tls_key", "tls_ca", "tls_require_client_certs",
     }
 )  # fmt: skip
+# No size, rate or count of any machine is larger.
+LARGEST_NUMBER = 1e18
+# Of seconds: more cannot be waited for.
+LONGEST_S = 1e9
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _KEY = "baton.options"
 
@@ -56,7 +60,7 @@ class Declaration:
     is_secret: bool = False
 
     def problem(self, value: Any) -> str:
-        """What is wrong with a value; empty: nothing is."""
+        """Say what is wrong with a value; empty: nothing is."""
         is_wrong = (
             (self.least is not None and not value >= self.least)
             or (self.above is not None and not value > self.above)
@@ -64,8 +68,11 @@ class Declaration:
             or (self.choices and value not in self.choices)
         )
         if not is_wrong:
+            is_number = isinstance(value, int | float)
+            if is_number and not abs(value) <= LARGEST_NUMBER:  # nor NaN
+                return f"must be a number up to {LARGEST_NUMBER:g}, got {value!r:.30}"
             return ""
-        shown = f"{value:g}" if isinstance(value, float) else repr(value)
+        shown = f"{value:g}" if isinstance(value, float) else f"{value!r:.100}"
         limits = self.limits
         if self.least is not None and self.most is not None:
             limits = f"{self.most} or less" if value > self.most else f"{self.least} or more"
@@ -200,8 +207,12 @@ def check_limits(owner: Any) -> None:
     """Raise ConfigError that names the field, for the first value that its declaration forbids."""
     for one in dataclasses.fields(owner):
         said, value = one.metadata.get(_KEY), getattr(owner, one.name)
-        if isinstance(said, Declaration) and value is not None and (why := said.problem(value)):
+        if not isinstance(said, Declaration) or value is None:
+            continue
+        if why := said.problem(value):
             raise ConfigError(f"{one.name}: {why}")
+        if one.name.endswith("_s") and value > LONGEST_S:
+            raise ConfigError(f"{one.name}: must be {LONGEST_S:g} or less, got {value:g}")
 
 
 def parse_bytes(name: str, text: str) -> int:

@@ -346,6 +346,7 @@ class Engine:
         counters.note_step(num_tokens)
         counters.note_work(scheduled)
         counters.experts_read += self._work.expert_share(num_tokens)
+        self._scheduler.fail_all(output.without_numbers)
         result = self._scheduler.update(scheduled, output)
         if self._speculation is not None:
             guessed = output.draft_token_ids

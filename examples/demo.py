@@ -27,6 +27,7 @@ from rich.rule import Rule
 from rich.table import Table
 
 from baton import BatonError, Client, Receipt, SamplingParams, StructuredOutput
+from baton.api.printable import on_terminal
 from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
 from baton.cli.programs.run_up import wait_ready
 from baton.client.client import Prompt
@@ -277,7 +278,8 @@ class Paragraph:
         self._write(" " * INDENT)
 
     def _write(self, text: str) -> None:
-        self._console.print(text, end="", style=self._style, markup=False, soft_wrap=True)
+        shown = on_terminal(text) if self._console.is_terminal else text
+        self._console.print(shown, end="", style=self._style, markup=False, soft_wrap=True)
         self._column += len(text)
 
 

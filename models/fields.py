@@ -5,11 +5,11 @@ Refuses to know: which fields a model has.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeGuard
 
+from baton.api.bounded_files import read_object
 from baton.api.errors import ModelLoadError
 
 MAX_INTEGER = 2**31 - 1
@@ -36,17 +36,7 @@ class Fields:
     @classmethod
     def from_file(cls, path: Path) -> Fields:
         """Read a JSON file; ModelLoadError when it is missing, not JSON or not an object."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
-        except RecursionError as error:
-            raise ModelLoadError(f"{path}: not valid JSON: too many levels") from error
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both this
-            raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ModelLoadError(f"{path}: expected a JSON object, found {_kind(values)}")
-        return cls(values, str(path))
+        return cls(read_object(path), str(path))
 
     def replaced(self, change: Callable[[Mapping[str, object]], Mapping[str, object]]) -> Fields:
         """Return the same object of the same file with other fields."""
@@ -169,10 +159,6 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 def _is_reckoned_with(value: object) -> bool:
     return _is_number(value) and abs(value) <= MAX_NUMBER
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
 
 
 def _shown(value: object) -> str:

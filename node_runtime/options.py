@@ -44,7 +44,7 @@ class NodeOptions:
         "", help="What metrics call the model, as at the router; as --model if not given."
     )
     join_timeout_s: float = option(
-        30.0, help="How long to try to reach the router at start, seconds."
+        30.0, least=0, help="How long to try to reach the router at start, seconds."
     )
     drain_timeout_s: float = option(
         30.0,

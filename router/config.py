@@ -37,19 +37,21 @@ class RouterConfig:
         "faster, or when there is no prefill node.",
     )
     request_timeout_s: float = option(
-        600.0, help="Deadline of calls that come without one, seconds."
+        600.0, above=0, help="Deadline of calls that come without one, seconds."
     )
     max_request_timeout_s: float = option(
-        3600.0, help="A deadline of a client's own is at most this far away, seconds."
+        3600.0, above=0, help="A deadline of a client's own is at most this far away, seconds."
     )
     max_attempts: int = option(
         3,
+        least=1,
         help="A request is tried so often, on other nodes where there are any. Attempts that end "
         "because a node is lost or short of memory do not count (10 and 20 may); while nodes do "
         "not reach each other there are more, with pauses, for 15 s (1: none).",
     )
     pair_timeout_s: float = option(
         5.0,
+        least=0,
         help="How long a request waits for a pair of nodes when there is none, seconds. As long as "
         "no node of a role has ever joined it fails at once.",
     )
@@ -95,7 +97,7 @@ class RouterConfig:
         "system gives each a part of the connections.",
     )
     resume_grace_s: float = option(
-        10.0, help="A resumable request that nobody reads is kept for so long, seconds."
+        10.0, least=0, help="A resumable request that nobody reads is kept for so long, seconds."
     )
     http_listen: str = option(
         DEFAULT_HTTP_ADDRESS, help='host:port of the OpenAI-compatible HTTP API; "": none.'

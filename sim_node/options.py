@@ -55,7 +55,9 @@ class SimNodeOptions:
     decode: int = option(1, least=0, help="Decode nodes of this process.")
     name: str = option("sim", help="The nodes are NAME-p0, NAME-d0, ...")
     preset: str = option(DEFAULT_PRESET, choices=tuple(PRESETS), help="What is simulated.")
-    time_scale: float = option(1.0, help="Times as long as in the preset; 0.1: ten times as fast.")
+    time_scale: float = option(
+        1.0, above=0, help="Times as long as in the preset; 0.1: ten times as fast."
+    )
     sizes: SimOptions = group(SimOptions)
     faults: str = option(
         "",
@@ -63,7 +65,7 @@ class SimNodeOptions:
         "minute), slow=0.1,slow_factor=3 (share of nodes), refuse=0.01 (probability), seed=1.",
     )
     join_timeout_s: float = option(
-        30.0, help="How long to try to reach the router at start, seconds."
+        30.0, least=0, help="How long to try to reach the router at start, seconds."
     )
     node_token: str = option(
         "",

@@ -23,7 +23,6 @@ import math
 import re
 import secrets
 import time
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Any
 import msgspec
 
 from baton.access.identity import Limits, Principal, Role
+from baton.api.bounded_files import parse_toml, read_text
 from baton.api.errors import ConfigError
 
 KEY_PREFIX = "baton_"  # by which a key is found where it should not be
@@ -86,8 +86,8 @@ def draw_key() -> str:
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Read all keys of a file; raises ConfigError with one line that shows no key."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"api_keys_file: cannot read {path} ({error})") from error
     try:
         return parse_keys(text)
@@ -99,9 +99,11 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
     """Parse the keys in a file's text; raises ConfigError."""
     _refuse_old_lines(text)
     try:
-        entries = msgspec.convert(tomllib.loads(text), _File, str_keys=True).key
-    except tomllib.TOMLDecodeError as error:
+        parsed = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(f"is no TOML: {error}") from None
+    try:
+        entries = msgspec.convert(parsed, _File, str_keys=True).key
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}") from None
     if not entries:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.api.bounded_files import read_object, size_of
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.folder import WEIGHTS, folder_of_gguf
 from baton.checkpoint.weights_samples import read_samples
 
 _GGUF = ".gguf"
 _SHOWN_FILES = 4
+_MAX_LIMIT = 2**31 - 1
 
 # What NVIDIA's ModelOpt writes; of older releases config.json says nothing of quantization.
 MODELOPT_FILE = "hf_quant_config.json"
@@ -135,10 +137,9 @@ def read_limits(folder: Path) -> ModelLimits:
     values = []
     for name in ("vocab_size", "max_position_embeddings"):
         value = config.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise ModelLoadError(
-                f"model: {folder / 'config.json'}: {name} must be a positive number, got {value!r}"
-            )
+        if type(value) is not int or not 1 <= value <= _MAX_LIMIT:
+            problem = f"must be a number from 1 to {_MAX_LIMIT}, got {value!r:.60}"
+            raise ModelLoadError(f"model: {folder / 'config.json'}: {name} {problem}")
         values.append(value)
     return ModelLimits(*values)
 
@@ -151,14 +152,7 @@ def config_digest(folder: Path) -> str:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"model: {path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"model: {path} is not a JSON object")
-    return config
+    return read_object(folder / "config.json")
 
 
 def weights_digest(folder: Path) -> str:
@@ -168,8 +162,8 @@ def weights_digest(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob(WEIGHTS)]):
+        size = size_of(path)
         try:
-            size = path.stat().st_size
             digest.update(f"{path.name}:{size};".encode())
             with path.open("rb") as file:
                 for sample in read_samples(file, size):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from baton.api.bounded_files import read_file, read_object
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
 from baton.checkpoint.model_folder import config_digest, weights_digest
@@ -67,7 +68,10 @@ def _has_weights(folder: Path) -> bool:
     index = folder / _INDEX
     if not index.is_file():
         return any(folder.glob("*.safetensors")) or (folder / GGUF_WEIGHTS).is_file()
-    files = set(_read_object(index).get("weight_map", {}).values())
+    files = _read_object(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ModelLoadError(f"{index}: weight_map: must be an object of file names")
+    files = set(files.values())
     return bool(files) and all((folder / name).is_file() for name in files)
 
 
@@ -94,24 +98,11 @@ def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty where there is no such file."""
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"model: {path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"model: {path} is not a JSON object")
-    return found
+    return read_object(path)
 
 
 def _file_digest(path: Path) -> str:
-    return _digest(_read(path)) if path.is_file() else NONE
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelLoadError(f"model: {path} cannot be read: {error.strerror}") from error
+    return _digest(read_file(path)) if path.is_file() else NONE
 
 
 def _digest(content: bytes) -> str:

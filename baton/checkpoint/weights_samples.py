@@ -7,20 +7,18 @@ larger, of another kind      64 KiB of every 4 MiB
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.file import MAGIC, GgufFile
+from baton.checkpoint.safetensors_header import header_of
 
 WHOLE_FILE_BYTES = 64 * 2**20
 SMALL_TENSOR_BYTES, TENSOR_SAMPLE_BYTES = 2**18, 2**14
 SAMPLE_BYTES, SAMPLE_EVERY_BYTES = 2**16, 2**22
 _CHUNK_BYTES = 2**20
-_MAX_HEADER_BYTES = 100 * 2**20
-_LENGTH_BYTES = 8  # of safetensors' header, in front of it
 
 
 def read_samples(file: BinaryIO, size: int) -> Iterator[bytes]:
@@ -57,18 +55,7 @@ def _tensors(file: BinaryIO, size: int) -> list[tuple[int, int]]:
         except ModelLoadError:
             return []  # who loads it will say what is wrong
         return sorted((tensor.start, tensor.start + tensor.num_bytes) for tensor in stored)
-    file.seek(0)
-    num_header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    if num_header_bytes > min(_MAX_HEADER_BYTES, size):
-        return []
-    base = _LENGTH_BYTES + num_header_bytes
     try:
-        header = json.loads(file.read(num_header_bytes))
-        return sorted(
-            (base + max(int(begin), 0), base + int(end))
-            for name, tensor in header.items()
-            if name != "__metadata__"
-            for begin, end in [tensor["data_offsets"]]
-        )
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return sorted((place.begin, place.end) for place in header_of(file, size).values())
+    except ValueError:
         return []  # who loads it will say what is wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import typer
 
 from baton.api.errors import BatonError
 from baton.api.outputs import TextDelta
+from baton.api.printable import on_terminal
 from baton.api.sampling_params import SamplingParams
 from baton.cli.router_access import RouterAccess
 from baton.cli.structured_output_options import (
@@ -95,7 +97,7 @@ def generate(
                     priority=priority,
                 )
                 for completion in completions:
-                    typer.echo(f"[{completion.choice_index}] {completion.text}")
+                    _print_text(f"[{completion.choice_index}] {completion.text}\n")
                 return
             _, last = _print_stream(
                 client.stream(
@@ -138,12 +140,22 @@ def chat(
                     _answer(client, messages, text, params, session_id)
 
 
+def _print_text(text: str) -> None:
+    """Print what a model said: as it is into a pipe or file, on a terminal without controls.
+
+    A model can be talked into escape sequences, which change a terminal's title, clear what it
+    shows, or write into the clipboard.
+    """
+    shown = on_terminal(text) if sys.stdout.isatty() else text
+    typer.echo(shown, nl=False, color=True)  # (else escape sequences are left out in a pipe)
+
+
 def _print_stream(deltas: Iterator[TextDelta]) -> tuple[str, TextDelta | None]:
     """Print a completion as it comes; returns its text and the last delta."""
     pieces: list[str] = []
     last = None
     for delta in deltas:
-        typer.echo(delta.text, nl=False)
+        _print_text(delta.text)
         pieces.append(delta.text)
         last = delta
     typer.echo()

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from baton.api.bounded_files import parse_toml, read_text
 from baton.api.errors import ConfigError
 from baton.cli.declared import EXIT_USAGE, with_declared_options
 from baton.cli.errors import CommandError
@@ -110,10 +111,8 @@ def read_config_file(
     Raises:
         CommandError: it cannot be read, or names what is no option, or its types are wrong.
     """
-    import tomllib  # here: who gives no file does not wait for it
-
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(read_text(path))
         found = {}
         for name, value in content.items():
             if isinstance(value, dict):
@@ -128,7 +127,7 @@ def read_config_file(
             found[name] = _check(f"{path}: {key}", value, declared[name], is_own=True)
     except OSError as error:
         raise CommandError(f"{path}: cannot be read ({error.strerror})", EXIT_USAGE) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
+    except ValueError as error:  # ConfigError, too
         raise CommandError(f"{path}: {error}", EXIT_USAGE) from None
     return found
 

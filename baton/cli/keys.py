@@ -21,6 +21,7 @@ from baton.access.api_keys import (
     parse_keys,
     read_keys,
 )
+from baton.api.bounded_files import read_text
 from baton.api.errors import BatonError, ConfigError
 from baton.cli.admin.output import escape, make_table
 from baton.cli.command_line import CommandLine
@@ -85,12 +86,12 @@ def check(file: Annotated[Path, typer.Argument(help="An --api-keys-file.")]) -> 
 def convert(file: Annotated[Path, typer.Argument(help="A file of name:key lines.")]) -> None:
     """Print the entries of a file of the old form, in which the keys stood in the clear."""
     try:
-        text, short = convert_lines(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        print_error(f"cannot read {file} ({error})")
-        raise typer.Exit(1) from None
+        text, short = convert_lines(read_text(file))
     except BatonError as error:
         print_error(f"{file}: {error}")
+        raise typer.Exit(1) from None
+    except (OSError, ValueError) as error:
+        print_error(f"cannot read {file} ({error})")
         raise typer.Exit(1) from None
     typer.echo(text, nl=False)
     for name in short:
@@ -118,16 +119,16 @@ def _append(path: Path, entry: str) -> None:
     Raises ConfigError.
     """
     try:
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        before = read_text(path) if path.exists() else ""
         text = f"{before.rstrip()}\n\n{entry}".lstrip()
         parse_keys(text)
         new = path.with_name(f".{path.name}.{os.getpid()}")
         new.write_text(text, encoding="utf-8")
         new.replace(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"file: cannot write to {path} ({error})") from error
     except ConfigError as error:
         raise ConfigError(f"file: {path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"file: cannot write to {path} ({error})") from error
 
 
 def _cells(key: ApiKey) -> tuple[str, ...]:

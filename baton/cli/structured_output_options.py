@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from baton.api.bounded_files import read_text
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
 
@@ -52,7 +53,7 @@ def _read(kind: str, value: str | None) -> str | None:
     if value is None:
         return None
     try:
-        return Path(value).read_text(encoding="utf-8")
+        return read_text(Path(value))
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
             f"structured_output.{kind}", f"{value} is not text: {error.reason}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from baton.api.errors import EngineDeadError
+from baton.api.printable import printable
 from baton.processes.child_processes import PARENT_PIPE_VARIABLE
 from baton.telemetry.log_options import LogOptions
 
@@ -115,8 +116,8 @@ def num_descriptors_allowed() -> int:
 
 
 def print_error(error: object) -> None:
-    """Print one line on standard error."""
-    text = " ".join(str(error).split())
+    """Print one line on standard error; it may quote what a server or a file says."""
+    text = printable(" ".join(str(error).split()))
     sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()
 

@@ -20,9 +20,16 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from baton.api.bounded_files import read_file, read_object
 from baton.api.errors import ConfigError, InvalidRequestError, ModelLoadError
+from baton.api.printable import printable
 
 DEFAULT, TOOL_USE = "default", "tool_use"
+# The largest known ones have 20 kB.
+MAX_TEMPLATE_BYTES = 2**20
+_MAX_SHOWN_CHARS = 500  # of what Jinja says of one that is broken
+# What Python raises for code that is too deep for it, such as twenty-one loops in each other.
+_NOT_COMPILED = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 _MORE_TEMPLATES = "additional_chat_templates"
 # What a message's reasoning is called. Templates read the first one; those of gpt-oss the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -52,9 +59,10 @@ class ChatTemplate:
         try:
             self._templates = {n: environment.from_string(s) for n, s in self.sources.items()}
             asked = _undeclared(environment, self.sources[self._name(with_tools=True)])
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, *_NOT_COMPILED) as error:
+            why = printable(str(error))[:_MAX_SHOWN_CHARS] or type(error).__name__
             raise ModelLoadError(
-                f"tokenizer: the chat template in {origin} is broken: {error}"
+                f"tokenizer: the chat template in {origin} is broken: {why}"
             ) from error
         self.variables = asked
         self.takes_tools = "tools" in asked
@@ -123,9 +131,7 @@ def load_chat_template(
 def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
     """Read a template that a user gives instead of the checkpoint's; raises ConfigError."""
     try:
-        return ChatTemplate({DEFAULT: path.read_text(encoding="utf-8")}, special_tokens, path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template: {path} cannot be read: {error}") from error
+        return ChatTemplate({DEFAULT: _read(path)}, special_tokens, path)
     except ModelLoadError as error:
         raise ConfigError(f"chat_template: {error}") from error
 
@@ -137,7 +143,7 @@ def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> Cha
     """
     try:
         return ChatTemplate({DEFAULT: source}, special_tokens, Path("the request"))
-    except (ModelLoadError, SyntaxError, ValueError, RecursionError) as error:
+    except ModelLoadError as error:
         raise InvalidRequestError("chat_template", f"is broken: {error}") from error
 
 
@@ -156,17 +162,13 @@ def _in_its_own_json(folder: Path) -> object:
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
-    try:
-        content = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"tokenizer: {path} is not JSON: {error}") from error
-    return content.get("chat_template") if isinstance(content, dict) else None
+    return read_object(path).get("chat_template")
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file(path, MAX_TEMPLATE_BYTES).decode()
+    except UnicodeDecodeError as error:
         raise ModelLoadError(f"tokenizer: {path} cannot be read: {error}") from error
 
 

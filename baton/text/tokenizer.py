@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from baton.api.bounded_files import read_file, read_object
 from baton.api.errors import InvalidRequestError, ModelLoadError
 from baton.text.chat_template import (
     compile_chat_template,
@@ -25,6 +26,7 @@ from baton.text.tool_prompt import with_tools
 
 # So many characters may become one before a text is cut into tokens (Unicode's NFC and NFKC).
 _MAX_SHRINKAGE = 4
+_MAX_TOKEN_ID = 2**24
 _SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
 
 
@@ -47,15 +49,19 @@ class Tokenizer:
         self.folder = folder
         self.template_file = chat_template
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelLoadError(f"tokenizer: {path} does not exist")
+        content = read_file(path)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             # Some checkpoints switch these on for training; a prompt is never cut or filled up.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         except Exception as error:  # the library raises bare Exception
-            raise ModelLoadError(f"tokenizer: {path} is broken: {error}") from error
+            raise ModelLoadError(f"tokenizer: {path} is broken: {str(error)[:500]}") from error
+        vocabulary = self._tokenizer.get_vocab()
+        if (highest := max(vocabulary.values(), default=0)) > _MAX_TOKEN_ID:
+            # The library writes its description by counting through all ids.
+            problem = f"a token's id must be at most {_MAX_TOKEN_ID}, got {highest}"
+            raise ModelLoadError(f"tokenizer: {path}: {problem}")
         added = self._tokenizer.get_added_tokens_decoder()
         self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
@@ -64,7 +70,7 @@ class Tokenizer:
         self._bytes_of = piece_decoder(decoder)
         self._decoder = decoder
         self._pieces: dict[frozenset[int], OutputPieces | None] = {}  # by what is skipped
-        self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self.longest_token_chars = max(map(len, vocabulary), default=1)
         if description.get("normalizer") is not None:
             self.longest_token_chars *= _MAX_SHRINKAGE
         config = _read_json(folder / "tokenizer_config.json")
@@ -199,13 +205,7 @@ class Tokenizer:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"tokenizer: {path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"tokenizer: {path} is not a JSON object")
-    return content
+    return read_object(path)
 
 
 def _token_text(value: object) -> str:

@@ -193,6 +193,15 @@ class Scheduler:
             self._room.queue(siblings[0])
         return request
 
+    def fail_all(self, without_numbers: Iterable[str]) -> None:
+        """End the requests whose logits are no numbers.
+
+        Called before `update`, which then keeps nothing of their step.
+        """
+        for request_id in without_numbers:
+            if (request := self.requests.get(request_id)) is not None:
+                self._fail(request, DamagedModelError(_NO_NUMBERS))
+
     # ------------------------------------------------------------------ a step
 
     @property
@@ -286,11 +295,10 @@ class Scheduler:
         """Write the oldest step's result into its requests and end those that are done."""
         outputs, finished, num_more = list[RequestDelta](), list[Request](), 0
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
-        chunks, manager = output.prompt_logprobs, self.kv_cache_manager
-        slides, block_size = manager.slides, manager.block_size
+        manager, block_size = self.kv_cache_manager, self.kv_cache_manager.block_size
+        chunks, slides = output.prompt_logprobs, manager.slides
         in_flight, has_drafts = self._num_steps_in_flight > 0, scheduled.has_drafts
         self._num_steps_in_flight -= in_flight
-        self._fail_all(output.without_numbers)
         for item in scheduled.scheduled:
             request = item.request
             drafts = item.draft_token_ids if has_drafts else ()
@@ -470,12 +478,6 @@ class Scheduler:
         self.failures.append((request.request_id, error))
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
-
-    def _fail_all(self, without_numbers: Iterable[str]) -> None:
-        """End the requests whose logits are no numbers; nothing of their step is kept or cached."""
-        for request_id in without_numbers:
-            if (request := self.requests.get(request_id)) is not None:
-                self._fail(request, DamagedModelError(_NO_NUMBERS))
 
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed_tokens

@@ -11,12 +11,12 @@ server and no clock.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.api.bounded_files import MAX_DATA_BYTES, parse_json, read_text, refuse_devices
 from baton.api.errors import ConfigError
 from loadtest.load.prompts import Message
 
@@ -59,9 +59,10 @@ def read_dataset(path: Path) -> list[Conversation]:
     Raises:
         ConfigError: it cannot be read, an entry is of no known kind (says which), or none asks.
     """
+    refuse_devices(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, MAX_DATA_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"dataset: {path} cannot be read: {error}") from error
     found = []
     for where, entry in _entries(path, text):
@@ -80,7 +81,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     """Read each entry and its place in the file; raises ConfigError."""
     if text.lstrip()[:1] == "[":
         try:
-            entries = json.loads(text)
+            entries = parse_json(text)
         except ValueError as error:
             raise ConfigError(f"dataset: {path}: {error}") from error
         for number, entry in enumerate(entries, start=1):
@@ -90,7 +91,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError as error:
             raise ConfigError(f"dataset: {path}, line {number}: {error}") from error
         yield f"line {number}", entry

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from baton.api.bounded_files import MAX_DATA_BYTES, parse_json, read_text, refuse_devices
 from baton.api.errors import ConfigError
 
 BLOCK_TOKENS = 512
+_MOST = 1e15
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
@@ -70,10 +72,11 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
         ConfigError: the file cannot be read, or a line is wrong; says which and why.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        refuse_devices(path)
+        lines = read_text(path, MAX_DATA_BYTES).splitlines()
     except OSError as error:
         raise ConfigError(f"trace: {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"trace: {path} cannot be read: {error}") from error
     next_id = -1
     for number, line in enumerate(lines, start=1):
@@ -89,19 +92,20 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 def _parse(line: str, next_id: int) -> TraceRequest:
     """Parse one line; ids that are missing count down from ``next_id``; raises ValueError."""
-    fields: Any = json.loads(line)
+    fields: Any = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError("must be a JSON object")
     numbers = []
     for name, least in zip(_FIELDS, (0, 1, 1), strict=False):
-        value = fields.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= least:
-            raise ValueError(f"{name}: must be a number, {least} or more, got {value!r}")
+        value: Any = fields.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= _MOST:
+            raise ValueError(f"{name}: must be a number, {least} to {_MOST:g}, got {value!r:.60}")
         numbers.append(int(value))
     timestamp_ms, input_length, output_length = numbers
     hash_ids = fields.get("hash_ids") or []
     if not isinstance(hash_ids, list) or not all(isinstance(one, int) for one in hash_ids):
-        raise ValueError(f"hash_ids: must be a list of whole numbers, got {hash_ids!r}")
+        raise ValueError(f"hash_ids: must be a list of whole numbers, got {hash_ids!r:.60}")
     num_missing = num_blocks(input_length) - len(hash_ids)
     if num_missing < 0:
         raise ValueError(

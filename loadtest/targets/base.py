@@ -71,7 +71,7 @@ class TargetOptions:
     )
     api_key: str = option("", is_secret=True, help="That the server wants; in no report.")
     model: str = option("", help="HTTP: name of the model; the first that is listed if empty.")
-    connections: int = option(1, help="gRPC: calls are spread over so many.")
+    connections: int = option(1, least=1, help="gRPC: calls are spread over so many.")
     count_tokens_by: str = option(
         "auto",
         help="HTTP: what is asked for, to know how many tokens a frame has: "

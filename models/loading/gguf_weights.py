@@ -114,6 +114,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
                 file.path,
                 translated,
                 functools.partial(read, name, stored),
+                shape=stored.shape,
                 read_integers=functools.partial(read_integers, name, stored),
             )
 

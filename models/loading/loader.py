@@ -243,6 +243,7 @@ def _load_weights(
     device: torch.device,
     packer: WeightPacker | None,
 ) -> None:
+    _check_shapes(model, stored)
     places, scales = _checkpoint_parameters(model), _kv_scales(model)
     if model.config.tie_word_embeddings and _HEAD in stored:
         _check_tied(folder, stored, model.checkpoint_name(_EMBED))
@@ -286,6 +287,20 @@ def _check_names(
         raise ModelLoadError(f"{folder}: weights unknown to the model: {_first_of(unknown)}")
 
 
+def _check_shapes(model: DecoderForCausalLM, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise ModelLoadError for the first tensor of another shape, before any of them is read."""
+    for name, place in _checkpoint_parameters(model):
+        if (found := stored[name].shape) is not None and found != place.shape:
+            raise _wrong_shape(stored[name], found, place.shape)
+
+
+def _wrong_shape(
+    stored: StoredTensor, found: Sequence[int], expected: Sequence[int]
+) -> ModelLoadError:
+    problem = f"shape {list(found)}, but config.json means {list(expected)}"
+    return ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
+
+
 def _read_part(stored: StoredTensor, place: _Place, *, integers: bool, float8: bool) -> WeightPart:
     kept: GroupedIntegers | Float8Rows | None = None
     if integers and stored.read_integers is not None:
@@ -295,9 +310,7 @@ def _read_part(stored: StoredTensor, place: _Place, *, integers: bool, float8: b
     first_row = place.rows.start or 0
     part = WeightPart(first_row, kept or stored.read(), stored.is_mapped)
     if tuple(part.shape) != place.shape:
-        found, expected = list(part.shape), list(place.shape)
-        problem = f"shape {found}, but config.json means {expected}"
-        raise ModelLoadError(f"{stored.path}: {stored.name}: {problem}")
+        raise _wrong_shape(stored, part.shape, place.shape)
     if isinstance(part.content, Tensor) and part.content.dtype not in _FLOATS:
         kind = str(part.content.dtype).removeprefix("torch.")
         problem = f"dtype {kind} is not supported (quantized weights?)"

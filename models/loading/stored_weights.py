@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
+from baton.checkpoint.safetensors_header import read_header
 from baton_kernels import CodeLayout, Float8Rows, GroupedIntegers
 
 _PIECE_BYTES = 16 * 2**20  # of a tensor, whose pages are in memory together
@@ -35,6 +36,7 @@ class StoredTensor:
         name: in Hugging Face layout.
         read: reads it as numbers; raises ModelLoadError.
         is_mapped: whether what is read are pages of the file.
+        shape: sizes of what is read; None: unknown before it is read.
         read_integers: reads it as it is kept; None, or returns None: not in groups of integers
             that kernels multiply. Raises ModelLoadError.
         read_float8: likewise, of float8.
@@ -44,6 +46,7 @@ class StoredTensor:
     name: str
     read: Callable[[], Tensor]
     is_mapped: bool = False
+    shape: tuple[int, ...] | None = None
     read_integers: Callable[[], GroupedIntegers | None] | None = None
     read_float8: Callable[[], Float8Rows | None] | None = None
 
@@ -112,6 +115,7 @@ def open_safetensors(paths: Iterable[Path], files: ExitStack) -> dict[str, Store
     """
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
+        places = read_header(path)
         try:
             file: Any = files.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
@@ -120,7 +124,7 @@ def open_safetensors(paths: Iterable[Path], files: ExitStack) -> dict[str, Store
             if name in tensors:
                 raise ModelLoadError(f"{path}: {name}: also in {tensors[name].path.name}")
             read = functools.partial(_read_tensor, path, file, name)
-            tensors[name] = StoredTensor(path, name, read, is_mapped=True)
+            tensors[name] = StoredTensor(path, name, read, is_mapped=True, shape=places[name].shape)
     return tensors
 
 

@@ -22,6 +22,7 @@ from baton.api.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MIN_SECRET_BYTES = 16
+_MAX_SECRET_BYTES = 2**16
 _DOMAIN = b"baton/cache-salt/1"
 
 
@@ -80,9 +81,12 @@ def make_salts(secret_file: str, *, has_tenants: bool) -> CacheSalts:
 def read_secret(path: str) -> bytes:
     """The secret in a file, without white space around it; raises ConfigError."""
     try:
-        secret = Path(path).read_bytes().strip()
+        with Path(path).open("rb") as file:
+            secret = file.read(_MAX_SECRET_BYTES + 1).strip()
     except OSError as error:
         raise ConfigError(f"cache_salt_secret_file: cannot read {path} ({error})") from error
+    if len(secret) > _MAX_SECRET_BYTES:
+        raise ConfigError(f"cache_salt_secret_file: {path} has more than {_MAX_SECRET_BYTES} bytes")
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"cache_salt_secret_file: {path} must have {MIN_SECRET_BYTES} bytes or more, "

@@ -55,7 +55,7 @@ class TextOptions:
 
     def sampling_defaults(self, folder: Path) -> dict[str, Any]:
         """What is sampled with where a request does not say; raises ModelLoadError."""
-        from baton.api.sampling_defaults import read_sampling_defaults
+        from baton.checkpoint.sampling_defaults import read_sampling_defaults
 
         defaults = read_sampling_defaults(folder) if self.generation_config == AUTO else {}
         if defaults:

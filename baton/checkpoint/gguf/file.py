@@ -11,11 +11,12 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from baton.api.bounded_files import size_of
 from baton.api.errors import ModelLoadError
 
 MAGIC = b"GGUF"
@@ -94,6 +95,7 @@ class GgufFile:
     @classmethod
     def read(cls, path: Path) -> GgufFile:
         """Read the header; raises ModelLoadError if it is no GGUF, truncated or unknown."""
+        size_of(path)
         try:
             with (
                 path.open("rb") as file,
@@ -230,7 +232,16 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
                 f"truncated: {name} ends at byte {start + offset + num_bytes}, the file has "
                 f"{len(content)}"
             )
+    _refuse_overlaps(tensors)
     return GgufFile(path, metadata, tensors, start)
+
+
+def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse tensors that share bytes: a small file could else name any amount of them."""
+    ordered = sorted(tensors.items(), key=lambda item: item[1].start)
+    for (name, one), (other, after) in pairwise(ordered):
+        if after.start < one.start + one.num_bytes:
+            raise _BadFileError(f"{other}: overlaps {name}")
 
 
 def _tensor_places(cursor: _Cursor, number: int) -> Iterator[tuple[str, int, tuple[int, ...], int]]:

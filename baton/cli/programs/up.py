@@ -70,10 +70,11 @@ class UpOptions:
     insecure: bool = option(False, help=INSECURE_HELP)
     drain_timeout_s: float = option(
         10.0,
+        least=0,
         help="When it is stopped, open requests have so long to end; a second Ctrl-C ends it at "
         "once.",
     )
-    ready_timeout_s: float = option(120.0, help="How long to wait for all nodes.")
+    ready_timeout_s: float = option(120.0, above=0, help="How long to wait for all nodes.")
 
     def __post_init__(self) -> None:
         check_limits(self)

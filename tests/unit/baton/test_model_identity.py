@@ -65,5 +65,5 @@ def test_weights_count_only_where_all_of_them_are(folder: Path) -> None:
 
 def test_a_broken_file_is_named(folder: Path) -> None:
     (folder / "generation_config.json").write_text("[")
-    with pytest.raises(ModelLoadError, match=r"generation_config\.json cannot be read"):
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: not valid JSON"):
         folder_identity(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.api.errors import ConfigError, ModelLoadError
-from baton.api.sampling_defaults import read_sampling_defaults
+from baton.checkpoint.sampling_defaults import read_sampling_defaults
 from router.api.http.sampling import sampling_params
 from router.api.http.schema import ChatRequest
 from router.intake.text_options import TextOptions
@@ -35,8 +35,8 @@ def test_what_is_recommended_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "cannot be read"),
-        ("[]", "is not a JSON object"),
+        ("{", "not valid JSON"),
+        ("[]", "expected a JSON object"),
         ('{"top_p": 7}', r"top_p: must be in \(0, 1\], got 7"),
         ('{"temperature": "hot"}', "temperature: must be 0 or more"),
     ],

@@ -204,5 +204,5 @@ def test_a_token_that_does_not_fit_is_not_in_the_output() -> None:
     _, result = step(scheduler, FakeRunner(lambda request: 0))
     assert result.outputs == ()
     assert request.output_token_ids == []
-    assert [failure.request_id for failure in scheduler.failures] == ["a"]
+    assert [request_id for request_id, _ in scheduler.failures] == ["a"]
     assert_clean(scheduler)

@@ -109,7 +109,7 @@ def test_no_run_and_no_round_meets_what_another_has_left_in_a_cache(tmp_path: Pa
         ("", "has no prompt in it"),
         ("[]", "has no prompt in it"),
         ("[{", "Expecting property name"),
-        ('{"prompt": "a"}\nnonsense', "line 2: Expecting value"),
+        ('{"prompt": "a"}\nnonsense', "line 2: not valid JSON"),
         ('{"name": "a"}', "line 1: must be an object with conversations, messages, turns or one"),
         ('[{"conversations": [{"from": "dog", "value": "a"}]}]', "entry 1: a message must have"),
         ('{"conversations": 3}', "line 1: must be a list of messages"),

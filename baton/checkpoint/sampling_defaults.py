@@ -6,10 +6,10 @@ the engine's matter: they end outputs in any case.)
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from baton.api.bounded_files import read_object
 from baton.api.errors import InvalidRequestError, ModelLoadError
 from baton.api.sampling_params import SamplingParams
 
@@ -24,12 +24,7 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"model: {path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"model: {path} is not a JSON object")
+    content = read_object(path)
     defaults = {name: content[name] for name in _NAMES if content.get(name) is not None}
     try:
         SamplingParams(**defaults)

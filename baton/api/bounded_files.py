@@ -1,0 +1,140 @@
+"""Files that come from others, read within limits of size and depth: pipes and devices not at all.
+
+Refuses to know: fields.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from baton.api.errors import ConfigError, ModelLoadError
+
+# The largest known ones are tokenizers of 35 MB and indices of 10 MB.
+MAX_JSON_BYTES = 256 * 2**20
+MAX_DEPTH = 64
+MAX_TEXT_BYTES = 16 * 2**20  # of a file that a person writes
+MAX_DATA_BYTES = 4 * 2**30  # of a file of prompts or of a trace
+_MAX_SHOWN_CHARS = 300
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Raises:
+        ModelLoadError: the file cannot be read, is no object, or is beyond a limit.
+    """
+    content = read_file(path)
+    try:
+        return parse_object(content)
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: {error}") from error
+
+
+def read_file(
+    path: Path, max_bytes: int = MAX_JSON_BYTES, error_type: type[ConfigError] = ModelLoadError
+) -> bytes:
+    """Read a file; a pipe, a device or a file that is too large is not read at all.
+
+    Raises:
+        ConfigError: the file cannot be read, or has more than ``max_bytes``; of ``error_type``.
+    """
+    size = size_of(path, error_type)
+    if size > max_bytes:
+        raise error_type(f"{path}: must have at most {max_bytes} bytes, got {size}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise error_type(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def size_of(path: Path, error_type: type[ConfigError] = ModelLoadError) -> int:
+    """Return a file's size in bytes; raises an error of ``error_type`` unless it is a regular file.
+
+    Who opens a pipe may wait for ever, and who reads a device may never come to its end.
+    """
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        why = getattr(error, "strerror", None) or error
+        raise error_type(f"{path}: cannot be read: {why}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise error_type(f"{path}: cannot be read: not a regular file")
+    return found.st_size
+
+
+def refuse_devices(path: Path) -> None:
+    """Raise ConfigError for a device such as /dev/zero, whose bytes have no end."""
+    if path.is_char_device() or path.is_block_device():
+        raise ConfigError(f"{path}: cannot be read: a device")
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Read an operator's text file, which may be a pipe, up to a limit.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file has more than ``max_bytes``, or is not UTF-8.
+    """
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"must have at most {max_bytes} bytes")
+    return content.decode()
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML; raises ValueError with one line that says what is wrong."""
+    import tomllib  # here: most commands read no TOML
+
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("too many levels") from None
+    except ValueError as error:  # TOMLDecodeError, numbers of 5,000 digits
+        raise ValueError(str(error)[:_MAX_SHOWN_CHARS]) from None
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; raises ValueError with one line that says what is wrong."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(f"not valid JSON: more than {MAX_DEPTH} levels") from None
+    except ValueError as error:  # JSONDecodeError, numbers of 5,000 digits
+        raise ValueError(f"not valid JSON: {str(error)[:_MAX_SHOWN_CHARS]}") from None
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Parse a JSON object; raises ValueError with one line that says what is wrong."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        kind = "null" if found is None else type(found).__name__
+        raise ValueError(f"expected a JSON object, found {kind}")
+    _check_depth(found)
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _check_depth(value: dict[str, Any]) -> None:
+    """Raise ValueError for a value so deep that whoever walks through it could fail."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            part
+            for parts in level
+            for part in (parts.values() if isinstance(parts, dict) else parts)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"not valid JSON: more than {MAX_DEPTH} levels")

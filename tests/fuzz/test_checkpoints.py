@@ -1,0 +1,18 @@
+"""Mutations of small checkpoints: each works, or is refused by one line, within ten seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.checkpoints import findings, make_original, outcome_of, read_whole
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors", "gguf"])
+def test_a_broken_checkpoint_works_or_is_refused_by_one_line(kind: str, tmp_path: Path) -> None:
+    original = make_original(kind, tmp_path / "original")
+    assert outcome_of(lambda: read_whole(original)) == "works"
+    assert not findings(kind, original, range(20))
