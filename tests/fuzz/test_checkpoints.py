@@ -8,7 +8,7 @@ import pytest
 
 from tests.fuzz.checkpoints import findings, make_original, outcome_of, read_whole
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.large
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors", "gguf"])
