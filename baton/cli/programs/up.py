@@ -23,7 +23,10 @@ _FOR_ROUTER = (
     "policy", "served_model_name", "chat_template", "generation_config", "tool_call_parser",
     "reasoning_parser",
 )  # fmt: skip
-_FOR_NODES = ("dtype", "kv_cache_dtype", "kv_cache_memory", "executor")
+_FOR_NODES = (
+    "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
+    "speculative_model",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class UpOptions:
     kv_cache_dtype: str = same_option(PrefillOptions, "kv_cache_dtype")
     kv_cache_memory: str = same_option(PrefillOptions, "kv_cache_memory")
     executor: str = same_option(PrefillOptions, "executor")
+    speculative_method: str = same_option(PrefillOptions, "speculative_method")
+    speculative_model: str = same_option(PrefillOptions, "speculative_model")
     ray_address: str = option(
         "",
         help="Ray cluster that places the nodes on its machines, and their ranks (--executor ray, "
@@ -55,6 +60,7 @@ class UpOptions:
         True,
         help="On a CPU, have nodes compute on each other's cores while these have nothing to do.",
     )
+    router_args: str = option("", help="More options of the router, as one string.")
     node_args: str = option("", help="More options of every node, as one string.")
     prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
@@ -108,7 +114,10 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         http_listen=options.http_listen,
         num_prefill=options.prefill,
         num_decode=options.decode,
-        router_args=[*file_args, *passed_on(context, _FOR_ROUTER), *_keys_in(path)],
+        router_args=[
+            *(*file_args, *passed_on(context, _FOR_ROUTER), *_keys_in(path)),
+            *options.router_args.split(),
+        ],
         node_args=[
             *(*file_args, *passed_on(context, _FOR_NODES), *by_ray, *options.node_args.split())
         ],

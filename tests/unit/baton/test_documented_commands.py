@@ -1,0 +1,97 @@
+"""Every `baton` command in a code block of README.md and docs/ has options that the program takes.
+
+Nothing is started: each command's own parser reads the words.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from baton.cli.app import app
+
+REPOSITORY = Path(__file__).parents[3]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+ROOT: Any = typer.main.get_command(app)
+_BLOCK = re.compile(r"^ *```(bash|sh|shell|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_ENDS_A_COMMAND = ("|", ">", "2>", "&", "&&", "||", ";")
+_STANDS_FOR_MORE = ("...", "$options")  # the options that a program must have
+# Options of `baton up` whose text is read by another program.
+_PASSED_ON = {
+    "router_args": ("router",),
+    "node_args": ("prefill", "decode"),
+    "prefill_args": ("prefill",),
+    "decode_args": ("decode",),
+}
+
+
+def commands() -> Iterator[Any]:
+    """Yield each command's words behind `baton`."""
+    for page in PAGES:
+        for language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
+            for line in block.replace("\\\n", " ").splitlines():
+                is_output = language == "console" and not line.startswith("$ ")
+                if words := [] if is_output else _words_of(line.removeprefix("$ ")):
+                    yield pytest.param(words, id=f"{page.name}: {' '.join(words)[:80]}")
+
+
+def _words_of(line: str) -> list[str]:
+    """Return the words behind `baton` or `python -m baton`; none where a line calls neither."""
+    if "baton" not in line or line.lstrip().startswith("#"):
+        return []
+    words = shlex.split(line, comments=True)
+    names = [Path(word).name for word in words]
+    for place, name in enumerate(names):
+        is_module = name == "baton" and names[max(place - 1, 0)] == "-m"
+        begins = place == 0 or names[place - 1] in ("&&", ";", "--no-python", "do")
+        is_assigned = place > 0 and all("=" in word for word in words[:place])
+        if name == "baton" and (is_module or begins or is_assigned):
+            return _until_the_end(words[place + 1 :])
+    return []
+
+
+def _until_the_end(words: list[str]) -> list[str]:
+    for place, word in enumerate(words):
+        if word in _ENDS_A_COMMAND:
+            words = words[:place]
+            break
+    left_out = ["--model", "MODEL"] if any(word in _STANDS_FOR_MORE for word in words) else []
+    return [word.rstrip(";") for word in words if word not in _STANDS_FOR_MORE] + left_out
+
+
+def parse(words: list[str]) -> None:
+    """Raise a usage error if a command does not take the words."""
+    command, parent, name = ROOT, None, "baton"
+    while hasattr(command, "resolve_command"):  # a group of commands
+        with command.make_context(name, words, parent=parent) as parent:
+            words = [*getattr(parent, "_protected_args", ()), *parent.args]
+            name, command, words = command.resolve_command(parent, words)
+    with command.make_context(name, words, parent=parent) as context:
+        for option, programs in _PASSED_ON.items():
+            given = context.params.get(option)
+            for program in programs if given else ():
+                parse([program, "--model", "MODEL", *str(given).split()])
+
+
+FOUND = list(commands())
+
+
+def test_commands_are_found() -> None:
+    assert len(FOUND) > 40
+
+
+def test_an_option_that_nobody_has_is_refused() -> None:
+    for wrong in (["--guesses"], ["--node-args", "--guesses"]):
+        with pytest.raises(Exception, match="No such option"):
+            parse(["up", "--model", "M", *wrong])
+
+
+@pytest.mark.parametrize("words", FOUND)
+def test_the_program_takes_the_options(words: list[str]) -> None:
+    parse(words)
