@@ -396,6 +396,10 @@ class PackedWeight:
         """Outputs of a panel."""
         return self.panels.shape[2]
 
+    def in_whole_panels(self, num_rows: int) -> int:
+        """Round a number of rows up to whole panels."""
+        return -(-num_rows // self.width) * self.width
+
     @property
     def layout(self) -> CodeLayout | None:
         """How codes are kept; None where weights are numbers."""
@@ -422,31 +426,34 @@ class PackedWeight:
         empty: Callable[..., Tensor] = torch.empty,
         *,
         layout: CodeLayout | None = None,
+        has_gaps: bool = False,
     ) -> PackedWeight:
         """Allocate one whose rows are to be written; what fills up its last panel is there.
 
         Args:
             empty: allocates what is streamed.
             layout: of codes; None: as `pack_rows` makes them.
+            has_gaps: rows that are never written may be in every panel; all rows begin as zeros.
         """
         num_panels = -(-out_features // width)
+        first_filled = 0 if has_gaps else -1
         groups, filling = None, 0
         layout = layout or _OWN_LAYOUTS.get(format)
-        scales = torch.empty(out_features) if format in _LARGEST and layout is None else None
+        scales = torch.zeros(out_features) if format in _LARGEST and layout is None else None
         if format.code_bits:
             assert layout is not None
             steps = -(-in_features // _STEP) * format.code_bits // _QUAD
             panels = empty(num_panels, steps, width, _QUAD, dtype=format.element)
             filling = 128 if format.code_bits == 8 else 8 | 8 << 4
-            groups = _empty_groups(num_panels, in_features, width, layout, empty)
+            groups = _empty_groups(num_panels, in_features, width, layout, empty, first_filled)
         elif format in _PAIRED:
             pairs = -(-in_features // _PAIR)
             panels = empty(num_panels, pairs, width, _PAIR, dtype=format.element)
             if layout is not None:
-                groups = _empty_groups(num_panels, in_features, width, layout, empty)
+                groups = _empty_groups(num_panels, in_features, width, layout, empty, first_filled)
         else:
             panels = empty(num_panels, in_features, width, dtype=format.element)
-        _as_bytes(panels)[-1:] = filling
+        _as_bytes(panels)[first_filled:] = filling
         group_size = INPUT_BLOCK if layout is None else layout.group_size
         is_e2m1 = layout is not None and layout.is_e2m1
         sizes = (out_features, in_features)
@@ -585,15 +592,20 @@ def _put_rows(panels: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def _empty_groups(
-    num_panels: int, in_features: int, width: int, layout: CodeLayout, empty: Callable[..., Tensor]
+    num_panels: int,
+    in_features: int,
+    width: int,
+    layout: CodeLayout,
+    empty: Callable[..., Tensor],
+    first_filled: int,
 ) -> Groups:
-    """Allocate the groups' numbers; what fills up the last panel is 0."""
+    """Allocate the groups' numbers; they are 0 from the panel ``first_filled`` on."""
 
     def numbers_of(size: int, dtype: torch.dtype | None) -> Tensor | None:
         if dtype is None:
             return None
         numbers = empty(num_panels, -(-in_features // size), width, dtype=dtype)
-        numbers[-1:] = 0
+        numbers[first_filled:] = 0
         return numbers
 
     scales = numbers_of(layout.group_size, layout.scales)

@@ -336,11 +336,11 @@ def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
 
     Args:
         x: ``[num_tokens, num_groups, in_features]``, any strides.
-        weight: ``num_groups`` times as many outputs as ``out`` has in a group, without bias; it
-            keeps numbers.
+        weight: each group has as many outputs as ``out`` has in a group, filled up to whole panels
+            (`PackedWeight.in_whole_panels`). It keeps numbers and has no bias.
         out: ``[num_tokens, num_groups, n]``, any strides; is written to.
     """
-    groups = weight.unpacked().view(x.shape[1], out.shape[2], -1)
+    groups = weight.unpacked().view(x.shape[1], -1, x.shape[2])[:, : out.shape[2]]
     out.copy_(torch.einsum("tgi,gni->tgn", x.float(), groups))
 
 
@@ -541,8 +541,9 @@ def packed_experts(
 ) -> Tensor:
     """`experts`, whose weights are packed: those of all experts, one after another.
 
-    Inputs of each product are rounded where weights are codes, see ``rounded_inputs``. Biases are
-    the packed weights' own.
+    Each expert's gates, ups and outputs are filled up to whole panels, see
+    `PackedWeight.in_whole_panels`. Inputs of each product are rounded where weights are codes, see
+    ``rounded_inputs``. Biases are the packed weights' own.
     """
     hidden = x.shape[1]
     all_halves, all_downs = gate_up.unpacked(), down.unpacked()
@@ -553,11 +554,13 @@ def packed_experts(
         return functional.linear(inputs, every[part], bias).to(rows.dtype)
 
     def compute(expert: int, rows: Tensor) -> Tensor:
-        size = len(all_halves) // (len(all_downs) // hidden)  # of one expert's middle, and gates
-        of_inner = slice(expert * size, (expert + 1) * size)
-        of_hidden = slice(expert * hidden, (expert + 1) * hidden)
-        halves = multiply(rows, gate_up, all_halves, of_inner)
-        return multiply(_middle(halves, activation), down, all_downs, of_hidden)
+        size = gate_up.in_whole_panels(down.in_features) * (1 if activation == RELU2 else 2)
+        of_middle = slice(expert * size, (expert + 1) * size)
+        start = expert * down.in_whole_panels(hidden)
+        of_hidden = slice(start, start + hidden)
+        halves = multiply(rows, gate_up, all_halves, of_middle)
+        middle = _middle(halves, activation)[:, : down.in_features]
+        return multiply(middle, down, all_downs, of_hidden)
 
     return _mix_experts(x, ids, weights, compute, base, base_gate)
 

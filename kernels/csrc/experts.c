@@ -19,6 +19,7 @@ typedef struct {
     linear_call gate_up, down; /* of the first expert; x, out and num_rows are set here */
     int64_t num_tokens, num_experts, top_k, hidden, num_threads, x_stride;
     int64_t squares;      /* no gates: the middle's positive part is squared */
+    /* Each expert's rows of both weights are whole panels, those behind its own are 0. */
     const int64_t *ids;   /* [num_tokens, top_k] */
     const float *weights; /* [num_tokens, top_k] */
     const void *x;        /* [num_tokens, hidden], of `gate_up.x_type`, as everything here */
@@ -40,7 +41,8 @@ typedef struct {
     char *gathered, *middle, *results, *packed; /* results: by row, the others by place */
 } plan;
 
-static int64_t inner(const experts_call *c) { return c->down.depth; }
+/* Of a row of an expert's middle: `down.depth`, filled up to whole panels. */
+static int64_t middle_size(const experts_call *c) { return c->gate_up.num_columns; }
 
 /* Sort the rows of the tokens from `token` on by expert, and cut them into jobs. */
 static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *p) {
@@ -59,7 +61,7 @@ static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *
     for (int64_t r = 0; r < rows; r++) starts[ids[r] + 1]++;
     for (int64_t e = 0; e < c->num_experts; e++) starts[e + 1] += starts[e];
     for (int64_t r = 0; r < rows; r++) p->order[starts[ids[r]]++] = r; /* starts: now ends */
-    int64_t middle_at = rows * c->hidden * size, results_at = middle_at + rows * inner(c) * size;
+    int64_t middle_at = rows * c->hidden * size, results_at = middle_at + rows * middle_size(c) * size;
     int64_t packed_at = (results_at + rows * c->hidden * size + 63) / 64 * 64, packed = 0;
     p->num_rows = rows;
     p->num_jobs = 0;
@@ -70,7 +72,7 @@ static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *
                        min64(most, starts[e] - at), packed};
             j->gate_up.num_rows = j->down.num_rows = j->count;
             j->gate_up.x_stride = c->hidden;
-            j->down.x_stride = inner(c);
+            j->down.x_stride = middle_size(c);
             packed += (max64(baton_packed_bytes(&j->gate_up), baton_packed_bytes(&j->down)) + 63) / 64 * 64;
         }
     int alone = p->num_jobs >= JOBS_PER_THREAD * c->num_threads;
@@ -83,7 +85,7 @@ static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *
     for (int64_t i = 0; i < p->num_jobs; i++) {
         job *j = &p->jobs[i];
         j->gate_up.x = p->gathered + j->first * c->hidden * size;
-        j->gate_up.out = p->middle + j->first * inner(c) * size;
+        j->gate_up.out = p->middle + j->first * middle_size(c) * size;
         j->down.x = j->gate_up.out;
         /* Over the input, which has been read: then to where the row belongs. */
         j->down.out = (char *)j->gate_up.x;
@@ -110,7 +112,7 @@ static void scatter(const experts_call *c, const plan *p, const job *j) {
 static void square_middle(const experts_call *c, const job *j) {
     int type = c->gate_up.x_type;
     if (!c->squares) return;
-    for (int64_t i = 0; i < j->count * inner(c); i += LANES) {
+    for (int64_t i = 0; i < j->count * middle_size(c); i += LANES) {
         vec x = activate(RELU, load(type, j->down.x, i));
         store_as(type, (void *)j->down.x, i, x * x);
     }
@@ -122,10 +124,10 @@ static int job_alone(const experts_call *c, const plan *p, int64_t token, const 
     if (!packed) return 1;
     gather(c, p, token, j);
     baton_pack_input(&j->gate_up, packed);
-    baton_linear_panels(&j->gate_up, 0, inner(c) / PANEL, packed);
+    baton_linear_panels(&j->gate_up, 0, middle_size(c) / PANEL, packed);
     square_middle(c, j);
     baton_pack_input(&j->down, packed);
-    baton_linear_panels(&j->down, 0, c->hidden / PANEL, packed);
+    baton_linear_panels(&j->down, 0, ceil_div(c->hidden, PANEL), packed);
     scatter(c, p, j);
     return 0;
 }
@@ -152,12 +154,30 @@ static void jobs_together(const experts_call *c, const plan *p, int64_t token) {
                 gather(c, p, token, j);
             baton_pack_input(is_down ? &j->down : &j->gate_up, p->packed + j->packed_at);
         }
-        int64_t each = (is_down ? c->hidden : inner(c)) / PANEL, all = each * p->num_jobs;
+        int64_t each = ceil_div(is_down ? c->hidden : middle_size(c), PANEL), all = each * p->num_jobs;
         panels_of_jobs(p, is_down, each, all * thread / team, all * (thread + 1) / team);
 #pragma omp barrier
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < p->num_jobs; i++) scatter(c, p, &p->jobs[i]);
+}
+
+/* The `count` numbers from `index` on; the last lanes are 0. */
+INLINE vec load_some(int type, const void *from, int64_t index, int64_t count) {
+    if (count == LANES) return load(type, from, index);
+    float last[LANES] = {0};
+    memcpy(last, at(type, from, index), count * size_of(type));
+    return load(type, last, 0);
+}
+
+INLINE void store_some(int type, void *to, int64_t index, vec x, int64_t count) {
+    float last[LANES];
+    if (count == LANES) {
+        store_as(type, to, index, x);
+        return;
+    }
+    store_as(type, last, 0, x);
+    memcpy((void *)at(type, to, index), last, count * size_of(type));
 }
 
 /* out = base * sigmoid(gate) + the sum of a token's results; `at_token` is counted in the slab. */
@@ -167,19 +187,19 @@ static void add_up(const experts_call *c, const plan *p, int64_t token, int64_t 
     float gate = 1;
     if (c->base_gate) gate = 1 / (1 + exp_fast(splat(-c->base_gate[token + at_token]))[0]);
     for (int64_t i = 0; i < c->hidden; i += LANES) {
+        int64_t count = min64(LANES, c->hidden - i), place = (token + at_token) * c->hidden + i;
         vec sum = {0};
         for (int64_t k = 0; k < c->top_k; k++)
             sum = multiply_add(splat(weights[k]),
-                               load(type, p->results, (at_token * c->top_k + k) * c->hidden + i), sum);
-        if (c->base)
-            sum = multiply_add(splat(gate), load(type, c->base, (token + at_token) * c->hidden + i), sum);
-        store_as(type, c->out, (token + at_token) * c->hidden + i, sum);
+                               load_some(type, p->results, (at_token * c->top_k + k) * c->hidden + i, count), sum);
+        if (c->base) sum = multiply_add(splat(gate), load_some(type, c->base, place, count), sum);
+        store_some(type, c->out, place, sum, count);
     }
 }
 
-/* Returns 0, or 1 when there is no memory. `hidden` and the experts' width are multiples of PANEL. */
+/* Returns 0, or 1 when there is no memory. */
 int baton_experts(const experts_call *c) {
-    int64_t token_bytes = c->top_k * (2 * c->hidden + inner(c)) * size_of(c->gate_up.x_type);
+    int64_t token_bytes = c->top_k * (2 * c->hidden + middle_size(c)) * size_of(c->gate_up.x_type);
     int64_t slab = max64(MOST_BYTES / token_bytes, 1);
     for (int64_t token = 0; token < c->num_tokens; token += slab) {
         int64_t count = min64(slab, c->num_tokens - token);

@@ -591,7 +591,7 @@ int baton_linear(const linear_call *c) {
 
 /* Products of a group of columns each with a group of outputs of its own: a block-diagonal W. */
 typedef struct {
-    linear_call first; /* of the first group; of numbers, without bias; num_columns whole panels */
+    linear_call first; /* of the first group, which begins with a panel of its own; of numbers, without bias */
     int64_t num_groups, x_group_stride, out_group_stride;
 } grouped_call;
 

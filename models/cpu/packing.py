@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import baton_kernels as ops
 from baton_kernels import CodeLayout, Float8Rows, WeightFormat
@@ -23,7 +24,7 @@ from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.decode_tapes import DecodeTapes
 from models.layers.embedding import NarrowEmbedding, PackedEmbedding
 from models.layers.latent_attention import LatentProjection, PackedLatentProjection
-from models.layers.linear import ExactLinear, GatedLinear, PackedLinear
+from models.layers.linear import ExactLinear, ExpertsLinear, GatedLinear, PackedLinear
 from models.loading.stored_weights import WeightPart, float8_alike, integers_alike
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,11 @@ class CpuPacker:
             return None
         return cls(dtype, asked, native)
 
+    @property
+    def width(self) -> int:
+        """Outputs of a panel."""
+        return _WIDTH if self.native is None else self.native.panel_width
+
     def start(self, model: DecoderForCausalLM) -> _Packing:
         """See ``WeightPacker``."""
         return _Packing(self, model)
@@ -91,6 +97,9 @@ class _Packing:
             self._latents[owner] = self._pack_latents(owner, parts)
         elif isinstance(owner, ExactLinear):
             self._packed[owner] = self._pack_as(self._exact_format(parts), parts)
+        elif isinstance(owner, ExpertsLinear) and owner.part_sizes[0] % self._packer.width:
+            parts = list(_spread(parts, owner.part_sizes[0], self._packer.width))
+            self._packed[owner] = self._pack(parts, has_gaps=True)
         else:
             self._packed[owner] = self._pack(parts, is_head=owner is self._model.lm_head)
         return True
@@ -130,29 +139,31 @@ class _Packing:
         kinds = ", ".join(f"{count} x {format_.value}" for format_, count in formats.items())
         logger.info("linear layers packed for this CPU: %s", kinds)
 
-    def _pack(self, parts: Sequence[WeightPart], is_head: bool) -> ops.PackedWeight:
+    def _pack(
+        self, parts: Sequence[WeightPart], *, is_head: bool = False, has_gaps: bool = False
+    ) -> ops.PackedWeight:
         wanted = self._packer.weights
         kept, layout = integers_alike(parts)
         if layout is not None and wanted in (None, layout.format):
-            weight = self._empty(parts, layout.format, layout)
+            weight = self._empty(parts, layout.format, layout, has_gaps=has_gaps)
             for part, integers in zip(parts, kept, strict=True):
                 ops.pack_integers(weight, part.first_row, integers)
             return weight
         float8 = float8_alike(parts)
         if float8 and wanted in (None, WeightFormat.FP8):
-            return self._keep_float8(parts, float8)
+            return self._keep_float8(parts, float8, has_gaps=has_gaps)
         if wanted is None:
             wanted = self._exact_format(parts)
         elif is_head and wanted in _TOO_COARSE_FOR_HEADS:
             wanted = WeightFormat.INT8
-        return self._pack_as(wanted, parts)
+        return self._pack_as(wanted, parts, has_gaps=has_gaps)
 
     def _keep_float8(
-        self, parts: Sequence[WeightPart], kept: Sequence[Float8Rows]
+        self, parts: Sequence[WeightPart], kept: Sequence[Float8Rows], *, has_gaps: bool
     ) -> ops.PackedWeight:
         size, num_groups = kept[0].group_size, kept[0].scales.shape[1]
         layout = None if num_groups == 1 else CodeLayout(WeightFormat.FP8, size, torch.float32)
-        weight = self._empty(parts, WeightFormat.FP8, layout)
+        weight = self._empty(parts, WeightFormat.FP8, layout, has_gaps=has_gaps)
         for part, rows in zip(parts, kept, strict=True):
             ops.pack_float8(weight, part.first_row, rows)
         return weight
@@ -160,16 +171,22 @@ class _Packing:
     def _pack_latents(
         self, owner: LatentProjection, parts: Sequence[WeightPart]
     ) -> PackedLatentProjection:
-        """Pack both matrices; as applied to queries one is turned, so no groups are kept."""
-        format_ = self._exact_format(parts)
-        keys, values = owner.parts(torch.cat([rows for part in parts for _, rows in part.pieces()]))
-        turned = (keys.transpose(1, 2).flatten(0, 1), values.flatten(0, 1))
-        return PackedLatentProjection(
-            *(self._pack_as(format_, [WeightPart(0, rows.contiguous())]) for rows in turned)
-        )
+        """Pack both matrices; as applied to queries one is turned, so no groups are kept.
 
-    def _pack_as(self, format_: WeightFormat, parts: Sequence[WeightPart]) -> ops.PackedWeight:
-        weight = self._empty(parts, format_)
+        Each head's rows are filled up with zeros to whole panels.
+        """
+        format_, width = self._exact_format(parts), self._packer.width
+        keys, values = owner.parts(torch.cat([rows for part in parts for _, rows in part.pieces()]))
+        both = []
+        for heads in (keys.transpose(1, 2), values):  # [num_heads, outputs, inputs]
+            filled = functional.pad(heads, (0, 0, 0, -heads.shape[1] % width))
+            both.append(self._pack_as(format_, [WeightPart(0, filled.flatten(0, 1).contiguous())]))
+        return PackedLatentProjection(*both)
+
+    def _pack_as(
+        self, format_: WeightFormat, parts: Sequence[WeightPart], *, has_gaps: bool = False
+    ) -> ops.PackedWeight:
+        weight = self._empty(parts, format_, has_gaps=has_gaps)
         for part in parts:
             for first_row, rows in part.pieces():
                 ops.pack_rows(weight, first_row, rows)
@@ -180,15 +197,16 @@ class _Packing:
         parts: Sequence[WeightPart],
         format_: WeightFormat,
         layout: CodeLayout | None = None,
+        *,
+        has_gaps: bool,
     ) -> ops.PackedWeight:
-        native = self._packer.native
+        width, num_rows = self._packer.width, sum(part.shape[0] for part in parts)
+        if has_gaps:
+            num_rows = max(part.first_row + part.shape[0] for part in parts)
+            num_rows = -(-num_rows // width) * width
+        sizes = (num_rows, parts[0].shape[1])
         return ops.PackedWeight.empty(
-            sum(part.shape[0] for part in parts),
-            parts[0].shape[1],
-            format_,
-            _WIDTH if native is None else native.panel_width,
-            self._memory.empty,
-            layout=layout,
+            *(*sizes, format_, width, self._memory.empty), layout=layout, has_gaps=has_gaps
         )
 
     def _exact_format(self, parts: Sequence[WeightPart]) -> WeightFormat:
@@ -207,9 +225,23 @@ class _Packing:
 def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
     assert isinstance(linear, nn.Linear)
     bias = None if linear.bias is None else linear.bias.detach().float()
+    if bias is not None and isinstance(linear, ExpertsLinear):
+        by_part = bias.view(-1, linear.part_sizes[0])
+        bias = functional.pad(by_part, (0, -by_part.shape[1] % weight.width)).flatten()
     activation = linear.activation if isinstance(linear, GatedLinear) else None
     exact = isinstance(linear, ExactLinear)
     return PackedLinear(replace(weight, bias=bias), activation=activation, exact=exact)
+
+
+def _spread(parts: Sequence[WeightPart], size: int, width: int) -> Iterator[WeightPart]:
+    """Move rows so that every ``size`` of them begin with a panel of ``width``."""
+    room = -(-size // width) * width
+    for part in parts:
+        first, end = part.first_row, part.first_row + part.shape[0]
+        for place in range(first // size, -(-end // size)):
+            begin, stop = max(first, place * size), min(end, (place + 1) * size)
+            rows = slice(begin - first, stop - first)
+            yield part.moved(rows, begin + place * (room - size))
 
 
 def _is_float16(part: WeightPart) -> bool:

@@ -88,6 +88,10 @@ class JoinedLinear(nn.Linear):
         return {name: Kept(tuple(one.shape), index) for name, one in self.named_parameters()}
 
 
+class ExpertsLinear(JoinedLinear):
+    """Projections of all experts, of equal sizes; packed, each begins with a panel of its own."""
+
+
 class HeadsInPairs(JoinedLinear):
     """Projections to heads that turn, which checkpoints keep so that neighbours turn together::
 

@@ -14,7 +14,7 @@ import baton_kernels as ops
 from models.config import ModelConfig
 from models.layers.linear import (
     ExactLinear,
-    JoinedLinear,
+    ExpertsLinear,
     PackedLinear,
     keep_inputs,
     keep_outputs,
@@ -69,8 +69,8 @@ class SparseMoe(nn.Module):
         halves = [f"experts.{expert}.{half}_proj" for expert in experts for half in first]
         downs = [f"experts.{expert}.down_proj" for expert in experts]
         bias, self._activation = moe.has_biases, moe.activation
-        self.gate_up: nn.Module = JoinedLinear(width, dict.fromkeys(halves, inner), bias=bias)
-        self.down: nn.Module = JoinedLinear(inner, dict.fromkeys(downs, width), bias=bias)
+        self.gate_up: nn.Module = ExpertsLinear(width, dict.fromkeys(halves, inner), bias=bias)
+        self.down: nn.Module = ExpertsLinear(inner, dict.fromkeys(downs, width), bias=bias)
         self.shared_expert: GatedMLP | SquaredReluMLP | None = None
         self.shared_expert_gate: nn.Module | None = None
         if moe.shared_size and not self._is_gated:
@@ -86,8 +86,8 @@ class SparseMoe(nn.Module):
 
     def shard(self, rank: Rank) -> None:
         """See ``Shareable``: each rank keeps some of each expert's middle; all route alike."""
-        assert isinstance(self.gate_up, JoinedLinear)
-        assert isinstance(self.down, JoinedLinear)
+        assert isinstance(self.gate_up, ExpertsLinear)
+        assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self._inner_size)
         keep_outputs(self.gate_up, *(span for _ in self.gate_up.part_sizes))
         keep_inputs(self.down, span, adds_bias=rank.rank == 0)

@@ -75,6 +75,14 @@ class WeightPart:
         """The rows as numbers."""
         return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
 
+    def moved(self, rows: slice, first_row: int) -> WeightPart:
+        """Return some of the rows, the first of which becomes the weight's row ``first_row``."""
+        if isinstance(self.content, Tensor):
+            return WeightPart(first_row, self.content[rows], self.is_mapped)
+        content = self.content.part(rows, None)
+        assert content is not None, "no group is cut along its inputs"
+        return WeightPart(first_row, content, self.is_mapped)
+
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Yield rows with the number of the first, and let go of their pages afterwards."""
         tensor = self.tensor

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import baton_kernels as ops
 from baton_kernels import CodeLayout, PackedWeight, Routing, Scoring, WeightFormat, reference
@@ -26,7 +27,11 @@ ROUTINGS = {
 }
 NUM_EXPERTS = 12
 # Tokens, hidden size, size of an expert, experts, those of a token.
-SHAPES = [(1, 64, 32, 4, 2), (7, 64, 96, 8, 3), (150, 64, 32, 5, 5), (33, 128, 64, 16, 1)]
+SHAPES = [
+    *((1, 64, 32, 4, 2), (7, 64, 96, 8, 3), (150, 64, 32, 5, 5), (33, 128, 64, 16, 1)),
+    # Sizes that no panel's width divides.
+    *((9, 20, 12, 4, 2), (40, 61, 45, 6, 3), (5, 100, 7, 1, 1)),
+]
 
 
 @pytest.fixture
@@ -62,10 +67,19 @@ def test_equal_scores_go_to_the_first() -> None:
 
 
 def packed(
-    num_rows: int, num_columns: int, format_: WeightFormat, width: int, *, has_bias: bool = False
+    num_parts: int,
+    size: int,
+    num_columns: int,
+    format_: WeightFormat,
+    width: int,
+    *,
+    has_bias: bool = False,
 ) -> PackedWeight:
-    weight = torch.randn(num_rows, num_columns) / num_columns**0.5
-    return PackedWeight.pack(weight, torch.randn(num_rows) if has_bias else None, format_, width)
+    """Draw parts of ``size`` rows, each of which is filled up with zeros to whole panels."""
+    weight = torch.randn(num_parts, size, num_columns) / num_columns**0.5
+    filled = functional.pad(weight, (0, 0, 0, -size % width)).flatten(0, 1)
+    bias = functional.pad(torch.randn(num_parts, size), (0, -size % width)).flatten()
+    return PackedWeight.pack(filled, bias if has_bias else None, format_, width)
 
 
 @pytest.mark.parametrize("activation", ["silu", reference.CLAMPED_SWIGLU, reference.RELU2])
@@ -87,10 +101,9 @@ def test_experts_in_c(
     x = (torch.randn(num_tokens, hidden) * (4 if has_biases else 1)).to(dtype)
     base, base_gate = torch.randn_like(x), torch.randn(num_tokens, 1)
     ids, weights = native.route(torch.randn(num_tokens, num_experts), Routing(top_k))
-    gate_up = packed(
-        halves * num_experts * inner, hidden, format_, native.panel_width, has_bias=has_biases
-    )
-    down = packed(num_experts * hidden, inner, format_, native.panel_width, has_bias=has_biases)
+    width = native.panel_width
+    gate_up = packed(halves * num_experts, inner, hidden, format_, width, has_bias=has_biases)
+    down = packed(num_experts, hidden, inner, format_, width, has_bias=has_biases)
 
     def compute(rows: slice, *, shared: bool) -> Tensor:
         extra = (base[rows], base_gate[rows]) if shared else (None, None)
@@ -111,15 +124,16 @@ def test_experts_in_c(
         assert torch.equal(found, torch.cat(alone))
 
 
-def test_experts_that_are_no_whole_panels_are_computed_all_the_same(native: NativeOps) -> None:
+def test_experts_that_are_no_whole_panels_mean_what_plain_ones_mean(native: NativeOps) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 20)
     ids, weights = native.route(torch.randn(5, 4), Routing(2))
-    gate_up = packed(2 * 4 * 12, 20, WeightFormat.FP32, native.panel_width)
-    down = packed(4 * 20, 12, WeightFormat.FP32, native.panel_width)
+    gate_up = packed(2 * 4, 12, 20, WeightFormat.FP32, native.panel_width)
+    down = packed(4, 20, 12, WeightFormat.FP32, native.panel_width)
     found = native.packed_experts(x, ids, weights, gate_up, down)
-    plain = (gate_up.unpacked().view(4, 24, 20), down.unpacked().view(4, 20, 12))
-    torch.testing.assert_close(found, reference.experts(x, ids, weights, *plain))
+    gates_and_ups = gate_up.unpacked().view(8, -1, 20)[:, :12].reshape(4, 24, 20)
+    downs = down.unpacked().view(4, -1, 12)[:, :20]
+    torch.testing.assert_close(found, reference.experts(x, ids, weights, gates_and_ups, downs))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 150])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton_kernels import PackedWeight, WeightFormat, dispatch, reference
 from baton_kernels.attention import ATTENTION_BACKENDS
@@ -171,23 +172,26 @@ def test_interleaved_pairs_are_those_of_complex_numbers() -> None:
     torch.testing.assert_close(out, torch.cat((turned.real, turned.imag), dim=-1))
 
 
+@pytest.mark.parametrize("outputs", [5, 64, 75])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 130])
 @pytest.mark.parametrize("format", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.FP16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_are_multiplied_with_their_own_outputs(
-    dtype: torch.dtype, format: WeightFormat, num_tokens: int
+    dtype: torch.dtype, format: WeightFormat, num_tokens: int, outputs: int
 ) -> None:
     native = dispatch.native_ops()
     assert native is not None
     torch.manual_seed(0)
-    groups, inputs, outputs = 3, 200, 2 * native.panel_width
-    rows = torch.randn(groups * outputs, inputs) / inputs**0.5
-    weight = PackedWeight.pack(rows, None, format, native.panel_width)
+    groups, inputs, width = 3, 201, native.panel_width
+    rows = torch.randn(groups, outputs, inputs) / inputs**0.5
+    filled = functional.pad(rows, (0, 0, 0, -outputs % width)).flatten(0, 1)
+    weight = PackedWeight.pack(filled, None, format, width)
     x = torch.randn(num_tokens, groups, inputs + 5).to(dtype)[..., 5:]
     out, expected = torch.zeros(2, num_tokens, groups, outputs + 3, dtype=dtype)
     native.grouped_packed_linear(x, weight, out[..., :outputs])
     reference.grouped_packed_linear(x, weight, expected[..., :outputs])
     assert_close(out, expected)
+    assert not out[..., outputs:].any()  # nothing is written behind a group
     alone = torch.zeros(1, groups, outputs, dtype=dtype)
     native.grouped_packed_linear(x[-1:], weight, alone)
     assert torch.equal(alone, out[-1:, :, :outputs])

@@ -392,12 +392,12 @@ class NativeOps:
         num_tokens, num_groups, in_features = x.shape
         num_columns = out.shape[2]
         fits = x.dtype in _FLOATS and out.dtype == x.dtype and x.stride(2) == out.stride(2) == 1
-        fits = fits and weight.format.keeps_numbers and num_columns % self.panel_width == 0
+        fits = fits and weight.format.keeps_numbers
         if not (fits and weight.width == self.panel_width):
             reference.grouped_packed_linear(x, weight, out)
             return
         assert weight.in_features == in_features
-        assert weight.out_features == num_groups * num_columns
+        assert weight.out_features == num_groups * weight.in_whole_panels(num_columns)
         assert out.shape[:2] == x.shape[:2]
         if not num_tokens:
             return
@@ -512,28 +512,25 @@ class NativeOps:
         *,
         activation: str = "silu",
     ) -> Tensor:
-        """See the reference; experts are whole panels."""
-        hidden, inner = x.shape[1], down.in_features
+        """See the reference."""
+        hidden, middle = x.shape[1], gate_up.in_whole_panels(down.in_features)
         squares = activation == reference.RELU2
         fits = _plain(x) and (base is None or _plain(x, base)) and gate_up.width == self.panel_width
-        if not (fits and hidden % self.panel_width == inner % self.panel_width == 0):
-            each = [
-                reference.packed_experts(
-                    *(x[row], ids[row], weights[row], gate_up, down),
-                    *(None if one is None else one[row] for one in (base, base_gate)),
-                    activation=activation,
-                )
-                for row in (slice(token, token + 1) for token in range(len(x)))
-            ]  # one by one: a row's bits are those it has alone
-            return torch.cat([x[:0], *each])
+        if not fits:
+            return reference.packed_experts(
+                *(x, ids, weights, gate_up, down, base, base_gate), activation=activation
+            )
+        num_experts = down.out_features // down.in_whole_panels(hidden)
+        assert down.out_features == num_experts * down.in_whole_panels(hidden)
+        assert gate_up.out_features == num_experts * middle * (1 if squares else 2)
         assert ids.dtype == torch.int64
         assert weights.dtype == torch.float32
         assert base_gate is None or base_gate.dtype == torch.float32
         out = torch.empty_like(x)
         call = ExpertsCall(
-            self._linear_call(x, gate_up, inner, gated=0 if squares else _ACTIVATIONS[activation]),
+            self._linear_call(x, gate_up, middle, gated=0 if squares else _ACTIVATIONS[activation]),
             self._linear_call(x, down, hidden, gated=0),
-            *(len(x), down.out_features // hidden, ids.shape[1], hidden),
+            *(len(x), num_experts, ids.shape[1], hidden),
             *(torch.get_num_threads(), x.stride(0), squares),
             *(ids.data_ptr(), weights.data_ptr(), x.data_ptr()),
             *(_address(base), _address(base_gate), out.data_ptr()),
