@@ -39,7 +39,7 @@ def test_silent_nodes_are_noticed_though_counting_has_failed_once(
 
     async def watch() -> None:
         async with program._watching(cast("Any", pool), cast("Any", signals)), asyncio.timeout(10):
-            while signals.num_ticks < 3:
+            while signals.num_ticks < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
     asyncio.run(watch())
