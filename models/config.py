@@ -186,10 +186,11 @@ def _parse(
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logits_scaling=fields.number("logits_scaling", 1.0),
-        sliding_window=fields.optional_integer("sliding_window", minimum=0) or None,
+        sliding_window=_sliding_window(fields),
         use_sliding_window=fields.boolean("use_sliding_window", False),
         max_window_layers=fields.integer("max_window_layers", 28, minimum=0),
-        sliding_window_pattern=fields.integer("sliding_window_pattern", 1),
+        sliding_window_pattern=dialect.sliding_window_pattern
+        or fields.integer("sliding_window_pattern", 1),
         layer_types=_layer_types(fields, num_layers, architecture),
         attention_sinks=dialect.attention_sinks,
         short_conv=short_conv,
@@ -271,9 +272,8 @@ def _architecture(fields: Fields) -> str:
 def _dialect(fields: Fields, architecture: str) -> tuple[Dialect, Fields]:
     """Return how a file is read, and its fields with the defaults of that."""
     dialect = dialect_of(architecture)
-    fields = fields.replaced(dialect.fill)
     dialect.refuse_unread(fields)
-    return dialect, fields
+    return dialect, fields.replaced(dialect.fill)
 
 
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
@@ -301,6 +301,13 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     if head_dim % 2:
         raise fields.wrong("head_dim", f"{head_dim} is odd, rotary embedding needs pairs")
     return head_dim
+
+
+def _sliding_window(fields: Fields) -> int | None:
+    """Return the window; 0 stands for no window where windows are switched off."""
+    switched_off = fields.get("use_sliding_window") is False
+    window = fields.optional_integer("sliding_window", minimum=0 if switched_off else 1)
+    return window or None
 
 
 def _layer_types(fields: Fields, num_layers: int, architecture: str) -> tuple[str, ...] | None:

@@ -97,8 +97,10 @@ class Fields:
         return self.number(name) if self.has(name) else None
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Return true or false."""
-        value = self._required(name, default)
+        """Return true or false: the default where the field is absent, false where it is null."""
+        value = self._values.get(name, default)
+        if value is None:
+            return False
         if not isinstance(value, bool):
             raise self.wrong(name, f"expected true or false, found {_shown(value)}")
         return value

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from models.fields import MAX_PARTS, Fields
 
-_DEFAULT_THETA = 1_000_000.0
-
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
@@ -35,8 +33,6 @@ def common_fields(fields: Fields) -> Fields:
     }
     name = "tie_embedding" if fields.has("tie_embedding") else "tie_word_embeddings"
     values["tie_word_embeddings"] = fields.boolean(name, True)
-    if not fields.has("rope_theta") and not fields.has("rope_parameters"):
-        values["rope_theta"] = _DEFAULT_THETA
     return fields.with_values(values)
 
 

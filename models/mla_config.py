@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from models.fields import Fields
 
-_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+_V3 = "DeepseekV3ForCausalLM"
+_ARCHITECTURES = ("DeepseekV2ForCausalLM", _V3)
 _SCALING = ("rope_scaling", "rope_parameters")  # the older name wins, as in rope_config.py
 
 
@@ -58,6 +59,9 @@ def parse_mla(fields: Fields, architecture: str) -> MLAConfig | None:
     rope_dim = fields.integer("qk_rope_head_dim")
     if rope_dim % 2:
         raise fields.wrong("qk_rope_head_dim", f"{rope_dim} is odd, rotary embedding needs pairs")
+    if architecture == _V3 and fields.get("head_dim") not in (None, rope_dim):
+        # transformers gives the rotary embedding as many dims, whatever the heads have.
+        raise fields.wrong("head_dim", f"only qk_rope_head_dim, {rope_dim}, is supported")
     nope_dim = fields.integer("qk_nope_head_dim")
     return MLAConfig(
         q_lora_rank=fields.optional_integer("q_lora_rank"),

@@ -100,7 +100,12 @@ def _mixtral(fields: Fields) -> MoeConfig:
 
 def _qwen3(fields: Fields) -> MoeConfig:
     """Yang et al., arXiv:2505.09388."""
-    count = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    # transformers writes either; as there, the second wins when both are there.
+    count = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
+    return _of_qwen(fields, count)
+
+
+def _of_qwen(fields: Fields, count: str = "num_experts") -> MoeConfig:
     return MoeConfig(
         num_experts=fields.integer(count, maximum=MAX_PARTS),
         inner_size=fields.integer("moe_intermediate_size"),
@@ -113,7 +118,7 @@ def _qwen3(fields: Fields) -> MoeConfig:
 def _qwen2(fields: Fields) -> MoeConfig:
     """Yang et al., arXiv:2407.10671."""
     shared_size = fields.integer("shared_expert_intermediate_size")
-    return replace(_qwen3(fields), shared_size=shared_size, has_shared_gate=True)
+    return replace(_of_qwen(fields), shared_size=shared_size, has_shared_gate=True)
 
 
 def _qwen3_next(fields: Fields) -> MoeConfig:
@@ -137,6 +142,8 @@ def _deepseek_v2(fields: Fields) -> MoeConfig:
         raise fields.wrong("topk_method", f"{method!r} is not supported; supported: {known}")
     if fields.boolean("norm_topk_prob", False):
         raise fields.wrong("norm_topk_prob", "true is not supported for this architecture")
+    if fields.boolean("mlp_bias", False):
+        raise fields.wrong("mlp_bias", "true is not supported for this architecture")
     moe = _deepseek(fields, scoring="softmax", group_best=1)
     if method == "greedy":
         moe = replace(moe, num_groups=1, top_groups=1)

@@ -18,6 +18,15 @@ _MAMBA, _ATTENTION, _MLP, _MOE = "linear_attention", "full_attention", "mlp", "m
 _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _MOE}
 _NAMES = {name: name for name in _LETTERS.values()} | {"mamba": _MAMBA, "attention": _ATTENTION}
 _PATTERN = "hybrid_override_pattern"
+_TIME_STEP_MIN = 0.001
+# Names of fields in older files -> in newer ones; the older name wins when both are there.
+_OLDER_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_dt_min": "time_step_min",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ def common_fields(fields: Fields) -> Fields:
     Raises:
         ModelLoadError: a field that is not computed with, or of the wrong type.
     """
+    fields = _in_newer_words(fields)
     for name, only in (("mlp_hidden_act", RELU2), ("mamba_hidden_act", "silu")):
         found = fields.text(name, only)
         if found != only:
@@ -63,6 +73,7 @@ def common_fields(fields: Fields) -> Fields:
     if fields.boolean("residual_in_fp32", False):
         raise fields.wrong("residual_in_fp32", "only false is supported")
     refuse_time_step_limit(fields)
+    _refuse_time_step_min(fields)
     places, _ = _fold(fields)
     head_dim = "head_dim" if fields.has("head_dim") else "attention_head_dim"
     return fields.with_values(
@@ -76,12 +87,30 @@ def common_fields(fields: Fields) -> Fields:
     )
 
 
+def _in_newer_words(fields: Fields) -> Fields:
+    found = {new: old for old, new in _OLDER_NAMES.items() if old in fields.names()}
+    return fields.with_values({new: fields.get(old) for new, old in found.items()})
+
+
+def _refuse_time_step_min(fields: Fields) -> None:
+    """Refuse a minimum of the time steps other than what all checkpoints are published with.
+
+    transformers applies the minimum to a prompt's tokens and not to the tokens behind them. Steps
+    are not bounded here, as in training, so 0.001 changes a result where a step is smaller.
+    """
+    name = "time_step_min"
+    if fields.get(name) not in (None, 0.0, _TIME_STEP_MIN):
+        problem = f"{fields.get(name)!r} is not supported; supported: 0.0, {_TIME_STEP_MIN}"
+        raise fields.wrong(name, problem)
+
+
 def parse_nemotron(fields: Fields) -> NemotronConfig:
     """Read what the layers are, the mixers that carry states, and the experts, if there are some.
 
     Raises:
         ModelLoadError: a field that is missing, out of range, or not supported.
     """
+    fields = _in_newer_words(fields)
     places, kinds = _fold(fields)
     with_experts = frozenset(
         layer
@@ -133,7 +162,8 @@ def _moe(fields: Fields, num_layers: int, with_experts: frozenset[int]) -> MoeCo
 
 def _fold(fields: Fields) -> tuple[list[Places], list[str]]:
     """Return each layer's parts, and the kinds of all parts."""
-    name = next((n for n in ("layers_block_type", "layer_types") if fields.has(n)), _PATTERN)
+    # As in transformers, layer_types wins when both are there.
+    name = next((n for n in ("layer_types", "layers_block_type") if fields.has(n)), _PATTERN)
     known = _LETTERS if name == _PATTERN else _NAMES
     found = list(fields.text(name)) if name == _PATTERN else fields.texts(name)
     places: list[Places] = []

@@ -85,13 +85,16 @@ def parse_ropes(
     Raises:
         ModelLoadError: an unknown type, or a field that is missing or out of range.
     """
-    # Like transformers: the older name wins when both are there.
-    section = next((n for n in ("rope_scaling", "rope_parameters") if fields.get(n)), None)
-    scaling = fields.child(section) if section else Fields({}, "")
-    nested = [name for name in scaling.names() if name.endswith("_attention")]
-    unknown = [name for name in nested if not by_layer_type or name not in _LAYER_TYPES]
-    if unknown:
-        raise scaling.wrong(unknown[0], "RoPE per layer type is not supported")
+    # As in transformers, the older name wins when both are there.
+    older, newer = (
+        fields.child(name) if fields.get(name) else Fields({}, "")
+        for name in ("rope_scaling", "rope_parameters")
+    )
+    for section in (older, newer):
+        nested = [name for name in section.names() if name.endswith("_attention")]
+        unknown = [name for name in nested if not by_layer_type or name not in _LAYER_TYPES]
+        if unknown:
+            raise section.wrong(unknown[0], "RoPE per layer type is not supported")
     theta = fields.number("rope_theta", _DEFAULT_THETA)
 
     def parse(scaling: Fields, theta: float) -> RopeConfig:
@@ -101,14 +104,17 @@ def parse_ropes(
         )
 
     if not by_layer_type:
-        return parse(scaling, theta), None
+        return parse(older if older.names() else newer, theta), None
+    if older.has("type") and not older.has("rope_type") and not newer.names():
+        raise older.wrong("type", "is not supported with this architecture, but rope_type is")
     local_theta = fields.number("rope_local_base_freq", theta)
-    nothing = Fields({}, "")
-    full, sliding = scaling, nothing  # the older dialect scales layers of full attention alone
-    if nested:
-        full, sliding = (
-            scaling.child(name) if scaling.has(name) else nothing for name in _LAYER_TYPES
-        )
+    # The newer section counts by layer type alone; the older one is about full attention.
+    full, sliding = (
+        newer.child(name) if newer.has(name) else Fields({}, "") for name in _LAYER_TYPES
+    )
+    if older.names():
+        only_newer = [name for name in full.names() if name not in older.names()]
+        full = older.with_values({name: full.get(name) for name in only_newer})
     return parse(full, theta), parse(sliding, local_theta)
 
 
@@ -210,6 +216,8 @@ def _longrope(
     """LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the factor where none is given."""
     original = common.original_max_position_embeddings
     assert original is not None
+    if original < 2:  # its logarithm is divided by
+        raise scaling.wrong("original_max_position_embeddings", f"must exceed 1, got {original}")
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")
     if attention_factor is None:

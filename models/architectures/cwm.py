@@ -6,16 +6,21 @@ from baton.api.errors import ModelLoadError
 from models.architectures.decoder import DecoderForCausalLM, DecoderOptions
 from models.config import ModelConfig
 
+# Where the file names no layer types, the first of so many layers attends to everything.
+_FULL_INTERVAL = 4
+
 
 class CwmForCausalLM(DecoderForCausalLM):
     """The Code World Model: Copet et al., arXiv:2510.02387."""
 
     def __init__(self, config: ModelConfig) -> None:
-        if config.layer_types is None or config.sliding_window is None:
-            missing = "layer_types" if config.layer_types is None else "sliding_window"
-            raise ModelLoadError(f"config.json: {missing}: missing")
+        if config.sliding_window is None:
+            raise ModelLoadError("config.json: sliding_window: missing")
+        types = config.layer_types or tuple(
+            "sliding_attention" if index % _FULL_INTERVAL else "full_attention"
+            for index in range(config.num_layers)
+        )
         windows = tuple(
-            config.sliding_window if name == "sliding_attention" else None
-            for name in config.layer_types
+            config.sliding_window if name == "sliding_attention" else None for name in types
         )
         super().__init__(config, DecoderOptions(mlp_bias=config.mlp_bias, sliding_windows=windows))

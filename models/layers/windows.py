@@ -27,6 +27,22 @@ def windows_of_some_layers(config: ModelConfig) -> tuple[int | None, ...]:
     return tuple(window if name == "sliding_attention" else None for name in config.layer_types)
 
 
+def windows_of_alternate_layers(config: ModelConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer in Qwen2-MoE, None where attention is full.
+
+    ``layer_types`` decides where it is given, else every second layer, the first included, has a
+    window below ``max_window_layers``; none has while ``use_sliding_window`` is false.
+
+    Raises:
+        ModelLoadError: ``layer_types`` asks for a window that the config does not give.
+    """
+    if config.layer_types is not None or not config.use_sliding_window:
+        return windows_of_some_layers(config)
+    layers = range(config.num_layers)
+    has_window = [index % 2 == 0 and index < config.max_window_layers for index in layers]
+    return tuple(config.sliding_window if windowed else None for windowed in has_window)
+
+
 def windows_by_pattern(config: ModelConfig) -> tuple[int | None, ...]:
     """Return the window of each layer in models where most have one (Gemma, OLMo 3, gpt-oss).
 

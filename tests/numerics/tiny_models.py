@@ -80,6 +80,12 @@ def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
     torch.manual_seed(0)
     shape |= OF_ARCHITECTURES.get(architecture, {})
     model = model_class(_config(model_class.config_class, shape | overrides)).eval()
+    fill_small_weights(model)
+    return model
+
+
+def fill_small_weights(model: Any) -> None:
+    """Draw biases and norms, which transformers sets to 0 and 1, and decays that keep something."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter, 0.2, 1.5)
@@ -88,7 +94,6 @@ def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):  # of a router
             buffer.uniform_(0.0, 0.3)
-    return model
 
 
 def _config(config_class: Any, values: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from models.architectures.decoder import DecoderForCausalLM, DecoderOptions
 from models.config import ModelConfig
 from models.layers.attention import AttentionOptions
 from models.layers.moe import feed_forward
-from models.layers.windows import windows_of_some_layers
+from models.layers.windows import windows_of_alternate_layers
 
 
 class Qwen2MoeForCausalLM(DecoderForCausalLM):
@@ -14,6 +14,6 @@ class Qwen2MoeForCausalLM(DecoderForCausalLM):
 
     def __init__(self, config: ModelConfig) -> None:
         attention = AttentionOptions(qkv_bias=config.qkv_bias)
-        windows = windows_of_some_layers(config)
+        windows = windows_of_alternate_layers(config)
         options = DecoderOptions(attention, sliding_windows=windows, feed_forward=feed_forward)
         super().__init__(config, options)

@@ -1,0 +1,377 @@
+"""Every field of a config.json that transformers or Baton reads, and other values to give it.
+
+Fields are found by machine: in transformers' configuration class, in what its modules read of a
+config, and in what ``models/*.py`` reads. Refuses to know: what either computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import transformers
+from transformers import cache_utils, configuration_utils, masking_utils, modeling_rope_utils
+
+from models.config import ModelConfig
+from tests.numerics.family_checkpoints import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE
+from tests.numerics.tiny_models import make_hugging_face_model
+
+Config = dict[str, Any]
+WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window")
+_ABSENT: Any = object()
+_CONFIGS = ("config", "self.config", "text_config", "self")
+_READERS = frozenset(
+    (
+        *("integer", "number", "optional_integer", "optional_number", "boolean", "text"),
+        *("texts", "numbers", "token_ids", "child", "get", "has"),
+    )
+)
+# Fields with tests of their own, of images, and attributes of classes that no file has.
+_NOT_HERE = frozenset(
+    (
+        *("quantization_config", "model_type", "transformers_version", "text_config"),
+        *("attribute_map", "base_config_key", "sub_configs", "sub_configs_defaults"),
+        *("extra_files", "extra_config_files", "per_layer_config", "get_text_config"),
+        *("mm_tokens_per_image", "image_token_id", "video_token_id", "vision_config"),
+        *("depth", "in_channels", "num_heads", "patch_size", "out_hidden_size"),
+        *("spatial_merge_size", "temporal_patch_size", "num_position_embeddings"),
+        *(f"base_model_{kind}_plan" for kind in ("ep", "fsdp", "pp", "tp")),
+    )
+)
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "swish")
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "su")
+# Fields whose values are of a few kinds -> these.
+_VALUES: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), _ACTIVATIONS),
+    "mamba_hidden_act": ("silu", "gelu"),
+    **dict.fromkeys(("rope_type", "type"), _ROPE_TYPES),
+    "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
+    "scoring_func": ("softmax", "sigmoid"),
+    "position_embedding_type": ("nope", "rope", "alibi"),
+    **dict.fromkeys(("dtype", "torch_dtype"), ("float32", "bfloat16", "float16")),
+    "mamba_ssm_cache_dtype": ("float32", "bfloat16"),
+    "mamba_d_head": ("auto", 4, 8),
+    "hybrid_override_pattern": ("M-*-", "M*", "ME*E"),
+    **dict.fromkeys(("time_step_limit", "mamba_dt_limit"), ([0.0, 1.0], [0.1, 2.0])),
+    "rope_scaling": (
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0},
+    ),
+    "rope_parameters": ({}, {"rope_type": "default"}, {"rope_theta": 77.0}),
+}
+_LAYER_TYPES = (
+    ("full_attention", "sliding_attention"),
+    ("linear_attention", "full_attention"),
+    ("conv", "full_attention"),
+    ("attention", "mamba"),
+    ("chunked_attention", "full_attention"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One config.json that differs from another in one field.
+
+    Attributes:
+        field: the field's name; the last of a path, where it is a field of an object.
+        kind: "dropped", "null" or "changed".
+        config: the whole file.
+        names: what a refusal may call the field.
+    """
+
+    field: str
+    kind: str
+    config: Config
+    names: frozenset[str]
+
+
+def base_configs(architecture: str, num_variants: int = 1) -> list[Config]:
+    """Return files to change, of the last of the family's variants and as many before.
+
+    There are two of each variant: with every field, and as older files are, without the types
+    of layers and with ``rope_theta`` and ``rope_scaling``.
+    """
+    shape = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN}
+    shape |= {"attn_implementation": "eager"}
+    made = []
+    for variant in list(FAMILIES[architecture].variants.values())[::-1][:num_variants]:
+        config = make_hugging_face_model(architecture, **(shape | dict(variant))).config
+        for use_diff in (False, True):
+            values = json.loads(config.to_json_string(use_diff=use_diff))
+            values["architectures"] = [architecture]
+            _text_of(values).pop("dtype", None)
+            values.pop("dtype", None)
+            made.append(_in_older_words(values, architecture) if use_diff else values)
+    return made
+
+
+def changes(
+    config: Config, architecture: str, fields: Sequence[str] | None = None
+) -> Iterator[Change]:
+    """Drop, null and change each field of a file, one at a time; of a model's text."""
+    text_class = text_config_class(architecture)
+    path = ("text_config",) if "text_config" in config else ()
+    text = _text_of(config)
+    for name in fields_of(architecture, text) if fields is None else fields:
+        declared = text_class.__dataclass_fields__.get(name)
+        default = getattr(declared, "default", None)
+        others = {new for old, new in text_class.attribute_map.items() if old == name}
+        others |= {old for old, new in text_class.attribute_map.items() if new == name}
+        if name in ("dtype", "torch_dtype"):
+            others |= {"dtype", "torch_dtype"}
+        names = frozenset({name} | others)
+        value = text.get(name, _ABSENT)
+        for kind, other in _others(name, value, None if default is MISSING else default):
+            yield Change(name, kind, _with(config, (*path, name), other), names)
+
+
+def fields_of(architecture: str, text: Mapping[str, Any]) -> list[str]:
+    """List the fields of a text's config that either reads, and those of a file."""
+    model, config = getattr(transformers, architecture), text_config_class(architecture)
+    found = set(text) | set(config.__dataclass_fields__) | set(config.attribute_map)
+    for module in (sys.modules[config.__module__], configuration_utils, modeling_rope_utils):
+        found |= _popped(module)
+    found |= read_by_transformers(model) | read_by_baton()
+    return sorted(name for name in found - _NOT_HERE if not name.startswith("_"))
+
+
+def read_by_transformers(model_class: type) -> set[str]:
+    """Find the fields that a model's forward pass may read."""
+    found = set[str]()
+    for module in (sys.modules[model_class.__module__], masking_utils, cache_utils):
+        found |= _read(module)
+    return found | _read(modeling_rope_utils)
+
+
+def read_by_baton() -> set[str]:
+    """Find the fields that ``models/*.py`` reads."""
+    found = set[str]()
+    for path in (Path(__file__).parents[2] / "models").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(ast.Attribute(attr=attr), [ast.Constant(str(name)), *_]) if (
+                    attr in _READERS and name.isidentifier()
+                ):
+                    found.add(name)
+    return found - {"rope_type", "type"}  # of objects
+
+
+def text_config_class(architecture: str) -> Any:
+    """Return the configuration class of a model's text."""
+    config_class = getattr(transformers, architecture).config_class
+    parts = config_class.sub_configs
+    return parts.get("text_config", config_class)
+
+
+def _read(module: ModuleType) -> set[str]:
+    """Find the attributes that a module's code takes from a config."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        match node:
+            case ast.Attribute(value, attr=name) if ast.unparse(value) in _CONFIGS[:3]:
+                found.add(name)
+            case ast.Call(ast.Name("getattr" | "hasattr"), [of, ast.Constant(str(name)), *_]):
+                if ast.unparse(of) in _CONFIGS:
+                    found.add(name)
+    return found
+
+
+def _popped(module: ModuleType) -> set[str]:
+    """Find the fields that a configuration class takes from its keyword arguments."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        match node:
+            case ast.Call(
+                ast.Attribute(ast.Name("kwargs"), attr="pop" | "get" | "setdefault"),
+                [ast.Constant(str(name)), *_],
+            ):
+                found.add(name)
+            case ast.Compare(ast.Constant(str(name)), comparators=[ast.Name("kwargs")]):
+                found.add(name)
+            case ast.Subscript(ast.Name("kwargs"), ast.Constant(str(name))):
+                found.add(name)
+    return found
+
+
+def _text_of(config: Config) -> Config:
+    text: Config = config.get("text_config", config)
+    return text
+
+
+def _in_older_words(config: Config, architecture: str) -> Config:
+    """Write a file as transformers 4 did."""
+    text = _text_of(config)
+    if architecture != "NemotronHForCausalLM":  # whose layers have no other name
+        text.pop("layer_types", None)
+    ropes = text.pop("rope_parameters", None) or {}
+    if "sliding_attention" in ropes:
+        if architecture == "Gemma3ForCausalLM":
+            text["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+        ropes = ropes["full_attention"]
+    scaling = dict(ropes)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        value = scaling.pop(name, None)
+        if value is not None:
+            text[name] = value
+    if architecture == "BambaForCausalLM":  # whose heads always turn by half
+        text.pop("partial_rotary_factor", None)
+    if scaling.get("rope_type", "default") != "default":
+        text["rope_scaling"] = scaling
+    return config
+
+
+def _others(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what kinds of change there are of a value, and the values; absent is one."""
+    if value is not _ABSENT:
+        yield "dropped", _ABSENT
+    if value is not None:
+        yield "null", None
+    known = value if value is not _ABSENT and value is not None else default
+    for other in _changed(name, known):
+        if other != value:
+            yield "changed", other
+
+
+def _changed(name: str, value: Any) -> Sequence[Any]:
+    if name in _VALUES:
+        return _VALUES[name]
+    if name in ("layer_types", "layers_block_type"):
+        count = len(value) if isinstance(value, list) else 2
+        mixed = [[pair[i % 2] for i in range(count)] for pair in _LAYER_TYPES]
+        return [*mixed, *([pair[1]] * count for pair in _LAYER_TYPES), mixed[0][:-1]]
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1, 2 * value, 0, 1]
+        case float():
+            return [value * 2, value / 2, 0.0, 1.0, 2]
+        case str():
+            return ["nonsense"]
+        case list() | tuple():
+            numbers = [one for one in value if isinstance(one, int | float)]
+            return [[], [2 * one for one in numbers], numbers[::-1], numbers[:-1], [0]]
+        case dict():
+            return [{}]
+        case _:
+            return [True, False, 1, 0.5, [0], "nonsense"]
+
+
+def _with(config: Config, path: Sequence[str], value: Any) -> Config:
+    """Return a copy with another value at a path; its objects are made where they lack."""
+    made = copy.deepcopy(config)
+    place = made
+    for name in path[:-1]:
+        if not isinstance(place.get(name), dict):
+            place[name] = {}
+        place = place[name]
+    if value is _ABSENT:
+        place.pop(path[-1], None)
+    else:
+        place[path[-1]] = value
+    return made
+
+
+# ---------------------------------------------------------------- rotary embeddings
+
+_THETA = 500.0
+_SCALINGS: Mapping[str, Config] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 20.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn, mscale": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+    "yarn, attention_factor": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.3,
+    },
+    "longrope": {"factor": 2.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
+}
+# Values of fields that the scalings above leave out.
+_ROPE_VALUES: Config = {
+    "partial_rotary_factor": 0.5,
+    "attention_factor": 1.5,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.8,
+    "truncate": True,
+    "mrope_section": [1, 1, 2],
+    "rope_theta": _THETA,
+} | {name: value for scaling in _SCALINGS.values() for name, value in scaling.items()}
+_ROPE_FIELDS = (*sorted(modeling_rope_utils.RopeParameters.__annotations__), "type")
+_OUTER_FIELDS = (
+    *("rope_theta", "partial_rotary_factor"),
+    *("original_max_position_embeddings", "max_position_embeddings"),
+)
+
+
+def rope_changes(config: Config, architecture: str) -> Iterator[Change]:
+    """Give a file every kind of RoPE in each way to write it, and change each field of that."""
+    path = ("text_config",) if "text_config" in config else ()
+    text = {n: v for n, v in _text_of(config).items() if not n.startswith(("rope_", "partial_"))}
+    found = ModelConfig.from_dict(config)
+    num_pairs = found.rope.rotary_dim(found.head_dim) // 2
+    partial = found.rope.partial_rotary_factor
+    for name, fields in _SCALINGS.items():
+        scaling = {"rope_type": name.split(",")[0], **fields}
+        if name == "longrope":
+            scaling["short_factor"] = [1 + i / 10 for i in range(num_pairs)]
+            scaling["long_factor"] = [2 + i / 10 for i in range(num_pairs)]
+        turning = {} if partial == 1.0 else {"partial_rotary_factor": partial}
+        newer = {"rope_parameters": {"rope_theta": _THETA, **scaling}}
+        older = {"rope_scaling": scaling, "rope_theta": _THETA, **turning}
+        ways: list[tuple[Config, tuple[str, ...]]] = [
+            (newer, ("rope_parameters",)),
+            (older, ("rope_scaling",)),
+        ]
+        if found.sliding_rope is not None:
+            both = {"full_attention": newer["rope_parameters"]}
+            both["sliding_attention"] = {"rope_type": "default", "rope_theta": 90.0}
+            ways += [({"rope_parameters": both}, ("rope_parameters", kind)) for kind in both]
+        for way, section in ways:
+            whole = _with(config, path, text | way) if path else text | way
+            yield Change(f"{name} RoPE", "changed", whole, frozenset(("rope_type", *way)))
+            yield from _changes_of_rope(whole, path, section)
+
+
+def _changes_of_rope(
+    config: Config, path: tuple[str, ...], section: tuple[str, ...]
+) -> Iterator[Change]:
+    text = _text_of(config)
+    scaling: Any = text
+    for name in section:
+        scaling = scaling[name]
+    inner = [((*path, *section, name), name, scaling) for name in _ROPE_FIELDS]
+    outer = [((*path, name), name, text) for name in _OUTER_FIELDS]
+    for place, name, values in inner + outer:
+        names = frozenset(("rope_type", "type") if name in ("rope_type", "type") else (name,))
+        value = values.get(name, _ABSENT)
+        for kind, other in _others(name, value, _ROPE_VALUES.get(name)):
+            yield Change(".".join(place), kind, _with(config, place, other), names)
