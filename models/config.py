@@ -45,7 +45,10 @@ _DELTA_NETS = (
 _GRANITE_HYBRID = "GraniteMoeHybridForCausalLM"
 _NEMOTRON = "NemotronHForCausalLM"
 _LFM2 = "Lfm2ForCausalLM"
-_TIED = "tie_word_embeddings"  # of both it is the whole's that counts
+# Of the fields around such an object, these hold for the text as well; the whole's _TIED counts
+# even where the text has its own.
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+_TIED = "tie_word_embeddings"
 _LFM2_LAYER_TYPES = ("full_attention", "conv")
 
 
@@ -214,10 +217,13 @@ def _rope_options(architecture: str) -> tuple[bool, bool, float]:
 
 
 def _of_text(fields: Fields) -> Fields:
-    """Return what is said of the text, with what is said of the whole where it says nothing."""
+    """Return the fields of the text, with those of the whole that also hold for the text."""
     text = fields.child("text_config")
-    whole = [name for name in fields.names() if name not in text.names() or name == _TIED]
-    shared = {name: fields.get(name) for name in whole}
+    shared = {
+        n: fields.get(n) for n in _OF_THE_WHOLE if n in fields.names() and n not in text.names()
+    }
+    shared["architectures"] = fields.get("architectures")
+    shared[_TIED] = fields.boolean(_TIED, False)
     return text.with_values(shared)
 
 

@@ -10,6 +10,7 @@ import copy
 import json
 import re
 import shutil
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,7 +26,13 @@ from baton.api.outputs import TokenLogprobs
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine import LLM
 from models.config import ModelConfig
-from tests.numerics.config_fields import Config, read_by_transformers, text_config_class
+from models.registry import MODELS
+from tests.numerics.config_fields import (
+    Config,
+    read_by_module,
+    read_by_transformers,
+    text_config_class,
+)
 from tests.numerics.family_checkpoints import VOCAB_SIZE
 from tests.numerics.tiny_models import fill_small_weights, hugging_face_logits, save
 
@@ -193,6 +200,9 @@ class ConfigCheck:
             is_field = name in type(text).__dataclass_fields__
             if is_field and getattr(text, name) != parsed.rms_norm_eps:
                 return Verdict(Outcome.DIFFERENT, f"{name} {parsed.rms_norm_eps}")
+        windows = _windows_of_theirs(self._model_class, text)
+        if windows is not None and windows != _windows_of_ours(parsed):
+            return Verdict(Outcome.DIFFERENT, f"windows {windows}, not {_windows_of_ours(parsed)}")
         return Verdict(Outcome.EQUAL, f"{difference:.1g}")
 
 
@@ -208,6 +218,22 @@ def _difference(ours: list[TokenLogprobs | None], theirs: Tensor) -> float:
         logprobs = torch.tensor([logprob for _, logprob in found.top], dtype=torch.double)
         largest = max(largest, float((logprobs - expected[token_ids]).abs().max()))
     return largest
+
+
+def _windows_of_theirs(model_class: type, text: Any) -> tuple[int | None, ...] | None:
+    """Return each layer's window; None if the architecture has no windows."""
+    read = read_by_module(sys.modules[model_class.__module__])
+    if "sliding_window" not in read or "sliding_window" not in type(text).__dataclass_fields__:
+        return None
+    all_windowed = ["sliding_attention"] * text.num_hidden_layers
+    types = text.layer_types if "layer_types" in read else all_windowed
+    return tuple(text.sliding_window if one == "sliding_attention" else None for one in types)
+
+
+def _windows_of_ours(config: ModelConfig) -> tuple[int | None, ...]:
+    with torch.device("meta"):
+        model = MODELS.load(config.architecture)(config)
+    return tuple(layer.retained_tokens for layer in model.kv_layers)
 
 
 def _refusal(error: BatonError, names: Collection[str]) -> Verdict:

@@ -18,14 +18,13 @@ from types import ModuleType
 from typing import Any
 
 import transformers
-from transformers import cache_utils, configuration_utils, masking_utils, modeling_rope_utils
+from transformers import cache_utils, masking_utils, modeling_rope_utils
 
 from models.config import ModelConfig
 from tests.numerics.family_checkpoints import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.numerics.tiny_models import make_hugging_face_model
 
 Config = dict[str, Any]
-WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window")
 _ABSENT: Any = object()
 _CONFIGS = ("config", "self.config", "text_config", "self")
 _READERS = frozenset(
@@ -48,6 +47,14 @@ _NOT_HERE = frozenset(
 )
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "swish")
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "su")
+# Fields of an object alone.
+_OF_ROPE = frozenset(
+    (
+        *("rope_type", "type", "factor", "attention_factor", "beta_fast", "beta_slow"),
+        *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    )
+)
 # Fields whose values are of a few kinds -> these.
 _VALUES: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), _ACTIVATIONS),
@@ -121,7 +128,7 @@ def changes(
     text_class = text_config_class(architecture)
     path = ("text_config",) if "text_config" in config else ()
     text = _text_of(config)
-    for name in fields_of(architecture, text) if fields is None else fields:
+    for name in fields_of(architecture, config) if fields is None else fields:
         declared = text_class.__dataclass_fields__.get(name)
         default = getattr(declared, "default", None)
         others = {new for old, new in text_class.attribute_map.items() if old == name}
@@ -134,13 +141,20 @@ def changes(
             yield Change(name, kind, _with(config, (*path, name), other), names)
 
 
-def fields_of(architecture: str, text: Mapping[str, Any]) -> list[str]:
-    """List the fields of a text's config that either reads, and those of a file."""
-    model, config = getattr(transformers, architecture), text_config_class(architecture)
-    found = set(text) | set(config.__dataclass_fields__) | set(config.attribute_map)
-    for module in (sys.modules[config.__module__], configuration_utils, modeling_rope_utils):
-        found |= _popped(module)
-    found |= read_by_transformers(model) | read_by_baton()
+def fields_of(architecture: str, config: Config) -> list[str]:
+    """List the fields of a text's config that either reads for any architecture, or a file has."""
+    model = getattr(transformers, architecture)
+    found = read_by_transformers(model) | read_by_baton() | {"torch_dtype"}
+    found -= _NOT_HERE
+    own = known_fields(architecture, config)
+    return sorted({*own, *(name for name in found if not name.startswith("_"))})
+
+
+def known_fields(architecture: str, config: Config) -> list[str]:
+    """List the fields that transformers knows of the architecture, or a file has."""
+    text, text_class = _text_of(config), text_config_class(architecture)
+    found = set(text) | set(text_class.__dataclass_fields__) | set(text_class.attribute_map)
+    found |= _popped(sys.modules[text_class.__module__]) | _popped(modeling_rope_utils)
     return sorted(name for name in found - _NOT_HERE if not name.startswith("_"))
 
 
@@ -148,21 +162,23 @@ def read_by_transformers(model_class: type) -> set[str]:
     """Find the fields that a model's forward pass may read."""
     found = set[str]()
     for module in (sys.modules[model_class.__module__], masking_utils, cache_utils):
-        found |= _read(module)
-    return found | _read(modeling_rope_utils)
+        found |= read_by_module(module)
+    return found | read_by_module(modeling_rope_utils)
 
 
 def read_by_baton() -> set[str]:
     """Find the fields that ``models/*.py`` reads."""
     found = set[str]()
     for path in (Path(__file__).parents[2] / "models").glob("*.py"):
+        if path.stem == "quantization":  # whose objects have tests of their own
+            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(ast.Attribute(attr=attr), [ast.Constant(str(name)), *_]) if (
                     attr in _READERS and name.isidentifier()
                 ):
                     found.add(name)
-    return found - {"rope_type", "type"}  # of objects
+    return found - _OF_ROPE
 
 
 def text_config_class(architecture: str) -> Any:
@@ -172,7 +188,7 @@ def text_config_class(architecture: str) -> Any:
     return parts.get("text_config", config_class)
 
 
-def _read(module: ModuleType) -> set[str]:
+def read_by_module(module: ModuleType) -> set[str]:
     """Find the attributes that a module's code takes from a config."""
     found = set[str]()
     for node in ast.walk(ast.parse(inspect.getsource(module))):
@@ -263,7 +279,7 @@ def _changed(name: str, value: Any) -> Sequence[Any]:
         case dict():
             return [{}]
         case _:
-            return [True, False, 1, 0.5, [0], "nonsense"]
+            return [True, False, 2, 0.5, "nonsense"]
 
 
 def _with(config: Config, path: Sequence[str], value: Any) -> Config:
@@ -325,6 +341,13 @@ _ROPE_VALUES: Config = {
     "mrope_section": [1, 1, 2],
     "rope_theta": _THETA,
 } | {name: value for scaling in _SCALINGS.values() for name, value in scaling.items()}
+_MAX_ROPE_VALUES = 5  # of a field, dropped and null among them
+_WITH_OWN_ROPE = (
+    *("LlamaForCausalLM", "CwmForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM"),
+    *("Phi3ForCausalLM", "GptOssForCausalLM", "GlmForCausalLM", "Glm4MoeForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "BambaForCausalLM"),
+    *("Qwen3_5ForConditionalGeneration", "Lfm2ForCausalLM"),
+)
 _ROPE_FIELDS = (*sorted(modeling_rope_utils.RopeParameters.__annotations__), "type")
 _OUTER_FIELDS = (
     *("rope_theta", "partial_rotary_factor"),
@@ -333,7 +356,11 @@ _OUTER_FIELDS = (
 
 
 def rope_changes(config: Config, architecture: str) -> Iterator[Change]:
-    """Give a file every kind of RoPE in each way to write it, and change each field of that."""
+    """Give a file every kind of RoPE in each way to write it.
+
+    Each field of that is changed, too, where Baton reads RoPE in a way of the architecture's own,
+    and for Llama, as which all others are read.
+    """
     path = ("text_config",) if "text_config" in config else ()
     text = {n: v for n, v in _text_of(config).items() if not n.startswith(("rope_", "partial_"))}
     found = ModelConfig.from_dict(config)
@@ -358,7 +385,8 @@ def rope_changes(config: Config, architecture: str) -> Iterator[Change]:
         for way, section in ways:
             whole = _with(config, path, text | way) if path else text | way
             yield Change(f"{name} RoPE", "changed", whole, frozenset(("rope_type", *way)))
-            yield from _changes_of_rope(whole, path, section)
+            if architecture in _WITH_OWN_ROPE:
+                yield from _changes_of_rope(whole, path, section)
 
 
 def _changes_of_rope(
@@ -373,5 +401,5 @@ def _changes_of_rope(
     for place, name, values in inner + outer:
         names = frozenset(("rope_type", "type") if name in ("rope_type", "type") else (name,))
         value = values.get(name, _ABSENT)
-        for kind, other in _others(name, value, _ROPE_VALUES.get(name)):
+        for kind, other in [*_others(name, value, _ROPE_VALUES.get(name))][:_MAX_ROPE_VALUES]:
             yield Change(".".join(place), kind, _with(config, place, other), names)

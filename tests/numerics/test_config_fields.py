@@ -1,0 +1,53 @@
+"""What a config.json leaves out, sets to null or sets to another value means what it does in
+transformers, or is refused by name; see config_table.py for how many of each there are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from models.registry import MODELS
+from tests.numerics.config_check import ConfigCheck, Outcome
+from tests.numerics.config_fields import (
+    base_configs,
+    changes,
+    read_by_baton,
+)
+from tests.numerics.config_table import all_changes, table
+
+
+@pytest.mark.parametrize("architecture", MODELS.names())
+def test_fields_that_a_file_leaves_out(architecture: str, tmp_path: Path) -> None:
+    config = base_configs(architecture)[0]
+    check = ConfigCheck(architecture, tmp_path)
+    assert check.check(config, ()).outcome is Outcome.EQUAL
+    found = {
+        change.field: check.check(change.config, change.names)
+        for change in changes(config, architecture, sorted(read_by_baton()))
+        if change.kind == "dropped"
+    }
+    assert len(found) > 10
+    different = {n: one for n, one in found.items() if one.outcome is Outcome.DIFFERENT}
+    assert not different
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("architecture", MODELS.names())
+def test_every_change_of_every_field(architecture: str, tmp_path: Path) -> None:
+    check = ConfigCheck(architecture, tmp_path)
+    num_equal, different = 0, []
+    for change in all_changes(architecture):
+        verdict = check.check(change.config, change.names)
+        num_equal += verdict.outcome is Outcome.EQUAL
+        if verdict.outcome is Outcome.DIFFERENT:
+            different.append((change.field, change.kind, verdict.detail))
+    assert num_equal > 100
+    assert not different
+
+
+def test_a_table_counts_what_came_of_each_change() -> None:
+    kinds = {"dropped": {"equal": 2}, "null": {"refused by name": 1}, "changed": {"different": 3}}
+    row = {"architecture": "A", "fields": 4, "failed": 1, **kinds}
+    assert table([row]).splitlines()[-1] == "| `A` | 4 | 2 | 1 | 3 | 2 | 1 | 0 | 4 |"
