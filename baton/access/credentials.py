@@ -57,9 +57,15 @@ def page_credentials(request: web.BaseRequest) -> Credentials:
 
 
 def address_of(peer: str) -> str:
-    """Read the IP address from gRPC's ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
+    """Read the IP address from gRPC's name of a peer.
+
+    The names are ``ipv4:127.0.0.1:50051``, ``ipv6:%5B::1%5D:50051``, or, of a connection that
+    `RpcFront` passes on, ``unix:/tmp/baton-1/[::1]:7``.
+    """
     kind, _, rest = unquote(peer).partition(":")
-    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else rest
+    if kind == "unix":
+        rest = rest.rpartition("/")[2]
+    return rest.rpartition(":")[0].strip("[]")
 
 
 def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials:

@@ -11,7 +11,7 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -176,37 +176,54 @@ class ServerContext(ssl.SSLContext):
     """
 
     _files: TlsFiles
-    _require: bool
+    _verify: ssl.VerifyMode
+    _protocols: Sequence[str]
     _made: tuple[TlsMaterial, ssl.SSLContext]
 
     @classmethod
     def of(cls, files: TlsFiles, *, require_client_certs: bool) -> ServerContext:
-        """Make one.
+        """Make a context for HTTPS.
 
         Args:
             require_client_certs: else who shows none is served, too; a wrong one never is.
         """
+        verify = ssl.CERT_REQUIRED if require_client_certs else ssl.CERT_OPTIONAL
+        return cls._make(files, verify, ())
+
+    @classmethod
+    def for_grpc(cls, files: TlsFiles) -> ServerContext:
+        """Make a context for HTTP/2, which asks nobody for a certificate."""
+        return cls._make(files, ssl.CERT_NONE, ("h2",))
+
+    @classmethod
+    def _make(
+        cls, files: TlsFiles, verify: ssl.VerifyMode, protocols: Sequence[str]
+    ) -> ServerContext:
         context = cls(ssl.PROTOCOL_TLS_SERVER)
-        context._files, context._require = files, require_client_certs
+        context._files, context._verify, context._protocols = files, verify, protocols
         material = files.current()
-        context._made = (material, _server_context(material, require_client_certs))
+        context._made = (material, _server_context(material, verify, protocols))
         return context
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
         """Begin a connection; what both event loops call for each."""
         material = self._files.current()
         if material is not self._made[0]:
-            self._made = (material, _server_context(material, self._require))
+            self._made = (material, _server_context(material, self._verify, self._protocols))
         return self._made[1].wrap_bio(*args, **kwargs)
 
 
-def _server_context(material: TlsMaterial, require_client_certs: bool) -> ssl.SSLContext:
+def _server_context(
+    material: TlsMaterial, verify: ssl.VerifyMode, protocols: Sequence[str]
+) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     load_pair(context, material)
+    if protocols:
+        context.set_alpn_protocols(list(protocols))
     if material.ca:
         context.load_verify_locations(cadata=material.ca.decode("ascii"))
-        context.verify_mode = ssl.CERT_REQUIRED if require_client_certs else ssl.CERT_OPTIONAL
+        context.verify_mode = verify
     return context
 
 

@@ -35,7 +35,7 @@ _NO_ROOM_PAUSE_S = 0.1
 # A host may have a name in a family of addresses that the machine does not speak.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # of failed handshakes
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # of strangers' faults
 # Read of a connection at once. The loop's own 256 KiB hold it up for half a second when they are
 # chunks of a byte.
 _READ_BYTES = 2**14
@@ -94,7 +94,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
         self.inner.connection_made(transport)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         return self._listener.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -133,10 +133,11 @@ class Listener:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.counts = ConnectionCounts()
-        self.read_buffer = bytearray(_READ_BYTES)
+        # A view: asyncio's TLS reads into slices of it, and a slice of a bytearray is a copy.
+        self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None
-        self._told_of: dict[str, float] = {}  # addresses of failed handshakes, and when
+        self._told_of: dict[str, float] = {}  # addresses whose faults were logged, and when
         self._sockets: list[socket.socket] = []
         self._sweeping: asyncio.Task[None] | None = None
         self._of_protocol: dict[asyncio.BaseProtocol, Connection] = {}
@@ -148,12 +149,18 @@ class Listener:
         self._unsent: dict[Connection, tuple[int, float]] = {}  # bytes, and since when
 
     async def start(
-        self, option: str, listen: str, *, ssl_context: ssl.SSLContext | None = None
+        self,
+        option: str,
+        listen: str,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        reuse_port: bool = False,
     ) -> str:
         """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
 
         Args:
             option: names the address in errors.
+            reuse_port: let other processes listen on the same port.
 
         Raises:
             ConfigError: the address is malformed, or cannot be listened on.
@@ -162,7 +169,7 @@ class Listener:
         loop = asyncio.get_running_loop()
         self._ssl = ssl_context
         try:
-            self._sockets = await _listen(host.strip("[]"), port)
+            self._sockets = await _listen(host.strip("[]"), port, reuse_port=reuse_port)
         except OSError as error:
             number = error.errno or 0  # below 0: of name resolution
             why = os.strerror(number).lower() if number > 0 else str(error)
@@ -202,6 +209,16 @@ class Listener:
                 self.counts.at_work -= 1
                 if protocol in self._of_protocol:
                     self._wait(connection, self._idle)
+
+    def address_of(self, protocol: asyncio.BaseProtocol) -> str:
+        """Return the address of a protocol's peer, without a port; empty when it has gone."""
+        connection = self._of_protocol.get(protocol)
+        return "" if connection is None else connection.address
+
+    def note_refused(self, protocol: asyncio.BaseProtocol, problem: str) -> None:
+        """Count and log a connection that its protocol closes because of what the peer sent."""
+        self.counts.refused += 1
+        self._warn(self.address_of(protocol), problem)
 
     # ------------------------------------------------------------------ said by connections
 
@@ -302,19 +319,19 @@ class Listener:
             )
         except (OSError, asyncio.CancelledError) as error:  # gone, or no TLS
             if isinstance(error, ssl.SSLError):
-                self._note_refused_handshake(connection.address, error)
+                # (Of a certificate: what is wrong with it. Else a word: WRONG_VERSION_NUMBER.)
+                why = getattr(error, "verify_message", "") or error.reason or "it ended"
+                self._warn(connection.address, f"a TLS handshake failed: {why}")
             sock.close()
             connection.end()
 
-    def _note_refused_handshake(self, address: str, error: ssl.SSLError) -> None:
-        """Log it, but no more than once a minute of one address, and of few addresses."""
+    def _warn(self, address: str, problem: str) -> None:
+        """Log a stranger's fault, at most once a minute of one address, and of few addresses."""
         now = asyncio.get_running_loop().time()
         told = {one: at for one, at in self._told_of.items() if now - at < _TELL_AGAIN_S}
         if address not in told and len(told) < _MAX_TOLD:
             told[address] = now
-            # (Of a certificate: what is wrong with it. Else a word such as WRONG_VERSION_NUMBER.)
-            why = getattr(error, "verify_message", "") or error.reason or "it ended"
-            logger.warning("a TLS handshake with %s failed: %s", address, why)
+            logger.warning("%s: %s", address, problem)
         self._told_of = told
 
     # ------------------------------------------------------------------ waiting
@@ -360,7 +377,7 @@ class Listener:
                 connection.abort()
 
 
-async def _listen(host: str, port: int) -> list[socket.socket]:
+async def _listen(host: str, port: int, *, reuse_port: bool) -> list[socket.socket]:
     """Listen on all addresses of a host, on one port; raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(
@@ -371,7 +388,10 @@ async def _listen(host: str, port: int) -> list[socket.socket]:
     for family, _, _, _, address in dict.fromkeys(found):
         try:
             sock = socket.create_server(
-                (address[0], port, *address[2:]), family=family, backlog=_BACKLOG
+                (address[0], port, *address[2:]),
+                family=family,
+                backlog=_BACKLOG,
+                reuse_port=reuse_port,
             )
         except OSError as error:
             if error.errno not in _NO_SUCH_ADDRESS:

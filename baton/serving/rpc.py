@@ -16,10 +16,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from baton.access.exposure import split_address
-from baton.access.tls import TlsFiles, TlsMaterial, channel_credentials, server_credentials
+from baton.access.tls import (
+    ServerContext,
+    TlsFiles,
+    TlsMaterial,
+    channel_credentials,
+    server_credentials,
+)
 from baton.api.errors import ConfigError
 from baton.serving.call_gate import CallGate
 from baton.serving.connection_limits import RpcLimits
+from baton.serving.rpc_front import RpcFront
 from baton.serving.unknown_methods import make_server
 
 logger = logging.getLogger(__name__)
@@ -27,6 +34,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 * 2**20
 # What a client sends grows on its way to a node: text becomes token ids, and more.
 MAX_CLIENT_MESSAGE_BYTES = 8 * 2**20
+MAX_STREAMS = 2048  # of one connection, at once
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -50,7 +58,7 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
     # A message of a few kilobytes would become megabytes, and many of them gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-    ("grpc.max_concurrent_streams", 4096),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
 ]
 
 
@@ -101,12 +109,15 @@ class RpcServer:
         tls: TlsFiles | None = None,
         require_client_certs: bool = False,
     ) -> None:
-        self._credentials = (
-            None
-            if tls is None
-            else server_credentials(tls, require_client_certs=require_client_certs)
-        )
         limits = limits or RpcLimits()
+        self._credentials: grpc.ServerCredentials | None = None
+        self._front: RpcFront | None = None
+        if tls is not None and require_client_certs:
+            # Strangers get no further than the handshake.
+            self._credentials = server_credentials(tls, require_client_certs=True)
+        else:
+            self._front = RpcFront(limits, None if tls is None else ServerContext.for_grpc(tls))
+        self._reuse_port = reuse_port
         options = [
             *_SERVER_OPTIONS,
             *limits.channel_arguments(),
@@ -127,12 +138,12 @@ class RpcServer:
 
         Raises ConfigError when the address is malformed or in use.
         """
+        if self._front is not None:
+            return await self._start_behind(self._front, listen)
+        assert self._credentials is not None
         host, port = split_address("listen", listen)
         try:
-            if self._credentials is None:
-                bound = self._server.add_insecure_port(listen)
-            else:
-                bound = self._server.add_secure_port(listen, self._credentials)
+            bound = self._server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"listen: cannot listen on {listen}; is the port in use by another program?"
@@ -141,6 +152,15 @@ class RpcServer:
             raise ConfigError(f"listen: cannot listen on {listen}")
         await self._server.start()
         return f"{host}:{bound}"
+
+    async def _start_behind(self, front: RpcFront, listen: str) -> str:
+        self._server.add_insecure_port(front.private_address)
+        await self._server.start()
+        try:
+            return await front.start(listen, reuse_port=self._reuse_port)
+        except ConfigError:
+            await self.stop(0)
+            raise
 
     async def set_serving(self, serving: bool) -> None:
         """Answer health checks with SERVING or NOT_SERVING, for each service and overall."""
@@ -152,7 +172,11 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Stop accepting calls; those in progress have ``grace_s`` to end."""
         await self._health.enter_graceful_shutdown()
+        if self._front is not None:
+            self._front.stop_accepting()
         await self._server.stop(grace_s)
+        if self._front is not None:
+            await self._front.close()
 
 
 def open_channel(

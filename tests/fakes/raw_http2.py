@@ -6,6 +6,7 @@ Answers pings and settings, as a living peer does, and gives no window unless it
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class RawHttp2:
         num_data_bytes: that came, by stream.
         ended: streams that the server has ended or reset.
         trailers: of the last that it ended.
+        num_settings: frames of settings that came, and were answered.
         is_closed: by the server.
     """
 
@@ -62,14 +64,21 @@ class RawHttp2:
     num_data_bytes: dict[int, int] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     trailers: bytes = b""
+    num_settings: int = 0
     is_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, address: str, *, window: int = 2**16 - 1) -> RawHttp2:
-        """One whose streams may bring so many bytes before they are given more."""
+    async def connect(
+        cls, address: str, *, window: int = 2**16 - 1, tls: ssl.SSLContext | None = None
+    ) -> RawHttp2:
+        """Connect.
+
+        Args:
+            window: so many bytes may come on a stream before the server is given more.
+        """
         host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
         initial_window_size = struct.pack(">HI", 4, window)
         writer.write(PREFACE + frame(SETTINGS, payload=initial_window_size))
         self = cls(reader, writer)
@@ -103,6 +112,7 @@ class RawHttp2:
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind in (SETTINGS, PING) and not flags & _ACK:
             self.send(frame(kind, _ACK, 0, payload if kind == PING else b""))
+            self.num_settings += kind == SETTINGS
         elif kind == DATA:
             self.num_data_bytes[stream] = self.num_data_bytes.get(stream, 0) + len(payload)
         elif kind == HEADERS and flags & _END_STREAM:  # else they begin another stream's answer

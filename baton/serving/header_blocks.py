@@ -1,0 +1,107 @@
+"""HeaderMeter: bounds how many bytes an HTTP/2 header block decodes to, without decoding it.
+
+HPACK (RFC 7541) lets one byte stand for a whole header that came before, so a block of 3 KB can
+decode to 12 MB. The meter remembers only the sizes of those headers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+# A header costs this much beside its characters (RFC 7541, section 4.1).
+_ENTRY_BYTES = 32
+_NUM_STATIC = 61
+# The longest entry of the static table has 28 characters.
+_STATIC_ENTRY_BYTES = _ENTRY_BYTES + 28
+# A dynamic table of 4,096 bytes, which is what gRPC offers, holds so many entries.
+_MAX_DYNAMIC = 4096 // _ENTRY_BYTES
+# More digits than any length or index within a block can need.
+_MAX_INTEGER_BYTES = 4
+
+
+class HeaderBlockError(Exception):
+    """A header block that is malformed, or decodes to too many bytes."""
+
+
+class HeaderMeter:
+    """Measures the header blocks of one connection, in the order in which they come.
+
+    Sizes are upper bounds: text in Huffman code counts as 1.6 times its bytes, and an entry that
+    the decoder may have evicted still counts with its size.
+    """
+
+    def __init__(self) -> None:
+        self._dynamic: deque[int] = deque(maxlen=_MAX_DYNAMIC)  # sizes, newest first
+
+    def measure(self, block: bytes, max_bytes: int) -> int:
+        """Return at most how many bytes a block decodes to, with 32 for each of its headers.
+
+        Raises:
+            HeaderBlockError: these are more than ``max_bytes``, or the block is malformed.
+        """
+        total = at = 0
+        try:
+            while at < len(block):
+                size, at = self._field(block, at)
+                total += size
+                if total > max_bytes:
+                    raise HeaderBlockError(f"headers of more than {max_bytes} bytes")
+        except IndexError:
+            raise HeaderBlockError("a header block that is malformed") from None
+        return total
+
+    def _field(self, block: bytes, at: int) -> tuple[int, int]:
+        """Return the size of the field that begins at this byte, and where the next one begins."""
+        first = block[at]
+        if first & 0x80:
+            index, at = _integer(block, at, 0x7F)
+            return self._size_of(index), at
+        if first & 0xE0 == 0x20:  # another size of the dynamic table
+            _, at = _integer(block, at, 0x1F)
+            return 1, at
+        is_inserted = bool(first & 0x40)
+        index, at = _integer(block, at, 0x3F if is_inserted else 0x0F)
+        if index:
+            size = self._size_of(index)
+        else:
+            num_bytes, at = _string(block, at)
+            size = _ENTRY_BYTES + num_bytes
+        num_bytes, at = _string(block, at)
+        size += num_bytes
+        if is_inserted:
+            self._dynamic.appendleft(size)
+        return size, at
+
+    def _size_of(self, index: int) -> int:
+        """Return the size of an entry of the tables; raises IndexError when there is none."""
+        if 0 < index <= _NUM_STATIC:
+            return _STATIC_ENTRY_BYTES
+        if not index:
+            raise IndexError
+        return self._dynamic[index - _NUM_STATIC - 1]
+
+
+def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
+    """Read an integer whose prefix has these bits; returns the integer and the next position."""
+    value = block[at] & mask
+    at += 1
+    if value < mask:
+        return value, at
+    for number in range(_MAX_INTEGER_BYTES):
+        byte = block[at]
+        at += 1
+        value += (byte & 0x7F) << 7 * number
+        if byte < 0x80:
+            return value, at
+    raise IndexError
+
+
+def _string(block: bytes, at: int) -> tuple[int, int]:
+    """Bound the length of a string that begins at this byte; returns the next position, too."""
+    is_huffman = block[at] & 0x80
+    num_bytes, at = _integer(block, at, 0x7F)
+    end = at + num_bytes
+    if end > len(block):
+        raise IndexError
+    # The shortest code has five bits.
+    return (num_bytes * 8 // 5 if is_huffman else num_bytes), end

@@ -1,0 +1,234 @@
+"""FrameGuard: reads the frames that an HTTP/2 client sends, and says which may be passed on.
+
+gRPC's core takes in headers of any length, answers every SETTINGS and PING, and does so before any
+Python code knows of a call. The guard stands before it: whole header blocks and whole control
+frames pass when they are within limits; the bytes of messages pass unread. Frames that break a rule
+end the connection; frames that come too fast wait. Does no I/O, and knows no gRPC.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.serving.header_blocks import HeaderBlockError, HeaderMeter
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_HEAD_BYTES = 9
+_DATA, _HEADERS, _SETTINGS, _PUSH_PROMISE, _GOAWAY, _CONTINUATION = 0, 1, 4, 5, 7, 9
+_END_HEADERS, _PADDED, _PRIORITY = 0x4, 0x8, 0x20
+_SMALL_DATA_BYTES = 64
+_PROTOCOL_ERROR = 1
+
+
+class Http2Error(Exception):
+    """A client sent a frame that is malformed or too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameLimits:
+    """Limits of what one client may send.
+
+    A small frame is one that is neither DATA nor part of a header block, or DATA of less than
+    64 bytes: it costs more to read than to send.
+
+    Attributes:
+        max_block_bytes: of a header block as it is sent: HEADERS and its CONTINUATION frames.
+        max_header_bytes: of the headers that the block decodes to, with 32 for each of them.
+        max_continuations: CONTINUATION frames of one block.
+        max_control_bytes: the payload of a frame that is neither DATA nor part of a header block.
+        small_burst: small frames that may come at once.
+        small_per_s: small frames that may come each second after that.
+        sent_bytes_per_small: the server's bytes that allow one small frame more: clients answer
+            what they are sent with updates of windows.
+    """
+
+    max_block_bytes: int = 2**14
+    max_header_bytes: int = 2**15
+    max_continuations: int = 8
+    max_control_bytes: int = 2**8
+    small_burst: int = 2048
+    small_per_s: int = 1024
+    sent_bytes_per_small: int = 32
+
+
+class Hold(enum.Enum):
+    """Why a guard holds back the next frame of a client."""
+
+    CALL = "a header block waits for its turn"
+    RATE = "small frames came too fast"
+
+
+class FrameGuard:
+    """Checks the frames of one client.
+
+    Args:
+        may_open: asked before each header block. After False the block, and all frames behind it,
+            stay held until `feed` is called again.
+        clock: in seconds.
+
+    Attributes:
+        hold: why the next frame is held back; None: all whole frames have passed.
+        is_up: the client's preface and settings have passed.
+    """
+
+    def __init__(
+        self,
+        may_open: Callable[[], bool],
+        clock: Callable[[], float],
+        limits: FrameLimits | None = None,
+    ) -> None:
+        self.hold: Hold | None = None
+        self.is_up = False
+        self._may_open = may_open
+        self._clock = clock
+        self._limits = limits or FrameLimits()
+        self._meter = HeaderMeter()
+        self._has_preface = False
+        self._held = b""
+        self._last_stream = 0  # the highest number of a stream that was opened
+        self._num_data_bytes = 0  # of a DATA frame that are still to come
+        self._num_small = float(self._limits.small_burst)  # that may come now
+        self._refilled_at = clock()
+
+    def feed(self, data: bytes) -> bytes:
+        """Add what the client sent; return what may be passed on to the server now.
+
+        Raises:
+            Http2Error: the connection is to be closed.
+        """
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        passed = self._num_data_bytes if self._has_preface else self._check_preface(data)
+        self._num_data_bytes = 0
+        if self._has_preface:
+            passed = self._check_frames(data, passed)
+        if passed >= len(data):
+            self._num_data_bytes = passed - len(data)
+            return data
+        self._held = data[passed:]
+        return data[:passed]
+
+    def note_sent(self, num_bytes: int) -> None:
+        """Allow the client more small frames for what the server sent to it."""
+        limits = self._limits
+        allowed = self._num_small + num_bytes / limits.sent_bytes_per_small
+        self._num_small = min(allowed, limits.small_burst)
+
+    def _check_preface(self, data: bytes) -> int:
+        """Return the length of the preface, or 0 as long as it is not whole."""
+        if not PREFACE.startswith(data[: len(PREFACE)]):
+            raise Http2Error("does not speak HTTP/2")
+        self._has_preface = len(data) >= len(PREFACE)
+        return len(PREFACE) if self._has_preface else 0
+
+    def _check_frames(self, data: bytes, at: int) -> int:
+        """Return where the frames end that may pass; a frame begins at ``at``.
+
+        The end is beyond ``data`` when the rest of a DATA frame is still to come.
+        """
+        self.hold = None
+        while at + _HEAD_BYTES <= len(data):
+            num_bytes = data[at] << 16 | data[at + 1] << 8 | data[at + 2]
+            kind = data[at + 3]
+            if kind == _HEADERS and self.is_up:
+                found = self._read_block(data, at)
+                if found is None:
+                    break
+                if not self._may_open():
+                    self.hold = Hold.CALL
+                    break
+                stream = int.from_bytes(data[at + 5 : at + 9], "big")
+                self._last_stream = max(self._last_stream, stream)
+                at, block = found
+                self._measure(block)
+                continue
+            if kind != _DATA:
+                self._check_control(kind, num_bytes)
+                if at + _HEAD_BYTES + num_bytes > len(data):
+                    break
+            elif int.from_bytes(data[at + 5 : at + 9], "big") > self._last_stream:
+                raise Http2Error("sent DATA of a stream that was not opened")
+            if (kind != _DATA or num_bytes < _SMALL_DATA_BYTES) and not self._may_pass_small():
+                self.hold = Hold.RATE
+                break
+            self.is_up = True
+            at += _HEAD_BYTES + num_bytes
+        return at
+
+    def _check_control(self, kind: int, num_bytes: int) -> None:
+        limits = self._limits
+        if not self.is_up and kind != _SETTINGS:
+            raise Http2Error("does not begin with settings")
+        if kind in (_PUSH_PROMISE, _CONTINUATION):
+            raise Http2Error(f"sent a frame of kind {kind} where none may be")
+        if num_bytes > limits.max_control_bytes:
+            raise Http2Error(
+                f"sent {num_bytes} bytes in a frame of kind {kind}, which may have "
+                f"{limits.max_control_bytes}"
+            )
+
+    def _may_pass_small(self) -> bool:
+        """Count a small frame, unless too many of them have come lately."""
+        if self._num_small < 1:
+            limits, now = self._limits, self._clock()
+            allowed = self._num_small + (now - self._refilled_at) * limits.small_per_s
+            self._num_small, self._refilled_at = min(allowed, limits.small_burst), now
+            if self._num_small < 1:
+                return False
+        self._num_small -= 1
+        return True
+
+    def _read_block(self, data: bytes, at: int) -> tuple[int, bytes] | None:
+        """Return the end of the header block that begins here, and the block.
+
+        None: not all of it has come.
+        """
+        limits, stream, start, block = self._limits, data[at + 5 : at + 9], at, b""
+        for number in range(limits.max_continuations + 1):
+            if at + _HEAD_BYTES > len(data):
+                return None
+            if number and (data[at + 3] != _CONTINUATION or data[at + 5 : at + 9] != stream):
+                raise Http2Error("sent another frame amid a header block")
+            end = at + _HEAD_BYTES + int.from_bytes(data[at : at + 3], "big")
+            if end - start > limits.max_block_bytes:
+                raise Http2Error(f"sent a header block of more than {limits.max_block_bytes} bytes")
+            if end > len(data):
+                return None
+            block += _fragment(data[at:end])
+            if data[at + 4] & _END_HEADERS:
+                return end, block
+            at = end
+        raise Http2Error(f"sent a header block in more than {number + 1} frames")
+
+    def _measure(self, block: bytes) -> None:
+        try:
+            self._meter.measure(block, self._limits.max_header_bytes)
+        except HeaderBlockError as error:
+            raise Http2Error(f"sent {error}") from None
+
+
+def _fragment(frame: bytes) -> bytes:
+    """Return the part of a header block that a HEADERS or CONTINUATION frame holds."""
+    flags = frame[4] if frame[3] == _HEADERS else 0
+    start, end = _HEAD_BYTES, len(frame)
+    if flags & _PADDED:
+        if start == end:
+            raise Http2Error("sent a padded frame without a length")
+        end -= frame[start]
+        start += 1
+    if flags & _PRIORITY:
+        start += 5
+    if start > end:
+        raise Http2Error("sent a frame with more padding than it has bytes")
+    return frame[start:end]
+
+
+def goodbye(why: str) -> bytes:
+    """Return the whole of what a server says to a client that it refuses: settings, and GOAWAY."""
+    payload = struct.pack(">II", 0, _PROTOCOL_ERROR) + why.encode()
+    head = struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", _GOAWAY, 0, 0)
+    return bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)) + head + payload

@@ -1,0 +1,338 @@
+"""RpcFront: accepts the connections of a gRPC server, and passes on what `FrameGuard` lets through.
+
+    client --TCP, or TLS--> Listener -> FrameGuard --private socket--> gRPC's core
+           <---------------------- as it is ---------------------------
+
+gRPC's core parses what a client sends before it asks anybody, and has no limit for much of it. Only
+this process can reach the private socket. Its name tells gRPC the address of the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import shutil
+import socket
+import ssl
+import tempfile
+from pathlib import Path
+from typing import cast
+
+from baton.api.errors import ConfigError
+from baton.serving.call_pace import CallPace
+from baton.serving.connection_limits import ConnectionLimits, RpcLimits
+from baton.serving.connections import Listener
+from baton.serving.http2_frames import FrameGuard, Hold, Http2Error, goodbye
+
+logger = logging.getLogger(__name__)
+
+# For connections to the private socket. The longest is an IPv6 address with a number.
+_MAX_NAME_CHARS = 60
+_MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # of a folder: macOS allows 104 in all, Linux 108
+_RATE_PAUSE_S = 0.05
+_CLOSE_TIMEOUT_S = 1.0
+_MAX_SENT_BYTES = 2**17  # that wait for a client, before its server is to wait
+
+
+class RpcFront:
+    """Stands before one gRPC server.
+
+    Args:
+        limits: of its connections.
+        tls: what the public side shows; None: no TLS.
+
+    Raises:
+        ConfigError: no folder can be made for the private socket.
+    """
+
+    def __init__(self, limits: RpcLimits, tls: ssl.SSLContext | None = None) -> None:
+        self.pace = CallPace()
+        self._tls = tls
+        self._folder = _make_folder()
+        self._numbers = itertools.count()
+        self._sides: set[_ClientSide] = set()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self.listener = Listener(
+            lambda: _ClientSide(self),
+            ConnectionLimits(
+                max_connections=limits.max_connections,
+                max_connections_per_address=limits.max_connections,
+                header_timeout_s=limits.handshake_timeout_s,
+                idle_timeout_s=limits.idle_timeout_s,
+                stall_timeout_s=limits.stall_timeout_s,
+            ),
+        )
+
+    @property
+    def private_address(self) -> str:
+        """The address that the gRPC server is to listen on."""
+        return f"unix:{self._path}"
+
+    @property
+    def _path(self) -> str:
+        return f"{self._folder}/grpc"
+
+    async def start(self, listen: str, *, reuse_port: bool = False) -> str:
+        """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
+
+        Raises:
+            ConfigError: the address is malformed, or cannot be listened on.
+        """
+        return await self.listener.start(
+            "listen", listen, ssl_context=self._tls, reuse_port=reuse_port
+        )
+
+    def stop_accepting(self) -> None:
+        """Take no new connections; open ones go on."""
+        self.listener.stop_accepting()
+
+    async def close(self) -> None:
+        """Cut off all connections and remove the private socket."""
+        self.listener.close()
+        self.pace.close()
+        for side in list(self._sides):
+            side.abort()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._is_empty.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def add(self, side: _ClientSide) -> None:
+        """Note a connection that has come up."""
+        self._sides.add(side)
+        self._is_empty.clear()
+
+    def remove(self, side: _ClientSide) -> None:
+        """Forget a connection of which both sides are closed."""
+        self._sides.discard(side)
+        if not self._sides:
+            self._is_empty.set()
+
+    def connect(self, address: str) -> socket.socket:
+        """Connect to the private socket in the name of a client; raises OSError.
+
+        Args:
+            address: of the client, without its port.
+        """
+        name = f"{self._folder}/[{address}]:{next(self._numbers)}"
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            sock.bind(name)
+            sock.connect(self._path)
+        except OSError:
+            sock.close()
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+        return sock
+
+
+class _ClientSide(asyncio.Protocol):
+    """A client's connection: its frames pass the guard, and then go to gRPC.
+
+    Nothing more is read from the client while gRPC takes nothing, or a frame is held back. No call
+    begins while the client takes nothing of what it is sent.
+    """
+
+    def __init__(self, front: RpcFront) -> None:
+        loop = asyncio.get_running_loop()
+        self._front = front
+        self._guard = FrameGuard(self._may_open, loop.time)
+        self._client: asyncio.Transport | None = None
+        self._server: asyncio.Transport | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._unsent = b""  # until there is a connection to gRPC
+        self._is_client_full = self._is_server_full = False
+        self._has_turn = False
+        self._at_work = contextlib.ExitStack()
+
+    # ------------------------------------------------------------------ said by the client's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._client = cast(asyncio.Transport, transport)
+        self._client.set_write_buffer_limits(_MAX_SENT_BYTES)
+        self._front.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._pass_on(data)
+
+    def pause_writing(self) -> None:
+        self._is_client_full = True
+        if self._server is not None:
+            self._server.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._is_client_full = False
+        if self._server is not None:
+            self._server.resume_reading()
+        if self._guard.hold is Hold.CALL:
+            self._pass_on(b"")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._client = None
+        self._at_work.close()
+        if self._server is not None:
+            self._server.abort()
+        elif self._connecting is None:
+            self._front.remove(self)
+
+    # ------------------------------------------------------------------ said by gRPC's side
+
+    def connected_to_server(self, transport: asyncio.Transport) -> None:
+        """Send what has waited for the connection to gRPC."""
+        self._server = transport
+        if self._client is None:
+            transport.abort()
+            return
+        transport.write(self._unsent)
+        self._unsent = b""
+        self._read_or_pause()
+
+    def send(self, data: bytes) -> None:
+        """Send to the client what gRPC has written."""
+        self._guard.note_sent(len(data))
+        if self._client is not None:
+            self._client.write(data)
+
+    def pause_passing(self, is_full: bool) -> None:
+        """Stop or go on reading from the client: gRPC takes nothing, or takes more."""
+        self._is_server_full = is_full
+        self._read_or_pause()
+
+    def end(self) -> None:
+        """Close the client's connection when it has been sent everything: gRPC closed its side."""
+        self._server = None
+        if self._client is not None:
+            self._client.close()
+        self._front.remove(self)
+
+    def abort(self) -> None:
+        """Close both sides at once."""
+        for transport in (self._client, self._server):
+            if transport is not None:
+                transport.abort()
+
+    # ------------------------------------------------------------------ passing on
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._client is None:
+            return
+        try:
+            passed = self._guard.feed(data)
+        except Http2Error as error:
+            self._refuse(str(error))
+            return
+        if self._server is not None:
+            if passed:
+                self._server.write(passed)
+        elif self._guard.is_up:
+            self._unsent += passed
+            self._connect()
+        else:
+            self._unsent += passed
+        self._wait_if_held()
+        self._read_or_pause()
+
+    def _wait_if_held(self) -> None:
+        """Have the held frames looked at again, when more of them may pass."""
+        if self._guard.hold is Hold.RATE:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_RATE_PAUSE_S, self._pass_on, b"")
+        elif self._guard.hold is Hold.CALL and not self._is_client_full:
+            self._front.pace.wait_turn(self._use_turn)
+
+    def _use_turn(self) -> None:
+        self._has_turn = True
+        self._pass_on(b"")
+        self._has_turn = False
+
+    def _may_open(self) -> bool:
+        if self._is_client_full:
+            return False
+        if self._has_turn:
+            self._has_turn = False
+            return True
+        return self._front.pace.take_turn()
+
+    def _read_or_pause(self) -> None:
+        if self._client is None:
+            return
+        is_ready = self._server is not None or not self._guard.is_up
+        if is_ready and not self._is_server_full and self._guard.hold is None:
+            self._client.resume_reading()
+        else:
+            self._client.pause_reading()
+
+    def _refuse(self, why: str) -> None:
+        """Close a connection whose frames break a rule."""
+        assert self._client is not None
+        self._front.listener.note_refused(self, f"a connection to gRPC is closed: it {why}")
+        if self._connecting is None:  # nothing was sent, so a frame may begin here
+            self._client.write(goodbye(why))
+            self._client.close()
+        else:
+            self._client.abort()
+
+    # ------------------------------------------------------------------ the connection to gRPC
+
+    def _connect(self) -> None:
+        if self._connecting is None:
+            listener = self._front.listener
+            self._at_work.enter_context(listener.working(self))
+            address = listener.address_of(self)
+            self._connecting = asyncio.create_task(self._connect_to_server(address))
+
+    async def _connect_to_server(self, address: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            sock = self._front.connect(address)
+            await loop.create_unix_connection(functools.partial(_ServerSide, self), sock=sock)
+        except OSError as error:  # no descriptor is left, or the server has stopped
+            logger.warning("a connection to gRPC is closed: %s", error.strerror)
+            self.abort()
+            self._front.remove(self)
+
+
+class _ServerSide(asyncio.Protocol):
+    """The connection to gRPC that belongs to a client's."""
+
+    def __init__(self, client: _ClientSide) -> None:
+        self._client = client
+        self.data_received = client.send  # type: ignore[method-assign]  # one call less
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._client.connected_to_server(cast(asyncio.Transport, transport))
+
+    def pause_writing(self) -> None:
+        self._client.pause_passing(True)
+
+    def resume_writing(self) -> None:
+        self._client.pause_passing(False)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._client.end()
+
+
+def _make_folder() -> Path:
+    """Make a folder that only this user can read; raises ConfigError."""
+    problem = "no folder for temporary files can be found"
+    for parent in _parents():
+        if len(parent) > _MAX_PATH_CHARS - len("/baton-12345678"):
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix="baton-", dir=parent))
+        except OSError as error:
+            problem = f"{parent}: {error.strerror}"
+    raise ConfigError(f"listen: gRPC needs a folder for a socket, and none can be made ({problem})")
+
+
+def _parents() -> list[str]:
+    with contextlib.suppress(OSError):
+        return [tempfile.gettempdir(), "/dev/shm", "/tmp"]
+    return ["/dev/shm"]

@@ -1,0 +1,201 @@
+"""Hostile frames before any call of ours begins: refused, or slowed down; others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from baton.access.tls import TlsFiles
+from baton.client.client import AsyncClient
+from baton.serving.rpc import RpcServer
+from tests.fakes.certificates import Authority
+from tests.fakes.grpc_scene import params, served
+from tests.fakes.http2_tricks import (
+    CHECK,
+    TRICKS,
+    Trick,
+    block,
+    flood,
+    headers,
+    literal,
+    long_blocks,
+)
+from tests.fakes.http_scene import until
+from tests.fakes.raw_http2 import PING, PREFACE, SETTINGS, RawHttp2, call_frames, frame
+from tests.fakes.router_scene import asynchronous
+
+pytestmark = pytest.mark.medium
+
+SECONDS = 1.0
+# Of the one loop that client, server and attacker share here.
+SOON_S = 2.0
+MAX_BYTES = 32 * 2**20  # that an attacker sends
+
+
+async def attack(address: str, trick: Trick) -> tuple[RawHttp2, int]:
+    """Send a trick's frames for a second, or until the server closes; return the bytes sent."""
+    raw = await RawHttp2.connect(address, window=trick.window)
+    if not trick.reads:
+        raw.writer.transport.pause_reading()  # type: ignore[attr-defined]  # of every socket
+    end_at, num_bytes = time.monotonic() + SECONDS, 0
+    for data in trick.frames():
+        if time.monotonic() > end_at or raw.is_closed.is_set() or num_bytes > MAX_BYTES:
+            break
+        raw.send(data)
+        num_bytes += len(data)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(0.2):
+                await raw.writer.drain()
+        await asyncio.sleep(0)
+    return raw, num_bytes
+
+
+@contextlib.asynccontextmanager
+async def asking(client: AsyncClient) -> AsyncIterator[list[float]]:
+    """Ask all the while; how long each answer took, in seconds."""
+    took_s: list[float] = []
+
+    async def ask() -> None:
+        while True:
+            began_at = time.monotonic()
+            assert len((await client.generate([1, 2], params(2))).token_ids) == 2
+            took_s.append(time.monotonic() - began_at)
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(ask())
+    try:
+        yield took_s
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize("trick", TRICKS, ids=lambda trick: trick.name)
+def test_a_trick_is_refused_or_slowed_down_and_others_are_served(trick: Trick) -> None:
+    @asynchronous
+    async def run() -> None:
+        async with served() as (scene, client):
+            await client.models()
+            async with asking(client) as took_s:
+                raw, num_bytes = await attack(scene.address, trick)
+                if trick.is_refused:
+                    await asyncio.wait_for(raw.is_closed.wait(), SOON_S)
+                await until(lambda: took_s)
+            assert max(took_s) < SOON_S
+            assert num_bytes < MAX_BYTES or trick.is_bulk, "neither refused nor slowed down"
+            await raw.close()
+            await client.models()
+
+    run()
+
+
+@asynchronous
+async def test_only_so_many_pings_are_answered_each_second() -> None:
+    async with served() as (scene, client):
+        num_answered = 0
+        raw = await RawHttp2.connect(scene.address)
+        answer = raw._take
+
+        def count(kind: int, flags: int, stream: int, payload: bytes) -> None:
+            nonlocal num_answered
+            num_answered += kind == PING and flags == 1
+            answer(kind, flags, stream, payload)
+
+        raw._take = count  # type: ignore[method-assign]
+        frames = flood(PING, bytes(8))
+        for _ in range(60):
+            raw.send(next(frames))  # 500
+        await asyncio.sleep(1.0)
+        await client.models()
+        assert 0 < num_answered < 10_000
+        await raw.close()
+
+
+@asynchronous
+async def test_headers_of_a_few_kilobytes_are_served() -> None:
+    async with served() as (scene, _):
+        raw = await RawHttp2.connect(scene.address)
+        token = literal(b"authorization", b"Bearer " + b"t" * 8000)
+        raw.send(headers(1, block(more=token)) + frame(0, 1, 1, bytes(5)))
+        raw.send(
+            headers(3, block(more=token + literal(b"x", b"y" * 8000))) + frame(0, 1, 3, bytes(5))
+        )
+        await until(lambda: raw.ended == {1, 3})
+        await raw.close()
+
+
+@asynchronous
+async def test_frames_may_come_byte_by_byte() -> None:
+    async with served() as (scene, _):
+        host, _, port = scene.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for byte in PREFACE + frame(SETTINGS) + call_frames(1, CHECK, b""):
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        await asyncio.wait_for(reader.readuntil(b"grpc-status"), SOON_S)
+        writer.close()
+
+
+@asynchronous
+async def test_who_speaks_no_http2_is_told_so() -> None:
+    async with served() as (scene, _):
+        host, _, port = scene.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        answer = await reader.read()
+        assert answer.startswith(frame(SETTINGS))
+        assert answer.endswith(b"does not speak HTTP/2")
+        writer.close()
+
+
+# ------------------------------------------------------------------ with TLS
+
+
+@contextlib.asynccontextmanager
+async def tls_server(
+    folder: Path, *, require_client_certs: bool
+) -> AsyncIterator[tuple[str, ssl.SSLContext]]:
+    """A server, and what a client without a certificate needs."""
+    authority = Authority(folder)
+    files = TlsFiles(authority.issue("router"))
+    server = RpcServer([], lambda _: None, tls=files, require_client_certs=require_client_certs)
+    address = await server.start("127.0.0.1:0")
+    context = ssl.create_default_context(cafile=authority.ca_file)
+    context.set_alpn_protocols(["h2"])
+    yield address, context
+    await server.stop(0)
+
+
+def test_tricks_over_tls_are_refused(tmp_path: Path) -> None:
+    @asynchronous
+    async def run() -> None:
+        async with tls_server(tmp_path, require_client_certs=False) as (address, context):
+            raw = await RawHttp2.connect(address, tls=context)
+            raw.send(call_frames(1, CHECK, b""))
+            await until(lambda: raw.ended == {1})
+            for _, data in zip(range(40), long_blocks(), strict=False):
+                raw.send(data)
+            await asyncio.wait_for(raw.is_closed.wait(), SOON_S)
+            await raw.close()
+
+    run()
+
+
+def test_where_certificates_are_required_no_frame_of_a_stranger_is_read(tmp_path: Path) -> None:
+    @asynchronous
+    async def run() -> None:
+        async with tls_server(tmp_path, require_client_certs=True) as (address, context):
+            raw = await RawHttp2.connect(address, tls=context)
+            raw.send(call_frames(1, CHECK, b""))
+            await asyncio.wait_for(raw.is_closed.wait(), SOON_S)
+            assert raw.num_settings == 0
+            await raw.close()
+
+    run()
