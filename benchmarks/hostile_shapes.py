@@ -27,6 +27,7 @@ import grpc
 import grpc.aio
 import psutil
 
+from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
@@ -47,6 +48,7 @@ class Held:
     health_ms: float = 0.0
     gap_ms: float = 0.0
     growth_mib: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -81,8 +83,11 @@ class Watch:
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
                 began_at = time.perf_counter()
-                async with session.get(f"{self._url}/health") as response:
-                    await response.read()
+                try:
+                    async with session.get(f"{self._url}/health") as response:
+                        await response.read()
+                except aiohttp.ClientError as error:
+                    self.held.failed.append(f"/health: {error}")
                 took_ms = 1000 * (time.perf_counter() - began_at)
                 self.held.health_ms = max(self.held.health_ms, took_ms)
                 await asyncio.sleep(PROBE_S)
@@ -93,11 +98,15 @@ class Watch:
         async with AsyncClient(self._deployment.config.listen) as client:
             while True:
                 last_at = None
-                async for _ in client.stream("def main(", params):
-                    now = time.perf_counter()
-                    if last_at is not None:
-                        self.held.gap_ms = max(self.held.gap_ms, 1000 * (now - last_at))
-                    last_at = now
+                try:
+                    async for _ in client.stream("def main(", params):
+                        now = time.perf_counter()
+                        if last_at is not None:
+                            self.held.gap_ms = max(self.held.gap_ms, 1000 * (now - last_at))
+                        last_at = now
+                except BatonError as error:
+                    self.held.failed.append(f"another client's stream: {error}")
+                    await asyncio.sleep(0.1)
 
     async def memory(self) -> None:
         while True:

@@ -13,7 +13,9 @@ _NUM_OWN = 64
 # Of all. Below what counts as overload: idle connections are none.
 _CLIENTS_SHARE = 0.8
 _MIN_DESCRIPTORS = 256
-_NODES_SHARE = 1 / 8  # where they have an address of their own
+_NODES_SHARE = 1 / 4  # where they have an address of their own
+# Of a gRPC connection: the client's, and both ends of the private one behind it.
+_RPC_DESCRIPTORS = 3
 _MAX_NODES = 4096
 # More clients than this need more memory than a default should take: about 20 KiB each.
 _MAX_DEFAULT = 10_000
@@ -81,8 +83,10 @@ def share_descriptors(
             f"RLIMIT_NOFILE: must allow {_MIN_DESCRIPTORS} descriptors, got {num_descriptors}"
         )
     left = int(num_descriptors * _CLIENTS_SHARE) - _NUM_OWN
-    num_nodes = min(int(left * _NODES_SHARE), _MAX_NODES) if own_address_for_nodes else 0
-    most = (left - num_nodes) // 2
+    num_nodes = 0
+    if own_address_for_nodes:
+        num_nodes = min(int(left * _NODES_SHARE) // _RPC_DESCRIPTORS, _MAX_NODES)
+    most = (left - _RPC_DESCRIPTORS * num_nodes) // (1 + _RPC_DESCRIPTORS)
     if options.max_connections > most:
         raise ConfigError(
             f"max_connections: must be {most} or less with RLIMIT_NOFILE {num_descriptors}, "

@@ -17,8 +17,8 @@ from baton.api.errors import DeadlineExceededError, InvalidRequestError, Overloa
 
 # 8 MiB each. Beyond that, a call's message stays with its client until another one has come.
 MAX_COMING = 32
-# Of calls whose turn has not come; each takes 25 KiB.
-MAX_WAITING = 8192
+# Calls whose turn has not come. Each takes 25 KiB, and several times its headers.
+MAX_WAITING = 1024
 # 8 MiB in it: 64 KiB/s, as over HTTP.
 MESSAGE_TIMEOUT_S = 138.0
 MAX_STREAMS = 512  # watches, of each caller

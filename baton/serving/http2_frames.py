@@ -35,8 +35,8 @@ class FrameLimits:
     64 bytes: it costs more to read than to send.
 
     Attributes:
-        max_block_bytes: of a header block as it is sent: HEADERS and its CONTINUATION frames.
-        max_header_bytes: of the headers that the block decodes to, with 32 for each of them.
+        max_block_bytes: length of a header block as sent, with the heads of its frames.
+        max_header_bytes: length of the decoded headers, with 32 for each of them.
         max_continuations: CONTINUATION frames of one block.
         max_control_bytes: the payload of a frame that is neither DATA nor part of a header block.
         small_burst: small frames that may come at once.

@@ -41,7 +41,7 @@ class RpcFront:
     """Stands before one gRPC server.
 
     Args:
-        limits: of its connections.
+        limits: limits of the server's connections.
         tls: what the public side shows; None: no TLS.
 
     Raises:
@@ -116,7 +116,7 @@ class RpcFront:
         """Connect to the private socket in the name of a client; raises OSError.
 
         Args:
-            address: of the client, without its port.
+            address: the client's, without a port.
         """
         name = f"{self._folder}/[{address}]:{next(self._numbers)}"
         sock = socket.socket(socket.AF_UNIX)

@@ -75,7 +75,7 @@ class RawHttp2:
         """Connect.
 
         Args:
-            window: so many bytes may come on a stream before the server is given more.
+            window: bytes that may come on a stream before the server is given more.
         """
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)

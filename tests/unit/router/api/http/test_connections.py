@@ -21,6 +21,10 @@ pytestmark = pytest.mark.medium
 
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
 SHORT = ConnectionLimits(header_timeout_s=0.2, idle_timeout_s=0.4)
 FEW = ConnectionLimits(max_connections=6, max_connections_per_address=6)
 FEW_OF_ONE = ConnectionLimits(max_connections=100, max_connections_per_address=3)
@@ -237,11 +241,7 @@ async def test_an_unknown_path_or_method_is_answered_before_its_body(scene: Http
 
 @on_http()
 async def test_a_chunked_body_without_end_is_refused_at_the_limit(scene: HttpScene) -> None:
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n"
-    )
-    reader, writer = await connect(scene, head)
+    reader, writer = await connect(scene, CHUNKED)
     chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
 
     async def send() -> None:
@@ -269,6 +269,30 @@ async def test_a_body_that_comes_too_slowly_is_refused(scene: HttpScene) -> None
         writer.close()
 
 
+@pytest.mark.parametrize("data", [b"1;" + b"a" * 2**20, b"0" * 2**20], ids=["extension", "size"])
+@on_http()
+async def test_a_chunk_whose_first_line_has_no_end_is_no_body(
+    scene: HttpScene, data: bytes
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "BODY_TIMEOUT_S", 0.3)
+        reader, writer = await connect(scene, CHUNKED + data)
+        line = await asyncio.wait_for(reader.readuntil(b"}"), 10)
+        assert b" 408 " in line
+        assert b"0 bytes came" in line
+        writer.close()
+
+
+@on_http()
+async def test_what_a_chunk_has_beside_its_bytes_is_not_kept(scene: HttpScene) -> None:
+    body = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 1}).encode()
+    chunks = b"".join(b"1;" + b"a" * 4000 + b"\r\n%c\r\n" % byte for byte in body)
+    reader, writer = await connect(scene, CHUNKED + chunks + b"0\r\nX-Behind: y\r\n\r\n")
+    scene.say(await scene.command(), 0, "x", last=FinishReason.LENGTH)
+    assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+
+
 # ------------------------------------------------------------------ odd requests
 
 
@@ -293,6 +317,18 @@ async def test_a_body_that_comes_too_slowly_is_refused(scene: HttpScene) -> None
             b"Content-Length: 6\r\n\r\nhello",
             400,
         ),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-A: b\r\n" * 128 + b"\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-A: b\r\n" * 126 + b"\r\n", 200),
+        (b"GET /" + b"a" * 2**20, 400),
+        (b"GET /health HTTP/1.1\r\nX-Long: " + b"a" * 2**20, 400),
+        (b"GET /health HTTP/1.1\nHost: x\n\n", 400),
+        (b"GET /health HTTP/1.2\r\nHost: x\r\n\r\n", 400),
+        (CHUNKED + b"1ffffffffffffffff\r\n", 400),
+        (CHUNKED + b"-1\r\n", 400),
+        (CHUNKED + b"0\r\n" + b"X-A: b\r\n" * 500 + b"\r\n", 400),
+        (CHUNKED + b"0\r\nX-Long: " + b"a" * 2**20, 400),
+        (CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n", 400),
+        (CHUNKED.replace(b"chunked", b"xchunked") + b"0\r\n\r\n", 400),
         (b"GET /health HTTP/1.0\r\n\r\n", 200),
         (b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\n\r\n", 200),
         (b"GET /health HTTP/1.1\r\nHost: a/?\r\n\r\n", 200),

@@ -1,0 +1,223 @@
+"""What hostile HTTP/2 frames can do: each trick of a table over 8 connections to a real system.
+
+    python benchmarks/http2_tricks.py [--seconds 2] [--mixed 60] [--only TEXT]
+
+Router, a prefill and a decode node are processes of their own, and so are the attackers, which run
+at low priority: on a small machine they would take the cores that a network would not let them
+have. Each trick goes to the router's gRPC port and to a decode node's for some seconds; then all
+tricks go to both ports at once, 8 connections each. Meanwhile a probe asks the router's /health and
+another client streams. The goals are those of `hostile_shapes.py`, and that no link to a node is
+lost; a row that misses one is printed, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.serving.rpc import open_sync_channel
+from baton.v1 import admin_pb2, admin_pb2_grpc
+from environment import record_environment, write_results
+from hostile_shapes import GOALS, MODEL, Watch, free_address, watching
+from tests.fakes.http2_tricks import TRICKS
+from tests.fakes.raw_http2 import RawHttp2
+
+NUM_CONNECTIONS = 8
+# What the worst of a row is seen in, after its attackers have gone.
+SETTLE_S = 0.3
+_LOST = (" lost", "went away", "quarantine")
+
+
+@dataclass
+class Outcome:
+    """One trick at one port."""
+
+    name: str
+    port: str
+    health_ms: float
+    gap_ms: float
+    growth_mib: float
+    grown: str
+    sent_mib: float
+    num_connections: int
+    num_lost: int
+    failed: list[str]
+
+    def misses(self) -> list[str]:
+        """Return the names of the goals that were missed."""
+        goals = [goal for goal in ("health_ms", "gap_ms", "growth_mib")
+                 if getattr(self, goal) > GOALS[goal]]  # fmt: skip
+        return goals + ["num_lost"] * bool(self.num_lost) + ["failed"] * bool(self.failed)
+
+
+# ---------------------------------------------------------------- the attackers' process
+
+
+async def attack(address: str, number: int | None, seconds: float) -> dict[str, int]:
+    """Send one trick, or all in turns, over all connections; connect again when one is closed."""
+    end_at = time.monotonic() + seconds
+    sent = {"bytes": 0, "connections": 0}
+
+    async def send_on(connection: int) -> None:
+        tricks = itertools.islice(itertools.cycle(TRICKS), connection * 5, None)
+        while (left_s := end_at - time.monotonic()) > 0:
+            trick = next(tricks) if number is None else TRICKS[number]
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(left_s if number is not None else min(left_s, 3)):
+                    raw = await RawHttp2.connect(address, window=trick.window)
+                    sent["connections"] += 1
+                    try:
+                        if not trick.reads:
+                            raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
+                        for data in trick.frames():
+                            if raw.is_closed.is_set():
+                                break
+                            raw.send(data)
+                            sent["bytes"] += len(data)
+                            await raw.writer.drain()
+                            await asyncio.sleep(0)
+                    finally:
+                        raw.writer.transport.abort()
+                        await raw.close()
+
+    await asyncio.gather(*map(send_on, range(NUM_CONNECTIONS)))
+    return sent
+
+
+def start_attack(address: str, number: int | None, seconds: float) -> subprocess.Popen[bytes]:
+    part = "all" if number is None else str(number)
+    command = [sys.executable, __file__, "--attack", address, part, str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def count_lost(folder: Path) -> int:
+    """Count the lines of all logs that tell of a lost link or a quarantined request."""
+    lines = [line for log in folder.glob("*.log") for line in log.read_text("utf-8").splitlines()]
+    return sum(any(word in line for word in _LOST) for line in lines)
+
+
+async def measure(
+    watch: Watch,
+    folder: Path,
+    name: str,
+    addresses: dict[str, str],
+    number: int | None,
+    seconds: float,
+) -> Outcome:
+    """Attack all of these ports at once, and return the worst that was seen."""
+    lost = count_lost(folder)
+    watch.begin()
+    attackers = [start_attack(address, number, seconds) for address in addresses.values()]
+    try:
+        answers = [
+            await asyncio.to_thread(one.communicate, timeout=seconds + 30) for one in attackers
+        ]
+    finally:
+        for one in attackers:
+            one.kill()
+    await asyncio.sleep(SETTLE_S)
+    sent = [json.loads(out) if out else {"bytes": 0, "connections": 0} for out, _ in answers]
+    held = watch.held
+    grown = max(held.growth_mib, key=lambda one: held.growth_mib[one], default="")
+    return Outcome(
+        name, " and ".join(addresses), round(held.health_ms, 1), round(held.gap_ms, 1),
+        round(held.growth_mib.get(grown, 0.0), 1), grown,
+        round(sum(one["bytes"] for one in sent) / 2**20, 1),
+        sum(one["connections"] for one in sent), count_lost(folder) - lost, list(held.failed),
+    )  # fmt: skip
+
+
+def node_address(router: str) -> str:
+    """Return the address of a decode node's own gRPC server."""
+    with open_sync_channel(router) as channel:
+        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
+    return next(str(node.address) for node in nodes if "decode" in node.node_name)
+
+
+async def run_all(
+    deployment: LocalDeployment, url: str, folder: Path, options: argparse.Namespace
+) -> tuple[list[Outcome], Outcome]:
+    ports = {"router": deployment.config.listen, "node": node_address(deployment.config.listen)}
+    outcomes = []
+
+    def note(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        missed = outcome.misses()
+        print(f"{'misses ' + ', '.join(missed) if missed else 'held'}: {outcome}", flush=True)
+
+    async with watching(deployment, url) as watch:
+        await asyncio.sleep(3)
+        quiet = await measure(watch, folder, "nothing", {}, None, 0)
+        watch.begin()
+        await asyncio.sleep(4)
+        quiet.health_ms, quiet.gap_ms = round(watch.held.health_ms, 1), round(watch.held.gap_ms, 1)
+        print(f"without any: {quiet}", flush=True)
+        for number, trick in enumerate(TRICKS):
+            if options.only in trick.name:
+                for port, address in ports.items():
+                    note(
+                        await measure(
+                            watch, folder, trick.name, {port: address}, number, options.seconds
+                        )
+                    )
+        if options.mixed:
+            note(await measure(watch, folder, "all of them", ports, None, options.mixed))
+    return outcomes, quiet
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each trick at each port")
+    parser.add_argument("--mixed", type=float, default=60.0, help="s of all tricks; 0: none")
+    parser.add_argument("--only", default="", help="tricks whose name has this")
+    parser.add_argument("--attack", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.attack:
+        os.nice(10)
+        address, part, seconds = options.attack
+        number = None if part == "all" else int(part)
+        print(json.dumps(asyncio.run(attack(address, number, float(seconds)))))
+        return
+    environment = record_environment()
+    listen, http_listen = free_address(), free_address()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = LocalDeploymentConfig(
+            model=str(MODEL), listen=listen, http_listen=http_listen, log_folder=folder,
+            router_args=["--served-model-name", "demo"],
+        )  # fmt: skip
+        with LocalDeployment(config) as deployment:
+            deployment.wait_ready(120)
+            url = f"http://{http_listen}"
+            outcomes, quiet = asyncio.run(run_all(deployment, url, folder, options))
+    failed = [f"{one.name}, {one.port}" for one in outcomes if one.misses()]
+    worst = {goal: max(getattr(one, goal) for one in outcomes)
+             for goal in ("health_ms", "gap_ms", "growth_mib", "num_lost")}  # fmt: skip
+    print(f"{len(outcomes)} rows, {len(failed)} miss a goal; worst {worst}")
+    if not options.only:
+        results = {
+            "goals": GOALS, "failed": failed, "worst": worst, "num_connections": NUM_CONNECTIONS,
+            "seconds": options.seconds, "mixed_s": options.mixed,
+            "without_them": asdict(quiet), "rows": [asdict(one) for one in outcomes],
+        }  # fmt: skip
+        write_results("http2_tricks", environment, results)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

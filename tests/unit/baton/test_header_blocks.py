@@ -1,0 +1,147 @@
+"""HeaderMeter: what header blocks decode to, and FrameGuard: which frames may pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.serving.header_blocks import HeaderBlockError, HeaderMeter
+from baton.serving.http2_frames import FrameGuard, FrameLimits, Hold, Http2Error
+from tests.fakes.http2_tricks import block, flood, headers, integer, literal
+from tests.fakes.raw_http2 import DATA, HEADERS, PING, PREFACE, SETTINGS, frame
+
+MOST = 2**15
+BEGIN = PREFACE + frame(SETTINGS)
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def guard(limits: FrameLimits | None = None, clock: Clock | None = None) -> FrameGuard:
+    """Make a guard whose client has come up."""
+    made = FrameGuard(lambda: True, clock or Clock(), limits)
+    assert made.feed(BEGIN) == BEGIN
+    return made
+
+
+# ------------------------------------------------------------------ sizes
+
+
+def test_a_field_counts_with_its_characters_and_32() -> None:
+    assert HeaderMeter().measure(literal(b"name", b"value"), MOST) == 4 + 5 + 32
+
+
+def test_a_field_of_the_static_table_counts_as_the_longest_of_that() -> None:
+    assert HeaderMeter().measure(b"\x82", MOST) == 60
+
+
+def test_text_in_huffman_code_counts_as_the_longest_that_it_can_be() -> None:
+    coded = b"\0" + integer(5, 7, 0x80) + b"abcde" + integer(10, 7, 0x80) + b"0123456789"
+    assert HeaderMeter().measure(coded, MOST) == 8 + 16 + 32
+
+
+def test_a_remembered_field_counts_each_time() -> None:
+    meter = HeaderMeter()
+    assert meter.measure(literal(b"k", b"v" * 1000, insert=True), MOST) == 1033
+    assert meter.measure(literal(b"l", b"w", insert=True), MOST) == 34
+    assert meter.measure(integer(63, 7, 0x80) * 3, MOST) == 3 * 1033
+    assert meter.measure(integer(62, 7, 0x80), MOST) == 34
+    # Its name alone, with a value of two characters.
+    assert meter.measure(integer(63, 4) + b"\2ab", MOST) == 1033 + 2
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [
+        integer(62, 7, 0x80),
+        b"\x80",
+        b"\0\5ab",
+        b"\xff\xff\xff\xff\xff\xff\xff\x01",
+        b"\0\1a",
+        b"\0\x7f\xff\xff\xff\xff\xff",
+    ],
+    ids=["no such entry", "entry 0", "cut", "a long index", "no value", "a long string"],
+)
+def test_a_malformed_block_is_refused(coded: bytes) -> None:
+    with pytest.raises(HeaderBlockError, match="malformed"):
+        HeaderMeter().measure(coded, MOST)
+
+
+def test_a_bomb_is_refused_after_few_fields() -> None:
+    meter = HeaderMeter()
+    meter.measure(literal(b"k", b"v" * 3900, insert=True), MOST)
+    with pytest.raises(HeaderBlockError, match="more than 32768 bytes"):
+        meter.measure(b"\xbe" * 3000, MOST)
+    assert meter.measure(b"\xbe" * 8, MOST) == 8 * 3933
+
+
+def test_no_more_than_128_fields_are_remembered() -> None:
+    meter = HeaderMeter()
+    for _ in range(200):
+        meter.measure(literal(b"k", b"v", insert=True), MOST)
+    meter.measure(integer(61 + 128, 7, 0x80), MOST)
+    with pytest.raises(HeaderBlockError):
+        meter.measure(integer(61 + 129, 7, 0x80), MOST)
+
+
+# ------------------------------------------------------------------ frames
+
+
+def test_frames_pass_as_they_are_however_they_are_cut() -> None:
+    call = headers(1, block()) + frame(DATA, 0, 1, bytes(70)) + frame(PING, 0, 0, bytes(8))
+    for size in (1, 2, 9, 10, 50, 1000):
+        one, passed = guard(), b""
+        for at in range(0, len(call), size):
+            passed += one.feed(call[at : at + size])
+        assert passed == call
+
+
+def test_a_block_passes_when_it_is_whole() -> None:
+    one = guard()
+    first = frame(HEADERS, 0, 1, block()[:20])
+    rest = frame(9, 4, 1, block()[20:])
+    assert one.feed(first) == b""
+    assert one.feed(rest) == first + rest
+
+
+def test_padding_and_priority_are_no_part_of_a_block() -> None:
+    payload = b"\3" + bytes(5) + block() + bytes(3)
+    whole = frame(HEADERS, 4 | 8 | 0x20, 1, payload)
+    assert guard().feed(whole) == whole
+    with pytest.raises(Http2Error, match="more padding"):
+        guard().feed(frame(HEADERS, 4 | 8, 1, b"\xff"))
+
+
+def test_small_frames_beyond_a_rate_wait() -> None:
+    clock = Clock()
+    one = guard(FrameLimits(small_burst=11, small_per_s=10), clock)  # settings were the first
+    pings = next(flood(PING, bytes(8)))
+    assert len(one.feed(pings)) == 10 * 17
+    assert one.hold is Hold.RATE
+    assert one.feed(b"") == b""
+    clock.now_s = 1.0
+    assert len(one.feed(b"")) == 10 * 17
+
+
+def test_what_the_server_sends_allows_small_frames() -> None:
+    one = guard(FrameLimits(small_burst=11, small_per_s=1, sent_bytes_per_small=32))
+    one.feed(next(flood(PING, bytes(8))))
+    one.note_sent(160)
+    assert len(one.feed(b"")) == 5 * 17
+
+
+def test_a_call_waits_for_its_turn_and_all_behind_it() -> None:
+    turns: list[bool] = []
+    one = FrameGuard(lambda: bool(turns and turns.pop()), Clock())
+    call, ping = headers(1, block()), frame(PING, 0, 0, bytes(8))
+    assert one.feed(BEGIN + ping + call + ping) == BEGIN + ping
+    assert one.hold is Hold.CALL
+    turns.append(True)
+    assert one.feed(b"") == call + ping
+    assert one.hold is None
