@@ -26,7 +26,7 @@ class Shape:
 def all_shapes() -> list[Shape]:
     """Every one of the table, by unique names."""
     found = [*_grammars(), *_texts(), *_chats(), *_bodies(), *_fields(), *_headers(), *_messages()]
-    assert len({shape.name for shape in found}) == len(found) >= 200
+    assert len({shape.name for shape in found}) == len(found) >= 300
     return found
 
 
@@ -254,8 +254,27 @@ def _headers() -> Iterator[Shape]:
         "many": {f"X-{i}": "y" * 100 for i in range(60)}, "long id": {"X-Request-Id": "r" * 7000},
         "long session": {"X-Session-Id": "s" * 7000}, "gzip": {"Content-Encoding": "gzip"},
         "no type": {"Content-Type": "text/plain"}, "long key": {"Authorization": "k" * 7000},
+        "of a megabyte": {f"X-{i}": "y" * 8000 for i in range(120)},
+        "of 14,000": {f"X-{i}": "y" for i in range(14_000)},
+        "one of 4 MB": {"X-Long": "y" * 4_000_000}, "many types": {"Accept": "a/b;q=0.1," * 700},
+        "cookies": {"Cookie": "; ".join(f"c{i}=d" for i in range(900))},
+        "expect": {"Expect": "100-continue"}, "expect more": {"Expect": "200-maybe"},
+        "trace": {"traceparent": "00-" + "a" * 7000}, "trace state": {"tracestate": "a=b," * 1900},
+        "upgrade": {"Connection": "Upgrade", "Upgrade": "websocket" * 800},
+        "forwarded": {"X-Forwarded-For": "1.2.3.4, " * 800}, "range": {"Range": "bytes=0-," * 800},
     }.items():  # fmt: skip
         yield Shape(f"headers {name}", body, headers=headers)
+    for name, headers in {
+        "of 4 KB": {"x-a": "y" * 4000}, "of 12 KB": {"x-a": "y" * 12_000},
+        "of 20 KB": {"x-a": "y" * 20_000}, "of 4 MB": {"x-a": "y" * 4_000_000},
+        "of 400": {f"x-{i}": "y" for i in range(400)},
+        "of 14,000": {f"x-{i}": "y" for i in range(14_000)},
+        "long name": {"x" * 12_000: "y"}, "long key": {"authorization": "k" * 12_000},
+        "no key": {"authorization": "Bearer"}, "trace": {"traceparent": "00-" + "a" * 7000},
+        "trace state": {"tracestate": "a=b," * 1900}, "deadline": {"x-deadline": "9" * 7000},
+        "coding": {"x-encoding": "gzip," * 1000},
+    }.items():  # fmt: skip
+        yield Shape(f"metadata {name}", b"", method="ListModels", headers=headers)
 
 
 def _varint(number: int) -> bytes:

@@ -4,8 +4,8 @@
 
 Router, a prefill and a decode node are processes of their own, and so are the attackers, which run
 at low priority: on a small machine they would take the cores that a network would not let them
-have. Each trick goes to the router's gRPC port and to a decode node's for some seconds; then all
-tricks go to both ports at once, 8 connections each. Meanwhile a probe asks the router's /health and
+have. Each trick goes to the router's gRPC port and to a decode node's for some seconds, over 8
+connections each; then all tricks at once. Meanwhile a probe asks the router's /health and
 another client streams. The goals are those of `hostile_shapes.py`, and that no link to a node is
 lost; a row that misses one is printed, and the exit code is 1.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.serving.rpc import open_sync_channel
-from baton.v1 import admin_pb2, admin_pb2_grpc
+from baton.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from environment import record_environment, write_results
 from hostile_shapes import GOALS, MODEL, Watch, free_address, watching
 from tests.fakes.http2_tricks import TRICKS
@@ -41,7 +41,7 @@ _LOST = (" lost", "went away", "quarantine")
 
 @dataclass
 class Outcome:
-    """One trick at one port."""
+    """One trick, or all of them."""
 
     name: str
     port: str
@@ -146,7 +146,7 @@ def node_address(router: str) -> str:
     with open_sync_channel(router) as channel:
         stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
         nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
-    return next(str(node.address) for node in nodes if "decode" in node.node_name)
+    return next(str(node.address) for node in nodes if node.role == types_pb2.NODE_ROLE_DECODE)
 
 
 async def run_all(
@@ -169,12 +169,7 @@ async def run_all(
         print(f"without any: {quiet}", flush=True)
         for number, trick in enumerate(TRICKS):
             if options.only in trick.name:
-                for port, address in ports.items():
-                    note(
-                        await measure(
-                            watch, folder, trick.name, {port: address}, number, options.seconds
-                        )
-                    )
+                note(await measure(watch, folder, trick.name, ports, number, options.seconds))
         if options.mixed:
             note(await measure(watch, folder, "all of them", ports, None, options.mixed))
     return outcomes, quiet
@@ -182,8 +177,10 @@ async def run_all(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each trick at each port")
-    parser.add_argument("--mixed", type=float, default=60.0, help="s of all tricks; 0: none")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each trick")
+    parser.add_argument(
+        "--mixed", type=float, default=60.0, help="s of all tricks at once; 0: none"
+    )
     parser.add_argument("--only", default="", help="tricks whose name has this")
     parser.add_argument("--attack", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -205,7 +202,7 @@ def main() -> None:
             deployment.wait_ready(120)
             url = f"http://{http_listen}"
             outcomes, quiet = asyncio.run(run_all(deployment, url, folder, options))
-    failed = [f"{one.name}, {one.port}" for one in outcomes if one.misses()]
+    failed = [one.name for one in outcomes if one.misses()]
     worst = {goal: max(getattr(one, goal) for one in outcomes)
              for goal in ("health_ms", "gap_ms", "growth_mib", "num_lost")}  # fmt: skip
     print(f"{len(outcomes)} rows, {len(failed)} miss a goal; worst {worst}")

@@ -26,6 +26,7 @@ from baton.access.tls import (
 from baton.api.errors import ConfigError
 from baton.serving.call_gate import CallGate
 from baton.serving.connection_limits import RpcLimits
+from baton.serving.http2_frames import FrameLimits
 from baton.serving.rpc_front import RpcFront
 from baton.serving.unknown_methods import make_server
 
@@ -59,6 +60,9 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     # A message of a few kilobytes would become megabytes, and many of them gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
+    # As the guard has it. Between two limits that differ, gRPC refuses calls at random.
+    ("grpc.max_metadata_size", FrameLimits().max_header_bytes),
+    ("grpc.absolute_max_metadata_size", FrameLimits().max_header_bytes),
 ]
 
 

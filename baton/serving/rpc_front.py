@@ -149,7 +149,7 @@ class _ClientSide(asyncio.Protocol):
         self._connecting: asyncio.Task[None] | None = None
         self._unsent = b""  # until there is a connection to gRPC
         self._is_client_full = self._is_server_full = False
-        self._has_turn = False
+        self._has_turn = self._is_refused = False
         self._at_work = contextlib.ExitStack()
 
     # ------------------------------------------------------------------ said by the client's side
@@ -221,7 +221,7 @@ class _ClientSide(asyncio.Protocol):
     # ------------------------------------------------------------------ passing on
 
     def _pass_on(self, data: bytes) -> None:
-        if self._client is None:
+        if self._client is None or self._is_refused:
             return
         try:
             passed = self._guard.feed(data)
@@ -272,6 +272,7 @@ class _ClientSide(asyncio.Protocol):
     def _refuse(self, why: str) -> None:
         """Close a connection whose frames break a rule."""
         assert self._client is not None
+        self._is_refused = True
         self._front.listener.note_refused(self, f"a connection to gRPC is closed: it {why}")
         if self._connecting is None:  # nothing was sent, so a frame may begin here
             self._client.write(goodbye(why))

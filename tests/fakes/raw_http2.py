@@ -55,6 +55,7 @@ class RawHttp2:
         num_data_bytes: that came, by stream.
         ended: streams that the server has ended or reset.
         trailers: of the last that it ended.
+        num_answered: pings and settings of ours that the server answered.
         num_settings: frames of settings that came, and were answered.
         is_closed: by the server.
     """
@@ -64,6 +65,7 @@ class RawHttp2:
     num_data_bytes: dict[int, int] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     trailers: bytes = b""
+    num_answered: int = 0
     num_settings: int = 0
     is_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Task[None] | None = None
@@ -113,6 +115,8 @@ class RawHttp2:
         if kind in (SETTINGS, PING) and not flags & _ACK:
             self.send(frame(kind, _ACK, 0, payload if kind == PING else b""))
             self.num_settings += kind == SETTINGS
+        elif kind in (SETTINGS, PING):
+            self.num_answered += 1
         elif kind == DATA:
             self.num_data_bytes[stream] = self.num_data_bytes.get(stream, 0) + len(payload)
         elif kind == HEADERS and flags & _END_STREAM:  # else they begin another stream's answer

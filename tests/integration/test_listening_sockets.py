@@ -64,6 +64,12 @@ SOCKETS = {
         "`--listen` of the node",
         "health is open; nothing else answers anybody without a role; TLS",
     ),
+    "private": Socket(
+        "router, prefill, decode",
+        "what has passed the guard before gRPC",
+        "a Unix socket in a temporary folder of its own, for each port without client certificates",
+        "only the user that runs the program can open the folder",
+    ),
     "metrics": Socket(
         "prefill, decode",
         "Prometheus page",
@@ -107,6 +113,7 @@ def found() -> dict[str, set[Listening]]:
     names |= {Listening("tcp", *_split(others[end])): "kv_tls" for end in ("kv_p", "kv_d")}
     tls = ["--kv-connector", "tls", "--kv-listen"]
     by_name: dict[str, set[Listening]] = {"unknown": set(), "sim": set()}
+    modes: set[int] = set()
 
     def look(program: str, process: subprocess.Popen[bytes]) -> None:
         for item in listening(process.pid):
@@ -114,6 +121,9 @@ def found() -> dict[str, set[Listening]]:
             name = names.get(plain, "unknown")
             if name == "unknown" and program == "node" and item.port in KV_PORTS:
                 name = "kv"
+            if item.kind == "unix" and item.host.endswith("/grpc"):
+                name = "private"
+                modes.add(Path(item.host).parent.stat().st_mode & 0o777)
             by_name.setdefault(name if program != "sim" else "sim", set()).add(item)
 
     kv_options: tuple[tuple[list[str], list[str]], ...] = (
@@ -128,6 +138,7 @@ def found() -> dict[str, set[Listening]]:
     with running(router, ["sim-node", *MODEL, "--router", addresses["nodes"]]) as processes:
         _generate(addresses["public"])
         look("sim", processes[1])
+    assert modes == {0o700}
     return by_name
 
 
@@ -172,7 +183,7 @@ def test_every_socket_is_in_the_table_and_every_row_is_there(
 def test_nothing_is_reached_from_other_machines_unless_told(
     found: dict[str, set[Listening]],
 ) -> None:
-    for item in (item for items in found.values() for item in items):
+    for item in set().union(*found.values()) - found["private"]:
         assert item.kind == "tcp"
         address = ipaddress.ip_address(item.host.removeprefix("::ffff:"))
         assert address.is_loopback, item

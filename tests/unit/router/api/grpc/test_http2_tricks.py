@@ -27,7 +27,7 @@ from tests.fakes.http2_tricks import (
     long_blocks,
 )
 from tests.fakes.http_scene import until
-from tests.fakes.raw_http2 import PING, PREFACE, SETTINGS, RawHttp2, call_frames, frame
+from tests.fakes.raw_http2 import DATA, PING, PREFACE, SETTINGS, RawHttp2, call_frames, frame
 from tests.fakes.router_scene import asynchronous
 
 pytestmark = pytest.mark.medium
@@ -96,39 +96,36 @@ def test_a_trick_is_refused_or_slowed_down_and_others_are_served(trick: Trick) -
     run()
 
 
-@asynchronous
-async def test_only_so_many_pings_are_answered_each_second() -> None:
-    async with served() as (scene, client):
-        num_answered = 0
-        raw = await RawHttp2.connect(scene.address)
-        answer = raw._take
+@pytest.mark.parametrize(("kind", "payload"), [(PING, bytes(8)), (SETTINGS, b"")])
+def test_only_so_many_control_frames_are_answered_each_second(kind: int, payload: bytes) -> None:
+    @asynchronous
+    async def run() -> None:
+        async with served() as (scene, client):
+            raw = await RawHttp2.connect(scene.address)
+            frames = flood(kind, payload)
+            for _ in range(60):
+                raw.send(next(frames))  # 500
+            await asyncio.sleep(1.0)
+            await client.models()
+            assert 0 < raw.num_answered < 10_000
+            await raw.close()
 
-        def count(kind: int, flags: int, stream: int, payload: bytes) -> None:
-            nonlocal num_answered
-            num_answered += kind == PING and flags == 1
-            answer(kind, flags, stream, payload)
-
-        raw._take = count  # type: ignore[method-assign]
-        frames = flood(PING, bytes(8))
-        for _ in range(60):
-            raw.send(next(frames))  # 500
-        await asyncio.sleep(1.0)
-        await client.models()
-        assert 0 < num_answered < 10_000
-        await raw.close()
+    run()
 
 
-@asynchronous
-async def test_headers_of_a_few_kilobytes_are_served() -> None:
-    async with served() as (scene, _):
-        raw = await RawHttp2.connect(scene.address)
-        token = literal(b"authorization", b"Bearer " + b"t" * 8000)
-        raw.send(headers(1, block(more=token)) + frame(0, 1, 1, bytes(5)))
-        raw.send(
-            headers(3, block(more=token + literal(b"x", b"y" * 8000))) + frame(0, 1, 3, bytes(5))
-        )
-        await until(lambda: raw.ended == {1, 3})
-        await raw.close()
+@pytest.mark.parametrize("num_bytes", [4000, 8000, 15_000])
+def test_headers_of_many_kilobytes_are_served(num_bytes: int) -> None:
+    @asynchronous
+    async def run() -> None:
+        async with served() as (scene, _):
+            raw = await RawHttp2.connect(scene.address)
+            long = block(more=literal(b"x-long", b"y" * num_bytes))
+            raw.send(headers(1, long) + frame(DATA, 1, 1, bytes(5)))
+            await until(lambda: raw.ended == {1})
+            assert b"grpc-status\x010" in raw.trailers
+            await raw.close()
+
+    run()
 
 
 @asynchronous
