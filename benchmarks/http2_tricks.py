@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,10 +26,10 @@ from baton.serving.rpc import open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, types_pb2
 from environment import record_environment, write_results
 from hostile_shapes import GOALS, MODEL, Watch, free_address, watching
+from http2_attack import NUM_CONNECTIONS
 from tests.fakes.http2_tricks import TRICKS
-from tests.fakes.raw_http2 import RawHttp2
 
-NUM_CONNECTIONS = 8
+ATTACK = Path(__file__).with_name("http2_attack.py")
 # What the worst of a row is seen in, after its attackers have gone.
 SETTLE_S = 0.3
 _LOST = (" lost", "went away", "quarantine")
@@ -61,43 +57,9 @@ class Outcome:
         return goals + ["num_lost"] * bool(self.num_lost) + ["failed"] * bool(self.failed)
 
 
-# ---------------------------------------------------------------- the attackers' process
-
-
-async def attack(address: str, number: int | None, seconds: float) -> dict[str, int]:
-    """Send one trick, or all in turns, over all connections; connect again when one is closed."""
-    end_at = time.monotonic() + seconds
-    sent = {"bytes": 0, "connections": 0}
-
-    async def send_on(connection: int) -> None:
-        tricks = itertools.islice(itertools.cycle(TRICKS), connection * 5, None)
-        while (left_s := end_at - time.monotonic()) > 0:
-            trick = next(tricks) if number is None else TRICKS[number]
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(left_s if number is not None else min(left_s, 3)):
-                    raw = await RawHttp2.connect(address, window=trick.window)
-                    sent["connections"] += 1
-                    try:
-                        if not trick.reads:
-                            raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
-                        for data in trick.frames():
-                            if raw.is_closed.is_set():
-                                break
-                            raw.send(data)
-                            sent["bytes"] += len(data)
-                            await raw.writer.drain()
-                            await asyncio.sleep(0)
-                    finally:
-                        raw.writer.transport.abort()
-                        await raw.close()
-
-    await asyncio.gather(*map(send_on, range(NUM_CONNECTIONS)))
-    return sent
-
-
 def start_attack(address: str, number: int | None, seconds: float) -> subprocess.Popen[bytes]:
     part = "all" if number is None else str(number)
-    command = [sys.executable, __file__, "--attack", address, part, str(seconds)]
+    command = [sys.executable, str(ATTACK), address, part, str(seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
@@ -124,7 +86,7 @@ async def measure(
     attackers = [start_attack(address, number, seconds) for address in addresses.values()]
     try:
         answers = [
-            await asyncio.to_thread(one.communicate, timeout=seconds + 30) for one in attackers
+            await asyncio.to_thread(one.communicate, timeout=seconds + 60) for one in attackers
         ]
     finally:
         for one in attackers:
@@ -182,14 +144,7 @@ def main() -> None:
         "--mixed", type=float, default=60.0, help="s of all tricks at once; 0: none"
     )
     parser.add_argument("--only", default="", help="tricks whose name has this")
-    parser.add_argument("--attack", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.attack:
-        os.nice(10)
-        address, part, seconds = options.attack
-        number = None if part == "all" else int(part)
-        print(json.dumps(asyncio.run(attack(address, number, float(seconds)))))
-        return
     environment = record_environment()
     listen, http_listen = free_address(), free_address()
     with tempfile.TemporaryDirectory() as name:

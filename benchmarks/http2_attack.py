@@ -1,0 +1,63 @@
+"""An attacker of `http2_tricks.py`: sends one trick of the table, or all in turns, to one port.
+
+    python benchmarks/http2_attack.py ADDRESS NUMBER|all SECONDS
+
+Prints how many bytes it sent over how many connections, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+
+from tests.fakes.http2_tricks import TRICKS
+from tests.fakes.raw_http2 import RawHttp2
+
+NUM_CONNECTIONS = 8
+
+
+async def attack(address: str, number: int | None, seconds: float) -> dict[str, int]:
+    """Send one trick, or all in turns, over all connections; connect again when one is closed."""
+    end_at = time.monotonic() + seconds
+    sent = {"bytes": 0, "connections": 0}
+
+    async def send_on(connection: int) -> None:
+        tricks = itertools.islice(itertools.cycle(TRICKS), connection * 5, None)
+        while (left_s := end_at - time.monotonic()) > 0:
+            trick = next(tricks) if number is None else TRICKS[number]
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(left_s if number is not None else min(left_s, 3)):
+                    raw = await RawHttp2.connect(address, window=trick.window)
+                    sent["connections"] += 1
+                    try:
+                        if not trick.reads:
+                            raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
+                        for data in trick.frames():
+                            if raw.is_closed.is_set():
+                                break
+                            raw.send(data)
+                            sent["bytes"] += len(data)
+                            await raw.writer.drain()
+                            await asyncio.sleep(0)
+                    finally:
+                        raw.writer.transport.abort()
+                        await raw.close()
+
+    await asyncio.gather(*map(send_on, range(NUM_CONNECTIONS)))
+    return sent
+
+
+def main() -> None:
+    os.nice(5)
+    address, part, seconds = sys.argv[1:]
+    number = None if part == "all" else int(part)
+    print(json.dumps(asyncio.run(attack(address, number, float(seconds)))))
+
+
+if __name__ == "__main__":
+    main()
