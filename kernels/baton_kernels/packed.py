@@ -17,7 +17,7 @@ from torch.nn import functional
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_CAPABILITY = (8, 9)  # of GPUs that have it (Ada, Hopper)
-# Inputs that are rounded with one scale where the weight is codes.
+# Inputs that are rounded with one scale where the weight is codes, at the most.
 INPUT_BLOCK = 64
 # Inputs whose groups' scales are whole multiples of one factor, where they are multiples.
 SUPER_GROUP = 256
@@ -557,14 +557,19 @@ class PackedWeight:
         return self.read_rows(torch.arange(self.out_features)).float()
 
 
-def rounded_inputs(x: Tensor) -> Tensor:
-    """Round ``[..., in_features]`` as products with codes round it; float32.
+def rounded_inputs(x: Tensor, group_size: int) -> Tensor:
+    """Round ``[..., in_features]`` as products with codes round their inputs; float32.
 
-    The largest value of every ``INPUT_BLOCK`` neighbours becomes 127.
+    Inputs that meet one group of weights share a scale, ``INPUT_BLOCK`` neighbours at the most. The
+    largest of them becomes 127.
+
+    Args:
+        x: of any floating dtype.
+        group_size: inputs of a group of the weight, see `CodeLayout`.
     """
-    size = x.shape[-1]
-    filled = functional.pad(x.float(), (0, -size % INPUT_BLOCK))
-    blocks = filled.reshape(*x.shape[:-1], filled.shape[-1] // INPUT_BLOCK, INPUT_BLOCK)
+    size, each = x.shape[-1], min(group_size, INPUT_BLOCK)
+    filled = functional.pad(x.float(), (0, -size % each))
+    blocks = filled.reshape(*x.shape[:-1], filled.shape[-1] // each, each)
     limits = blocks.abs().amax(dim=-1, keepdim=True)
     # A number over a tensor would be rounded twice: its reciprocal first.
     factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)

@@ -88,7 +88,7 @@ INLINE void add_groups(int blocks, int groups, int has_scales, int has_minima, i
             const block_header *header = (const void *)((const char *)(x.headers + r) + n / groups * x_step);
             vec_i32 parts[2];
             memcpy(parts, sums + n * TILED_ROWS * PANEL, sizeof parts);
-            vec first = to_float(parts[0]), second = to_float(parts[1]), scale = splat(header->scale);
+            vec first = to_float(parts[0]), second = to_float(parts[1]), scale = splat(header->scales[n % groups]);
             if (n % groups == 0)
                 __builtin_prefetch(x.numbers + n / groups * x_step + (r + TILED_ROWS) * numbers_bytes(8), 0, 3);
             if (has_scales) {

@@ -189,6 +189,16 @@ INLINE float sum_lanes(vec x) {
     return total;
 }
 
+INLINE int32_t sum_integers(vec_i32 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+#endif
+}
+
 INLINE float largest_lane(vec x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);

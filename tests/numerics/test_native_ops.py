@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import baton_kernels as ops
 from baton_kernels import GroupedIntegers, Groups, WeightFormat, dispatch, reference
@@ -325,6 +326,25 @@ def check_codes(native: NativeOps, layout: ops.CodeLayout) -> None:
     together = native.packed_linear(x, weight)
     close(together, reference.packed_linear(x, weight))
     assert torch.equal(native.packed_linear(x[5:6], weight), together[5:6])
+
+
+@pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize("format_", [WeightFormat.INT8, WeightFormat.INT4], ids=str)
+def test_large_inputs_of_another_group_round_nothing_away(
+    native: NativeOps, format_: WeightFormat, group_size: int
+) -> None:
+    """Inputs that meet a group have a scale of their own, whatever stands beside them."""
+    layout = ops.CodeLayout(format_, group_size, F32)
+    assert format_.code_bits is not None
+    integers = draw_integers(format_.code_bits, (40, 128), layout)
+    is_large = torch.arange(128) // group_size % 2 == 1  # every other group
+    integers.numbers[:, is_large] = 0  # what large inputs are multiplied by
+    weight = ops.PackedWeight.empty(40, 128, format_, native.panel_width, layout=layout)
+    native.pack_integers(weight, 0, integers)
+    x = torch.randn(3, 128) * torch.where(is_large, 10_000, 1)
+    expected = functional.linear(x, integers.dequantized())
+    found = native.packed_linear(x, weight)
+    assert float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
 
 def test_an_input_that_is_no_number_stays_none(native: NativeOps) -> None:
