@@ -385,6 +385,7 @@ class PackedWeight:
     out_features: int
     in_features: int
     is_e2m1: bool = False  # see `CodeLayout`
+    has_fine_inputs: bool = False  # of codes only: inputs are rounded to 16 bits
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -557,26 +558,30 @@ class PackedWeight:
         return self.read_rows(torch.arange(self.out_features)).float()
 
 
-def rounded_inputs(x: Tensor, group_size: int) -> Tensor:
-    """Round ``[..., in_features]`` as products with codes round their inputs; float32.
+def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
+    """Round ``[..., in_features]`` as a product with a weight of codes rounds its inputs; float32.
 
     Inputs that meet one group of weights share a scale, ``INPUT_BLOCK`` neighbours at the most. The
-    largest of them becomes 127.
-
-    Args:
-        x: of any floating dtype.
-        group_size: inputs of a group of the weight, see `CodeLayout`.
+    largest of them becomes 127. Where the weight has fine inputs, what rounding takes away is
+    rounded likewise and added.
     """
-    size, each = x.shape[-1], min(group_size, INPUT_BLOCK)
+    size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
     filled = functional.pad(x.float(), (0, -size % each))
     blocks = filled.reshape(*x.shape[:-1], filled.shape[-1] // each, each)
+    rounded = _rounded_blocks(blocks)
+    if weight.has_fine_inputs:
+        rounded = rounded + _rounded_blocks((blocks.double() - rounded).float())
+    return rounded.float().view(filled.shape)[..., :size]
+
+
+def _rounded_blocks(blocks: Tensor) -> Tensor:
+    """Round the numbers of each block, ``[..., size]`` float32, to 8 bits; float64."""
     limits = blocks.abs().amax(dim=-1, keepdim=True)
     # A number over a tensor would be rounded twice: its reciprocal first.
     factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)
     # In float64 a product of two floats is exact, as in a fused multiply-add.
-    numbers = (blocks.double() * factors.double()).round().float()
-    rounded = numbers * (limits * (1 / INT8_LIMIT))
-    return rounded.view(filled.shape)[..., :size]
+    numbers = (blocks.double() * factors.double()).round()
+    return numbers * (limits * (1 / INT8_LIMIT)).double()
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:

@@ -408,7 +408,7 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
         ``[..., out_features]`` in the dtype of ``x``; computed in float32, of inputs that are
         rounded to 8 bits where the weight is codes.
     """
-    inputs = rounded_inputs(x, weight.group_size) if weight.format.code_bits else x.float()
+    inputs = rounded_inputs(x, weight) if weight.format.code_bits else x.float()
     return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
 
 
@@ -549,7 +549,7 @@ def packed_experts(
     all_halves, all_downs = gate_up.unpacked(), down.unpacked()
 
     def multiply(rows: Tensor, weight: PackedWeight, every: Tensor, part: slice) -> Tensor:
-        inputs = rounded_inputs(rows, weight.group_size) if weight.format.code_bits else rows.float()
+        inputs = rounded_inputs(rows, weight) if weight.format.code_bits else rows.float()
         bias = None if weight.bias is None else weight.bias[part]
         return functional.linear(inputs, every[part], bias).to(rows.dtype)
 

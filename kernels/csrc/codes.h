@@ -6,7 +6,8 @@
  * the group's inputs. Codes of e2m1 are places in a table of what is multiplied by a scale.
  * A row of x is cut into blocks of BLOCK inputs. Inputs that meet one group of weights share a scale, BLOCK at
  * the most: the largest of them becomes 127 (symmetric). So a row's numbers never depend on its company. The sum
- * within a group is exact; groups and blocks are added in order, in float.
+ * within a group is exact; groups and blocks are added in order, in float. Where inputs are `fine`, a row of x
+ * becomes two rows: the rounded numbers, and what rounding took away, rounded likewise.
  * Refuses to know: where x and w come from, threads.
  */
 #ifndef BATON_CODES_H
@@ -62,6 +63,8 @@ typedef struct {
     int32_t groups[BLOCK / SUMMED];
 } block_header;
 
+INLINE vec to_float(vec_i32 x) { return __builtin_convertvector(x, vec); }
+
 /* 8 bits each, or 16 where pairs are multiplied. */
 INLINE int64_t number_size(int bits) { return ADDS_FOUR || bits == 4 ? 1 : 2; }
 INLINE int64_t numbers_bytes(int bits) { return BLOCK * number_size(bits); }
@@ -86,14 +89,12 @@ typedef struct {
     int32_t offset;
 } code_groups;
 
-/* Pairs of 16 bits take a code's neighbour but one: even and odd bytes come apart most easily. */
-INLINE void round_block(int bits, int type, const void *from, int64_t size, code_groups groups,
-                        code_rows to) {
-    float values[BLOCK] __attribute__((aligned(64))) = {0};
+/* Rounds a block's values. `keep_rest`: `values` becomes what was rounded away. Pairs of 16 bits take a code's
+ * neighbour but one: even and odd bytes come apart most easily. */
+INLINE void round_values(int bits, float *values, code_groups groups, int keep_rest, code_rows to) {
     int32_t numbers[BLOCK] __attribute__((aligned(64)));
     block_header *header = (block_header *)to.headers;
     vec lost = {0};
-    read_row(type, from, values, size);
     /* No number must not become one. */
     for (int64_t i = 0; i < BLOCK; i += LANES) lost += load(FLOAT32, values, i) * 0.0f;
     float zero = sum_lanes(lost);
@@ -105,16 +106,18 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, code
             largest = larger(choose(x < 0.0f, -x, x), largest);
         }
         float limit = largest_lane(largest), inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;
+        float scale = limit * (1.0f / 127) + zero;
         for (int64_t i = g; i < g + groups.size; i += LANES) {
             /* What 1.5 * 2^23 is added to is rounded to the nearest, ties to even. */
-            vec shifted = multiply_add(load(FLOAT32, values, i), splat(inverse), splat(12582912.0f));
+            vec x = load(FLOAT32, values, i), shifted = multiply_add(x, splat(inverse), splat(12582912.0f));
             vec_i32 rounded = (vec_i32)shifted - 0x4b400000;
             memcpy(numbers + i, &rounded, sizeof rounded);
             total += rounded;
+            if (keep_rest) store(values + i, multiply_add(to_float(rounded), splat(-scale), x));
         }
         int32_t sum = sum_integers(total), start = -sum * groups.offset;
         float as_float = (float)sum;
-        header->scales[g / groups.size] = limit * (1.0f / 127) + zero;
+        header->scales[g / groups.size] = scale;
         memcpy(&header->groups[g / groups.size], groups.offset ? (void *)&start : (void *)&as_float, 4);
     }
     if (number_size(bits) == 1) {
@@ -127,6 +130,17 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, code
             x[i + 2] = (int16_t)numbers[i + 1], x[i + 3] = (int16_t)numbers[i + 3];
         }
     }
+}
+
+/* A block of a row. `fine`: what rounding takes away is rounded in turn, into the row after `to`. */
+INLINE void round_block(int bits, int type, const void *from, int64_t size, code_groups groups, int fine,
+                        code_rows to) {
+    float values[BLOCK] __attribute__((aligned(64))) = {0};
+    read_row(type, from, values, size);
+    round_values(bits, values, groups, fine, to);
+    if (!fine) return;
+    to.numbers += numbers_bytes(bits), to.headers++;
+    round_values(bits, values, groups, 0, to);
 }
 
 /* What codes of e2m1 stand for, twice, and OFFSET_E2M1 more, so that none has a sign. */
@@ -286,8 +300,6 @@ INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_
 }
 
 #endif
-
-INLINE vec to_float(vec_i32 x) { return __builtin_convertvector(x, vec); }
 
 /* Some blocks of a panel's codes, for all rows alike. */
 typedef struct {

@@ -34,24 +34,31 @@ INLINE int in_halves(const linear_call *c) {
 }
 /* Whether groups of inputs of numbers have scales: then no slice is of two groups. */
 INLINE int has_scales(const linear_call *c) { return c->w_type == FLOAT8 && c->group_scales; }
+/* Rows that are multiplied for each row of x. */
+INLINE int64_t rows_each(const linear_call *c) { return c->fine ? 2 : 1; }
 INLINE int in_tiles(const linear_call *c) {
-    if (is_codes(c->w_type)) return TILES_OF_CODES && c->num_rows >= TILED_FROM && baton_has_tiles();
+    if (is_codes(c->w_type))
+        return TILES_OF_CODES && c->num_rows * rows_each(c) >= TILED_FROM && baton_has_tiles();
     return HAS_TILES && in_halves(c) && baton_has_tiles();
 }
 
 /* Rows are cut into blocks, none larger than a micro kernel takes: of nearly equal size, or of
- * `size`, where fewer rows cost as much. */
+ * `size`, where fewer rows cost as much. The `each` rows of a row of x stay together. */
 typedef struct {
-    int64_t count, num_blocks, size;
+    int64_t count, num_blocks, size, each;
 } row_blocks;
 
+/* `count`: rows of x. */
 INLINE row_blocks cut(const linear_call *c, int64_t count) {
-    if (in_tiles(c)) return (row_blocks){count, ceil_div(count, TILED_ROWS), TILED_ROWS};
+    int64_t each = rows_each(c);
+    count *= each;
+    if (in_tiles(c)) return (row_blocks){count, ceil_div(count, TILED_ROWS), TILED_ROWS, each};
     int most = is_codes(c->w_type) ? code_rows_of(bits_of(c->w_type)) : MAX_ROWS;
-    return (row_blocks){count, ceil_div(count, most), 0};
+    return (row_blocks){count, ceil_div(count, most), 0, each};
 }
 INLINE int64_t block_start(row_blocks b, int64_t i) {
-    return b.size ? min64(b.size * i, b.count) : b.count * i / b.num_blocks;
+    if (b.size) return min64(b.size * i, b.count);
+    return b.each == 1 ? b.count * i / b.num_blocks : b.count / 2 * i / b.num_blocks * 2;
 }
 
 INLINE int64_t num_panels(const linear_call *c) { return ceil_div(c->num_columns, PANEL); }
@@ -70,7 +77,7 @@ INLINE int64_t slice_start(const linear_call *c, int64_t s) {
 INLINE int64_t chunk_rows(const linear_call *c) {
     int64_t most = in_tiles(c) ? CHUNK_TILED : CHUNK_FLOATS;
     int64_t rows = min64(MAX_CHUNK, max64(MIN_CHUNK, most / c->depth));
-    return in_tiles(c) ? rows / TILED_ROWS * TILED_ROWS : rows;
+    return (in_tiles(c) ? rows / TILED_ROWS * TILED_ROWS : rows) / rows_each(c);
 }
 
 /* A single row of floats is read where it is. */
@@ -92,8 +99,9 @@ INLINE int64_t room_for(const linear_call *c, int64_t count) {
     int64_t whole = in_tiles(c) || count > TILE_ROWS ? ceil_div(count, TILE_ROWS) * TILE_ROWS : count;
     return count > TILE_ROWS ? whole + TILE_ROWS / 2 : whole;
 }
+/* Of `count` rows of x. */
 INLINE int64_t packed_bytes(const linear_call *c, int64_t count) {
-    return room_for(c, count) * packed_row_bytes(c);
+    return room_for(c, count * rows_each(c)) * packed_row_bytes(c);
 }
 
 static void *packed_memory(const linear_call *c) {
@@ -109,12 +117,12 @@ INLINE code_groups groups_of(const linear_call *c) {
 INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t count, int64_t begin,
                        int64_t end, char *to) {
     int bits = bits_of(c->w_type);
-    int64_t room = room_for(c, count), x_step = room * block_bytes(bits);
+    int64_t each = rows_each(c), room = room_for(c, count * each), x_step = room * block_bytes(bits);
     code_groups groups = groups_of(c);
     for (int64_t k = 0; k < c->depth; k += BLOCK, to += x_step)
         for (int64_t r = begin; r < end; r++)
             round_block(bits, type, at(type, c->x, (chunk + r) * c->x_stride + k),
-                        min64(BLOCK, c->depth - k), groups, rows_from(bits, to, room, r));
+                        min64(BLOCK, c->depth - k), groups, each == 2, rows_from(bits, to, room, r * each));
 }
 
 /* What makes a panel's sums for the blocks [begin, end) of the packed rows has: `then` is the weight that
@@ -495,11 +503,21 @@ INLINE int64_t num_together(const linear_call *c, row_blocks b) {
     return c->gated && b.num_blocks == 1 ? TOGETHER : 1;
 }
 
+/* Adds the two sums of each row of x, in place. */
+INLINE void join_rows(int64_t rows, float *tile) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < PANEL; i += LANES) {
+            const float *both = tile + 2 * r * PANEL + i;
+            store(tile + r * PANEL + i, load(FLOAT32, both, 0) + load(FLOAT32, both, PANEL));
+        }
+}
+
 /* `count` panels of the output, num_together at the most, for the blocks [begin, end) of a chunk of rows. */
 static void panels_of(const linear_call *c, int64_t panel, int64_t count, int64_t chunk, row_blocks b,
                       int64_t begin, int64_t end, const void *packed) {
     float tiles[2][MOST_TILED * PANEL] __attribute__((aligned(64)));
     int64_t first = block_start(b, begin), rows = block_start(b, end) - first, size = rows * PANEL;
+    first /= b.each, rows /= b.each; /* of x; `size` is that of what is multiplied */
     int halves = c->gated != 0;
     panel_sums *sums = sums_of(c);
     unfinished left[TOGETHER];
@@ -515,6 +533,7 @@ static void panels_of(const linear_call *c, int64_t panel, int64_t count, int64_
             if (i + 1 == count && half < halves) next = panel + num_panels(c);
             const void *then = at(c->w_type, c->w, next * filled_depth(c) * PANEL);
             sums(c, here, then, b, begin, end, packed, tiles[half] + i * size, half < halves ? NULL : left + i);
+            if (b.each == 2) join_rows(rows, tiles[half] + i * size);
         }
     for (int64_t i = 0; i < count; i++) {
         left[i].ready = chunk + first + rows - left[i].row;
@@ -547,7 +566,7 @@ static int chunk_of(const linear_call *c, int64_t i, int64_t num_chunks) {
     if (!packed) return 1;
     int64_t chunk = c->num_rows * i / num_chunks;
     row_blocks b = cut(c, c->num_rows * (i + 1) / num_chunks - chunk);
-    if (!is_direct(c)) pack_rows(c, chunk, b.count, 0, b.count, packed);
+    if (!is_direct(c)) pack_rows(c, chunk, b.count / b.each, 0, b.count / b.each, packed);
     for (int64_t panel = 0; panel < num_panels(c); panel++)
         panels_of(c, panel, 1, chunk, b, 0, b.num_blocks, packed);
     return 0;
@@ -561,7 +580,8 @@ static void rows_together(const linear_call *c, void *packed) {
         row_blocks b = cut(c, min64(size, c->num_rows - chunk));
         if (!is_direct(c)) {
 #pragma omp for schedule(static)
-            for (int64_t r = 0; r < b.count; r++) pack_rows(c, chunk, b.count, r, r + 1, packed);
+            for (int64_t r = 0; r < b.count / b.each; r++)
+                pack_rows(c, chunk, b.count / b.each, r, r + 1, packed);
         }
         share_of(c, chunk, b, packed, thread, team);
         if (chunk + size < c->num_rows) {

@@ -30,7 +30,9 @@ from models.loading.stored_weights import WeightPart, float8_alike, integers_ali
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-_TOO_COARSE_FOR_HEADS = (WeightFormat.INT4, WeightFormat.FP8)  # which become INT8
+# They cost a small model several percent of perplexity (log, 2026-11-28); heads become INT8.
+_COARSE = (WeightFormat.INT4, WeightFormat.FP8)
+_FEW_WEIGHTS = 10**9
 _ROWS = 64  # of a weight, that are looked at together
 _WIDTH = 16  # of panels, where no kernels want another
 
@@ -86,6 +88,7 @@ class _Packing:
         self._latents: dict[nn.Module, PackedLatentProjection] = {}
         self._embedding: NarrowEmbedding | PackedEmbedding | None = None
         self._memory = WeightMemory()
+        self._num_coarse = 0  # weights that were rounded here to a coarse format
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """See ``PackingModel``; of a tied embedding the head is made."""
@@ -121,13 +124,15 @@ class _Packing:
         formats = Counter(weight.format for weight in self._packed.values())
         if self._packed and model.lm_head is None:
             head = self._packed.pop(decoder.embed_tokens)
-            model.lm_head = PackedLinear(head)
+            model.lm_head = PackedLinear(_as_head(head))
             size = sum(tensor.numel() * tensor.itemsize for tensor in model.lm_head.parameters())
             logger.info("the tied output head is the embedding too: %.0f MiB", size / _MIB)
         for parent in list(model.modules()):
             for name, child in parent.named_children():
                 if child in self._packed:
-                    setattr(parent, name, _layer(child, self._packed.pop(child)))
+                    packed = self._packed.pop(child)
+                    weight = _as_head(packed) if child is model.lm_head else packed
+                    setattr(parent, name, _layer(child, weight))
                 elif child in self._latents:
                     setattr(parent, name, self._latents.pop(child))
         if self._embedding is not None:
@@ -138,6 +143,13 @@ class _Packing:
             return
         kinds = ", ".join(f"{count} x {format_.value}" for format_, count in formats.items())
         logger.info("linear layers packed for this CPU: %s", kinds)
+        wanted = self._packer.weights
+        if wanted is not None and 0 < self._num_coarse < _FEW_WEIGHTS:
+            logger.warning(
+                "--weights %s rounds this model's weights as they are loaded: models of less than"
+                " a billion weights lose several percent of perplexity by it, with int8 below 1 %%",
+                wanted.value,
+            )
 
     def _pack(
         self, parts: Sequence[WeightPart], *, is_head: bool = False, has_gaps: bool = False
@@ -154,7 +166,7 @@ class _Packing:
             return self._keep_float8(parts, float8, has_gaps=has_gaps)
         if wanted is None:
             wanted = self._exact_format(parts)
-        elif is_head and wanted in _TOO_COARSE_FOR_HEADS:
+        elif is_head and wanted in _COARSE:
             wanted = WeightFormat.INT8
         return self._pack_as(wanted, parts, has_gaps=has_gaps)
 
@@ -187,6 +199,8 @@ class _Packing:
         self, format_: WeightFormat, parts: Sequence[WeightPart], *, has_gaps: bool = False
     ) -> ops.PackedWeight:
         weight = self._empty(parts, format_, has_gaps=has_gaps)
+        if format_ in _COARSE:
+            self._num_coarse += weight.out_features * weight.in_features
         for part in parts:
             for first_row, rows in part.pieces():
                 ops.pack_rows(weight, first_row, rows)
@@ -220,6 +234,11 @@ class _Packing:
         if all(_is_float16(one) for one in parts):
             return WeightFormat.FP16
         return WeightFormat.BF16 if all(_is_bfloat16(one) for one in parts) else own
+
+
+def _as_head(weight: ops.PackedWeight) -> ops.PackedWeight:
+    """Return a head's weight: what rounding its inputs to 8 bits loses goes straight to logits."""
+    return replace(weight, has_fine_inputs=weight.format.code_bits is not None)
 
 
 def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:

@@ -16,15 +16,15 @@ static void *read_bytes(FILE *file, int64_t size) {
 
 int main(int argc, char **argv) {
     if (argc < 3) return printf("%d\n", baton_panel()) < 0;
-    int64_t n[22];
+    int64_t n[23];
     FILE *from = fopen(argv[1], "rb"), *to = fopen(argv[2], "wb");
-    if (!from || !to || fread(n, sizeof n[0], 22, from) != 22) return 2;
+    if (!from || !to || fread(n, sizeof n[0], 23, from) != 23) return 2;
     void *bytes[8];
-    for (int i = 0; i < 8; i++) bytes[i] = read_bytes(from, n[14 + i]);
+    for (int i = 0; i < 8; i++) bytes[i] = read_bytes(from, n[15 + i]);
     linear_call call = {
         .x_type = n[0], .w_type = n[1], .out_type = n[2], .num_threads = n[3], .gated = n[4],
         .num_rows = n[5], .num_columns = n[6], .depth = n[7], .x_stride = n[8], .out_stride = n[9],
-        .group = n[10], .scales_type = n[11], .minima_type = n[12], .factors_type = n[13],
+        .group = n[10], .scales_type = n[11], .minima_type = n[12], .factors_type = n[13], .fine = n[14],
         .x = bytes[0], .w = bytes[1], .scales = bytes[2], .bias = bytes[3], .group_scales = bytes[4],
         .group_minima = bytes[5], .scale_factors = bytes[6], .minimum_factors = bytes[7],
     };

@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,9 @@ def run(program: Sequence[str], folder: Path, x: Tensor, weight: PackedWeight) -
     columns = weight.out_features
     w_type = _E2M1 if weight.is_e2m1 else _FORMATS[weight.format]
     numbers = (_CODES[x.dtype], w_type, 0, 1, 0, num_rows, columns, depth, depth, columns)
+    layout = (weight.group_size, *types, weight.has_fine_inputs)
     sizes = map(len, contents)
-    header = struct.pack("<22q", *numbers, weight.group_size, *types, *sizes)
+    header = struct.pack("<23q", *numbers, *layout, *sizes)
     (folder / "in").write_bytes(header + b"".join(contents))
     subprocess.run([*program, str(folder / "in"), str(folder / "out")], check=True)
     content = bytearray((folder / "out").read_bytes())
@@ -105,7 +107,7 @@ def test_products_are_those_of_the_definition(
         integers = draw_integers(layout.format.code_bits, shape, layout)
         weight = PackedWeight.empty(*shape, layout.format, width, layout=layout)
         weight.write_integers(0, integers)
-        weights.append(weight)
+        weights += weight, replace(weight, has_fine_inputs=True)
     for weight in weights:
         for inputs in (x, x.bfloat16()):
             together = run(program, tmp_path, inputs, weight)

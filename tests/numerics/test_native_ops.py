@@ -6,6 +6,7 @@ Refuses to know: which model would call them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -322,10 +323,15 @@ def check_codes(native: NativeOps, layout: ops.CodeLayout) -> None:
         found = native.unpack_rows(weight, ids, dtype)
         assert torch.equal(found, reference.unpack_rows(weight, ids, dtype))
         assert found.dtype == (dtype or F32)
-    x = torch.randn(13, in_features) / in_features
-    together = native.packed_linear(x, weight)
-    close(together, reference.packed_linear(x, weight))
-    assert torch.equal(native.packed_linear(x[5:6], weight), together[5:6])
+    x = torch.randn(57, in_features) / in_features
+    for has_fine_inputs in (False, True):
+        weight = replace(weight, has_fine_inputs=has_fine_inputs)
+        together = native.packed_linear(x, weight)
+        close(together, reference.packed_linear(x, weight))
+        for part in (slice(5, 6), slice(40, 53)):
+            assert torch.equal(native.packed_linear(x[part], weight), together[part])
+    exact = functional.linear(x, weight.unpacked())
+    assert float((together - exact).abs().max()) < 1e-4 * float(exact.abs().max())
 
 
 @pytest.mark.parametrize("group_size", [16, 32])

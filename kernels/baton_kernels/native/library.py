@@ -34,7 +34,7 @@ class LinearCall(Structure):
         *_fields(c_int64, "x_type w_type out_type num_threads gated"),
         *_fields(c_int64, "num_rows num_columns depth x_stride out_stride"),
         *_fields(c_void_p, "x w scales bias out"),
-        *_fields(c_int64, "group scales_type minima_type factors_type"),
+        *_fields(c_int64, "group scales_type minima_type factors_type fine"),
         *_fields(c_void_p, "group_scales group_minima scale_factors minimum_factors"),
     )
 

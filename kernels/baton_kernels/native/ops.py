@@ -474,7 +474,7 @@ class NativeOps:
             *(len(rows), num_columns, weight.in_features, rows.stride(0), num_columns),
             *(rows.data_ptr(), weight.panels.data_ptr()),
             *(_address(weight.scales), _address(weight.bias), _address(out)),
-            *(weight.group_size, *types, *map(_address, groups)),
+            *(weight.group_size, *types, weight.has_fine_inputs, *map(_address, groups)),
         )
 
     def route(

@@ -54,6 +54,27 @@ def kernels(request: Any) -> Any:
     enable_native_kernels(True)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("weights", ["int4", "int8", "fp8", "bf16"])
+def test_inputs_of_a_head_of_codes_are_fine(tmp_path: Path, weights: str, tied: bool) -> None:
+    theirs = make_hugging_face_model("Qwen3ForCausalLM", tie_word_embeddings=tied)
+    layers = packed_layers(load(save(theirs, tmp_path), weights))
+    is_fine = {name: one.packed.has_fine_inputs for name, one in layers.items()}
+    assert is_fine.pop("lm_head") == (weights != "bf16")
+    assert not any(is_fine.values())
+
+
+@pytest.mark.parametrize("weights", ["int4", "fp8"])
+def test_a_small_model_that_is_rounded_coarsely_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, weights: str
+) -> None:
+    folder = save(make_hugging_face_model("Qwen3ForCausalLM"), tmp_path)
+    load(folder, "int8")
+    assert "perplexity" not in caplog.text
+    load(folder, weights)
+    assert f"--weights {weights} rounds this model's weights" in caplog.text
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", [one.value for one in WeightFormat])
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])  # with biases
