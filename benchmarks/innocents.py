@@ -109,8 +109,8 @@ class Scene:
             await asyncio.sleep(POLL_S)
             for child in list(self.site.deployment.children):
                 if child.process.poll() is not None:
-                    self.num_deaths += 1
                     await asyncio.to_thread(self.site.deployment.restart, child.name)
+                    self.num_deaths += 1
 
     async def kill(self, name: str) -> None:
         """Kill a node and wait until another one has its name."""
