@@ -70,6 +70,8 @@ GET_WEATHER = {
     },
 }
 
+# Without this rule the model loops or answers rightly, depending on how a CPU rounds.
+SHORT = {"role": "system", "content": "Answer in one short sentence."}
 # What the function knows.
 WEATHER = {"Oslo": "4 degrees, light rain"}
 
@@ -286,7 +288,8 @@ class Paragraph:
 def show_model(talk: Talk) -> None:
     """What a model that was taught to answer can do."""
     talk.scene("a chat: what is said before is computed once")
-    chat: list[dict[str, Any]] = []
+    talk.line("rule", SHORT["content"])
+    chat: list[dict[str, Any]] = [SHORT]
     for turn, question in enumerate(
         ("What is the capital of France?", "What is it famous for? Answer in one sentence."), 1
     ):
