@@ -258,7 +258,8 @@ async def _make_or_stop(
     loader = ThreadPoolExecutor(1, thread_name_prefix="load-model")
     making = asyncio.get_running_loop().run_in_executor(loader, make)
     stop = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait([making, stop], return_when=asyncio.FIRST_COMPLETED)
+    ends: list[asyncio.Future[Any]] = [making, stop]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if not making.done():
         if death:
             end_dead(_died_of(death[0]))
