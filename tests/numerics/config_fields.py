@@ -107,7 +107,8 @@ def base_configs(architecture: str, num_variants: int = 1) -> list[Config]:
     There are two of each variant: with every field, and as older files are, without the types
     of layers and with ``rope_theta`` and ``rope_scaling``.
     """
-    shape = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN}
+    shape: dict[str, Any] = {"vocab_size": VOCAB_SIZE}
+    shape["max_position_embeddings"] = MAX_MODEL_LEN
     shape |= {"attn_implementation": "eager"}
     made = []
     for variant in list(FAMILIES[architecture].variants.values())[::-1][:num_variants]:

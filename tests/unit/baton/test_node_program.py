@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -15,12 +15,14 @@ from baton.node_program import NodeProgram, _make_or_stop
 def test_the_thread_that_loads_a_model_has_ended_when_the_node_begins() -> None:
     loaders: list[threading.Thread] = []
 
+    node = cast("NodeProgram", object())
+
     def make() -> NodeProgram:
         loaders.append(threading.current_thread())
-        return cast(Any, "a node")
+        return node
 
     async def load() -> list[bool]:
-        assert await _make_or_stop(make, asyncio.Event(), []) == "a node"
+        assert await _make_or_stop(make, asyncio.Event(), []) is node
         return [loader.is_alive() for loader in loaders]
 
     assert asyncio.run(load()) == [False]

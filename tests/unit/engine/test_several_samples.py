@@ -116,7 +116,7 @@ def test_a_token_that_a_grammar_refuses_fails_the_request_and_none_before_it_com
     start(scheduler, first, (second, third))
     wrong = scheduler.update(scheduler.schedule(), ModelRunnerOutput({"a": (second, 0)}))
     assert (wrong.outputs, request.output_token_ids) == ((), [first])
-    assert [failure.request_id for failure in scheduler.failures] == ["a"]
+    assert [request_id for request_id, _ in scheduler.failures] == ["a"]
     assert request.status is RequestStatus.FINISHED_ABORTED
     assert scheduler.counters.output_tokens == 1
     assert scheduler.kv_cache_manager.block_pool.num_free == 100
