@@ -192,8 +192,7 @@ def _parse(
         sliding_window=_sliding_window(fields),
         use_sliding_window=fields.boolean("use_sliding_window", False),
         max_window_layers=fields.integer("max_window_layers", 28, minimum=0),
-        sliding_window_pattern=dialect.sliding_window_pattern
-        or fields.integer("sliding_window_pattern", 1),
+        sliding_window_pattern=dialect.window_pattern(fields),
         layer_types=_layer_types(fields, num_layers, architecture),
         attention_sinks=dialect.attention_sinks,
         short_conv=short_conv,

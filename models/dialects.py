@@ -83,6 +83,10 @@ class Dialect:
             raise fields.wrong(self.activation_field, problem)
         return found
 
+    def window_pattern(self, fields: Fields) -> int:
+        """Return of how many layers one attends to everything, where no layer types are given."""
+        return self.sliding_window_pattern or fields.integer("sliding_window_pattern", 1)
+
     def refuse_unread(self, fields: Fields) -> None:
         """Raise ModelLoadError for an optional field that would not be computed with."""
         for name, neutral in _OPTIONAL.items():

@@ -20,7 +20,7 @@ _MAX_PROBLEM_CHARS = 2000
 
 
 class Fields:
-    """A JSON object whose fields are checked as they are read; null counts as absent.
+    """A JSON object whose fields are checked as they are read; null counts as absent or false.
 
     Args:
         values: the object.

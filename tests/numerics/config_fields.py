@@ -227,8 +227,8 @@ def _text_of(config: Config) -> Config:
 def _in_older_words(config: Config, architecture: str) -> Config:
     """Write a file as transformers 4 did."""
     text = _text_of(config)
-    if architecture != "NemotronHForCausalLM":  # whose layers have no other name
-        text.pop("layer_types", None)
+    if architecture not in ("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM"):
+        text.pop("layer_types", None)  # elsewhere other fields say which layers are of which type
     ropes = text.pop("rope_parameters", None) or {}
     if "sliding_attention" in ropes:
         if architecture == "Gemma3ForCausalLM":

@@ -1,5 +1,6 @@
-"""What a config.json leaves out, sets to null or sets to another value means what it does in
-transformers, or is refused by name; see config_table.py for how many of each there are.
+"""Each field of a config.json means what it does in transformers, or is refused by name.
+
+A test drops fields, another sets each to null and to other values, too; config_table.py counts.
 """
 
 from __future__ import annotations
@@ -10,11 +11,7 @@ import pytest
 
 from models.registry import MODELS
 from tests.numerics.config_check import ConfigCheck, Outcome
-from tests.numerics.config_fields import (
-    base_configs,
-    changes,
-    read_by_baton,
-)
+from tests.numerics.config_fields import base_configs, changes, read_by_baton
 from tests.numerics.config_table import all_changes, table
 
 
