@@ -26,8 +26,8 @@ from baton.access.tls import (
 from baton.api.errors import ConfigError
 from baton.serving.call_gate import CallGate
 from baton.serving.connection_limits import RpcLimits
-from baton.serving.http2_frames import FrameLimits
-from baton.serving.rpc_front import RpcFront
+from baton.serving.http2.frames import FrameLimits
+from baton.serving.http2.rpc_front import RpcFront
 from baton.serving.unknown_methods import make_server
 
 logger = logging.getLogger(__name__)

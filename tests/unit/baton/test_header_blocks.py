@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.serving.header_blocks import HeaderBlockError, HeaderMeter
-from baton.serving.http2_frames import FrameGuard, FrameLimits, Hold, Http2Error
+from baton.serving.http2.frames import FrameGuard, FrameLimits, Hold, Http2Error
+from baton.serving.http2.header_blocks import HeaderBlockError, HeaderMeter
 from tests.fakes.http2_tricks import block, flood, headers, integer, literal
 from tests.fakes.raw_http2 import DATA, HEADERS, PING, PREFACE, SETTINGS, frame
 

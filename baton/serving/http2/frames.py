@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.serving.header_blocks import HeaderBlockError, HeaderMeter
+from baton.serving.http2.header_blocks import HeaderBlockError, HeaderMeter
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEAD_BYTES = 9

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import cast
 
 from baton.api.errors import ConfigError
-from baton.serving.call_pace import CallPace
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 from baton.serving.connections import Listener
-from baton.serving.http2_frames import FrameGuard, Hold, Http2Error, goodbye
+from baton.serving.http2.call_pace import CallPace
+from baton.serving.http2.frames import FrameGuard, Hold, Http2Error, goodbye
 
 logger = logging.getLogger(__name__)
 

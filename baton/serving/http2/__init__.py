@@ -1,0 +1,1 @@
+"""What stands before gRPC: connections are accepted, their frames bounded, and then passed on."""
