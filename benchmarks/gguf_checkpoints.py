@@ -73,8 +73,6 @@ def write_gguf(folder: Path, whole: Path, kept: str) -> None:
 
 def as_gguf(folder: Path, weights: str) -> Path:
     """The checkpoint as a file of GGUF beside itself, in a type of weights."""
-    import llama_cpp
-
     kept = "bf16" if weights else "f32"
     whole = folder.parent / f"{folder.name}-{kept}.gguf"
     if not whole.exists():
@@ -83,15 +81,29 @@ def as_gguf(folder: Path, weights: str) -> Path:
         return whole
     path = folder.parent / f"{folder.name}-{weights}.gguf"
     if not path.exists():
-        options = llama_cpp.llama_model_quantize_default_params()
         kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q4_K_S"}[weights]
-        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-        options.pure = True  # no tensor in a larger type, as others have none
-        part = path.with_suffix(".part")
-        failed = llama_cpp.llama_model_quantize(str(whole).encode(), str(part).encode(), options)
-        assert not failed, failed
-        part.rename(path)
+        quantize(whole, path, kind, pure=True)  # no tensor in a larger type, as others have none
     return path
+
+
+def quantize(whole: Path, path: Path, kind: str, *, pure: bool = False) -> None:
+    """Write a file of GGUF anew with llama.cpp's own tool.
+
+    Args:
+        whole: the file to read, quantized or not.
+        path: the file to write.
+        kind: name of one of llama.cpp's mixtures of types.
+        pure: every matrix gets the type that gives the mixture its name.
+    """
+    import llama_cpp
+
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    options.pure, options.allow_requantize = pure, True
+    part = path.with_suffix(".part")
+    failed = llama_cpp.llama_model_quantize(str(whole).encode(), str(part).encode(), options)
+    assert not failed, failed
+    part.rename(path)
 
 
 def _write_vocabulary(writer: Any, folder: Path, size: int) -> None:

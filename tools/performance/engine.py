@@ -594,6 +594,37 @@ LOAD_GENERATOR = Source(
 )
 
 
+def _divergence(model: str, kind: str) -> Row:
+    def measure(document: Json) -> Found:
+        found = at(document, "files", f"{model} {kind}")
+        ours, theirs = (number(found, engine, "kl") for engine in ("baton", "llamacpp"))
+        same = (number(found, engine, "same_likeliest_token") for engine in ("baton", "llamacpp"))
+        shares = ", ".join(f"{share:.1%}" for share in same)
+        text = f"{ours / theirs:.2f} ({ours:.2g} / {theirs:.2g}; same token {shares})"
+        return Found(text, ours <= theirs)
+
+    return Row(
+        what=f"{model}, {kind}: KL to float32 / llama.cpp's",
+        target="<= 1",
+        measure=measure,
+        holds_back="see the log.",
+    )
+
+
+DIVERGENCE = Source(
+    name="divergence",
+    command="benchmarks/divergence.py",
+    intro="How far rounding takes the next token's distribution from float32's with the same file's"
+    " dequantized weights: mean KL divergence in nats, and how often the likeliest token is the"
+    " same. llama.cpp made the files, and scores the same tokens.",
+    rows=tuple(
+        _divergence(model, kind)
+        for model in ("SmolLM2-135M", "demo model")
+        for kind in ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+    ),
+)
+
+
 def _of_ranks(
     what: str,
     key: str,
@@ -691,9 +722,10 @@ AREAS = (
     ),
     Area(
         title="On a CPU",
-        sources=(*ENGINE_CPU, FAMILIES, PARALLEL, KERNELS_CPU, MODEL_LOAD),
+        sources=(*ENGINE_CPU, DIVERGENCE, FAMILIES, PARALLEL, KERNELS_CPU, MODEL_LOAD),
         log=(
             "2026-11-21: paged attention and projections on a CPU",
+            "2026-11-28: what rounding of inputs costs beside llama.cpp",
             "2026-11-26: what ranks cost and bring",
             "2026-11-26: families again, and what bounds many heads over latents",
         ),

