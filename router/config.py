@@ -57,6 +57,7 @@ class RouterConfig:
     )
     return_timeout_s: float = option(
         60.0,
+        least=0.0,
         help="How long a request waits for a node that went away by itself, where there is no pair "
         "without that node, seconds: its link may come back, or its process be started again. "
         "1,024 requests at once wait so long.",

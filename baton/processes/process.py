@@ -56,15 +56,32 @@ def run_program(
 
 
 async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
-    """Run a program's main coroutine, and end the process at once when its engine is dead.
+    """Run a program's main coroutine on a loop whose worker threads run already.
+
+    Ends the process at once when its engine is dead.
 
     A dead engine may leave threads that never end. The event loop and the interpreter wait for
     threads when they end, and start one to do so.
     """
     try:
+        _start_workers()
         await main
     except EngineDeadError as error:
         end_dead(error)
+
+
+def _start_workers() -> None:
+    """Start all worker threads of the running loop now: later the system may allow none."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    num_workers = min(32, (os.cpu_count() or 1) + 4)  # as many as the loop would start by itself
+    workers = ThreadPoolExecutor(num_workers, thread_name_prefix="asyncio")
+    are_started = threading.Barrier(num_workers + 1)
+    for _ in range(num_workers):
+        workers.submit(are_started.wait)
+    are_started.wait()
+    asyncio.get_running_loop().set_default_executor(workers)
 
 
 def end_dead(error: EngineDeadError) -> NoReturn:

@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from baton.api.errors import (
     BatonError,
+    DamagedModelError,
     DeadlineExceededError,
     EngineDeadError,
     InvalidRequestError,
@@ -43,6 +44,7 @@ _KINDS: dict[str, type[BatonError]] = {
     "DEADLINE_EXCEEDED": DeadlineExceededError,
     "REQUEST_CANCELLED": RequestCancelledError,
     "TRANSFER_FAILED": TransferError,
+    "DAMAGED_MODEL": DamagedModelError,
     "ENGINE_DEAD": EngineDeadError,
 }
 _INVALID_REQUEST = "INVALID_REQUEST"

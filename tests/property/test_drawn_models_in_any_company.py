@@ -141,7 +141,9 @@ def compare(architecture: str, number: int, folder: Path) -> tuple[int, int]:
         alone.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)
     ]
     num_preemptions = num_drafts = 0
-    for options in draw_methods(architecture, folder, draw):
+    for is_first, options in zip(
+        (True, False, False), draw_methods(architecture, folder, draw), strict=False
+    ):
         company: dict[str, Any] = {
             "num_threads": draw.choice([1, 2]),
             "preemption": "recompute",
@@ -153,7 +155,7 @@ def compare(architecture: str, number: int, folder: Path) -> tuple[int, int]:
             **options,
         }
         num_blocks = min_num_blocks(LLM(str(folder), kv_cache_bytes=2**24, **shared, **options))
-        company["num_blocks"] = num_blocks + draw.choice([0, 1, 5])
+        company["num_blocks"] = num_blocks + (0 if is_first else draw.choice([0, 1, 5]))
         llm = LLM(str(folder), **shared, **company)
         found = llm.generate(prompts, params)
         differing = [
@@ -191,5 +193,6 @@ def test_alone_and_in_company(
     record_property("requests", NUM_MODELS * GROUP)
     record_property("preemptions", num_preemptions)
     record_property("drafts", num_drafts)
-    assert num_preemptions, "nobody lost its blocks"
+    # One model with states may be drawn with blocks that hold whole requests.
+    assert num_preemptions or (architecture.startswith(STATES) and NUM_MODELS == 1)
     assert num_drafts or architecture.startswith(STATES)

@@ -109,7 +109,7 @@ def test_limits_are_read(folder: Path) -> None:
 @pytest.mark.parametrize("value", [None, 0, -1, "10", 1.5])
 def test_a_wrong_limit_is_refused_by_its_name(folder: Path, field: str, value: Any) -> None:
     write(folder, CONFIG | {field: value})
-    with pytest.raises(ModelLoadError, match=f"{field} must be a positive number"):
+    with pytest.raises(ModelLoadError, match=f"{field} must be a number from 1 to"):
         read_limits(folder)
 
 

