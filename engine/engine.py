@@ -259,6 +259,14 @@ class Engine:
         """Whether a step could compute something now."""
         return self._scheduler.has_work
 
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether all running requests wait for their masks: schedule again at once.
+
+        `schedule` itself waits some milliseconds for a mask, so asking again is no busy loop.
+        """
+        return self._scheduler.awaits_masks
+
     def step(self) -> StepResult:
         """One step: choose, compute, write down."""
         return self.execute(self.schedule())

@@ -122,6 +122,7 @@ class PrefillNode:
         # a step that ended.
         has_ended = bool(result.scheduled.scheduled)
         busy = scheduled.scheduled or has_ended or self.engine.step_in_flight
+        busy = busy or self.engine.awaits_masks  # no thread that computes a mask wakes this one
         return bool(busy or events or self._inbox)
 
     # ------------------------------------------------------------------ what operators see

@@ -58,6 +58,8 @@ class Scheduler:
             that are still here, and empties it.
         handed_back: requests that were preempted and ended for it; whoever reads them empties it.
         drafts: for steps to come.
+        awaits_masks: the latest step is empty because the masks of all running requests were
+            missing; they are computed on other threads, which wake nobody.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Scheduler:
         self.counters = EngineCounters()
         self.failures: list[tuple[str, BatonError]] = []
         self.handed_back: list[Request] = []
+        self.awaits_masks = False
         self._hands_back = preemption == "hand-back"
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -242,6 +245,7 @@ class Scheduler:
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
+        self.awaits_masks = False
         if not self._num_steps_in_flight:
             self._masks.wait()
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
@@ -258,6 +262,7 @@ class Scheduler:
             num_drafts = self.drafts.look_ahead(scheduled, num_drafts)
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:
+            self.awaits_masks = True
             self._masks.wait_for_any()  # nobody else can run: the next step will have it
         return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts, num_drafts)
 

@@ -11,7 +11,8 @@ from collections import deque
 # A header costs this much beside its characters (RFC 7541, section 4.1).
 _ENTRY_BYTES = 32
 _NUM_STATIC = 61
-# The longest entry of the static table has 28 characters.
+# The longest name in the static table has 27 characters, and the longest entry 28.
+_STATIC_NAME_BYTES = 27
 _STATIC_ENTRY_BYTES = _ENTRY_BYTES + 28
 # A dynamic table of 4,096 bytes, which is what gRPC offers, holds so many entries.
 _MAX_DYNAMIC = 4096 // _ENTRY_BYTES
@@ -31,7 +32,8 @@ class HeaderMeter:
     """
 
     def __init__(self) -> None:
-        self._dynamic: deque[int] = deque(maxlen=_MAX_DYNAMIC)  # sizes, newest first
+        # The length of each entry's name, and the size of the entry; the newest entry first.
+        self._dynamic: deque[tuple[int, int]] = deque(maxlen=_MAX_DYNAMIC)
 
     def measure(self, block: bytes, max_bytes: int) -> int:
         """Return at most how many bytes a block decodes to, with 32 for each of its headers.
@@ -55,27 +57,31 @@ class HeaderMeter:
         first = block[at]
         if first & 0x80:
             index, at = _integer(block, at, 0x7F)
-            return self._size_of(index), at
+            return self._sizes_of(index)[1], at
         if first & 0xE0 == 0x20:  # another size of the dynamic table
             _, at = _integer(block, at, 0x1F)
             return 1, at
         is_inserted = bool(first & 0x40)
         index, at = _integer(block, at, 0x3F if is_inserted else 0x0F)
         if index:
-            size = self._size_of(index)
+            # Clients refer to the name alone, again and again, with a new value each time.
+            name_bytes, _ = self._sizes_of(index)
         else:
-            num_bytes, at = _string(block, at)
-            size = _ENTRY_BYTES + num_bytes
-        num_bytes, at = _string(block, at)
-        size += num_bytes
+            name_bytes, at = _string(block, at)
+        value_bytes, at = _string(block, at)
+        size = _ENTRY_BYTES + name_bytes + value_bytes
         if is_inserted:
-            self._dynamic.appendleft(size)
+            self._dynamic.appendleft((name_bytes, size))
         return size, at
 
-    def _size_of(self, index: int) -> int:
-        """Return the size of an entry of the tables; raises IndexError when there is none."""
+    def _sizes_of(self, index: int) -> tuple[int, int]:
+        """Return the length of an entry's name, and the entry's size.
+
+        Raises:
+            IndexError: the tables have no such entry.
+        """
         if 0 < index <= _NUM_STATIC:
-            return _STATIC_ENTRY_BYTES
+            return _STATIC_NAME_BYTES, _STATIC_ENTRY_BYTES
         if not index:
             raise IndexError
         return self._dynamic[index - _NUM_STATIC - 1]

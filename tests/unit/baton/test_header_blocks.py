@@ -53,7 +53,14 @@ def test_a_remembered_field_counts_each_time() -> None:
     assert meter.measure(integer(63, 7, 0x80) * 3, MOST) == 3 * 1033
     assert meter.measure(integer(62, 7, 0x80), MOST) == 34
     # Its name alone, with a value of two characters.
-    assert meter.measure(integer(63, 4) + b"\2ab", MOST) == 1033 + 2
+    assert meter.measure(integer(63, 4) + b"\2ab", MOST) == 1 + 2 + 32
+
+
+def test_a_header_with_a_new_value_in_each_call_never_grows() -> None:
+    meter = HeaderMeter()
+    assert meter.measure(literal(b"traceparent", bytes(55), insert=True), MOST) == 98
+    for _ in range(2000):  # as Go, nghttp2 and Netty write it: the name of the entry before
+        assert meter.measure(integer(62, 6, 0x40) + integer(55, 7) + bytes(55), MOST) == 98
 
 
 @pytest.mark.parametrize(
