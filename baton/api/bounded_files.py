@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from baton.api.errors import ConfigError, ModelLoadError
 
@@ -100,7 +100,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 def parse_json(text: str) -> Any:
     """Parse JSON; raises ValueError with one line that says what is wrong."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_read_constant)
     except RecursionError:
         raise ValueError(f"not valid JSON: more than {MAX_DEPTH} levels") from None
     except ValueError as error:  # JSONDecodeError, numbers of 5,000 digits
@@ -121,8 +121,11 @@ def parse_object(content: bytes) -> dict[str, Any]:
     return found
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+def _read_constant(name: str) -> float:
+    """Read the infinity that transformers writes for limits; raises ValueError for NaN."""
+    if name == "NaN":
+        raise ValueError(f"{name} is no JSON")
+    return float(name)
 
 
 def _check_depth(value: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def mutated_json(text: str, rng: random.Random) -> str:
             new = json.loads(_nested(rng.choice((21, 100, 900))))
         value = _replaced(value, path, new)
     changed = json.dumps(value, ensure_ascii=rng.random() < 0.5)
-    return changed.encode(errors="replace").decode().replace("Infinity", "1e999")
+    return changed.encode(errors="replace").decode()
 
 
 def mutated_safetensors(content: bytes, rng: random.Random) -> bytes:

@@ -23,6 +23,8 @@ from baton.cli.config_file import read_config_file
 from baton.text.tokenizer import Tokenizer
 from loadtest.load.datasets import read_dataset
 from loadtest.load.traces import read_trace
+from models.fields import Fields
+from models.recurrent_config import refuse_time_step_limit
 from router.intake.cache_salts import read_secret
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
@@ -99,6 +101,16 @@ def test_an_object_is_refused_by_one_line(tmp_path: Path, content: str) -> None:
     assert str(path) in refused(lambda: read_object(path))
 
 
+def test_a_config_may_have_the_infinity_that_transformers_writes(tmp_path: Path) -> None:
+    """Published files of models with Mamba-2 layers have `"time_step_limit": [0.0, Infinity]`."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"time_step_limit": [0.0, float("inf")]}), encoding="utf-8")
+    assert "Infinity" in path.read_text(encoding="utf-8")
+    refuse_time_step_limit(Fields.from_file(path))
+    path.write_text('{"vocab_size": -Infinity}', encoding="utf-8")
+    assert "vocab_size" in refused(lambda: Fields.from_file(path).integer("vocab_size"))
+
+
 def test_an_object_may_be_as_deep_as_the_limit(tmp_path: Path) -> None:
     path, inner = tmp_path / "x.json", MAX_DEPTH - 1
     path.write_text(f'{{"a": {"[" * inner}{"]" * inner}}}', encoding="utf-8")
@@ -110,8 +122,7 @@ def test_an_object_may_be_as_deep_as_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [10**30, 1.5, "7", [7], -1, 0, True, float("inf")])
 def test_a_routers_limits_are_numbers_within_theirs(tmp_path: Path, value: object) -> None:
     config = {"vocab_size": value, "max_position_embeddings": 64}
-    text = json.dumps(config).replace("Infinity", "1e999")
-    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert "vocab_size must be a number from 1" in refused(lambda: read_limits(tmp_path))
 
 
