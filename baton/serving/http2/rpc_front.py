@@ -210,6 +210,7 @@ class _ClientSide(asyncio.Protocol):
         self._server = None
         if self._client is not None:
             self._client.close()
+            self._at_work.close()  # idle from now on: cut off if it does not take the rest in time
         self._front.remove(self)
 
     def abort(self) -> None:

@@ -1,0 +1,46 @@
+"""RpcFront: what becomes of a client's connection when gRPC has closed its side."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.serving.connection_limits import RpcLimits
+from baton.serving.http2.rpc_front import RpcFront
+from tests.fakes.http_scene import until
+from tests.fakes.raw_http2 import PREFACE, SETTINGS, frame
+from tests.fakes.router_scene import asynchronous
+
+pytestmark = pytest.mark.medium
+
+PIECE = bytes(2**15)
+MAX_PIECES = 2000
+
+
+@asynchronous
+async def test_a_client_that_takes_nothing_is_cut_off_when_grpc_has_closed_its_side() -> None:
+    """Its connection stayed open for ever, and took the place of another one."""
+    front = RpcFront(RpcLimits(idle_timeout_s=0.5))
+    upstream: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+    grpc = await asyncio.start_unix_server(
+        lambda _, writer: upstream.put_nowait(writer), front.private_address.removeprefix("unix:")
+    )
+    host, _, port = (await front.start("127.0.0.1:0")).rpartition(":")
+    _, client = await asyncio.open_connection(host, int(port))
+    client.transport.pause_reading()
+    client.write(PREFACE + frame(SETTINGS))
+    server = await upstream.get()
+    [side] = front._sides
+    assert side._client is not None
+    for _ in range(MAX_PIECES):  # fewer bytes than those that a stalled client is cut off for
+        if side._client.get_write_buffer_size():
+            break
+        server.write(PIECE)
+        await asyncio.sleep(0.002)
+    assert front.listener.counts.open == 1
+    server.close()
+    await until(lambda: front.listener.counts.open == 0)
+    client.close()
+    grpc.close()
+    await front.close()
