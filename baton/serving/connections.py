@@ -34,6 +34,8 @@ _SWEEP_INTERVAL_S = 0.5
 _NO_ROOM_PAUSE_S = 0.1
 # A host may have a name in a family of addresses that the machine does not speak.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_ANY_IPV6 = "::"
+_MAPPED = "::ffff:"  # in front of the address of an IPv4 peer, on a socket of both families
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # of strangers' faults
 # Read of a connection at once. The loop's own 256 KiB hold it up for half a second when they are
@@ -254,7 +256,7 @@ class Listener:
                     raise
                 self._pause(listening, error)
                 return
-            self._take(sock, str(address[0]))
+            self._take(sock, _without_mapping(str(address[0])))
 
     def _pause(self, listening: socket.socket, error: OSError) -> None:
         """Close the oldest waiting connection and pause: descriptors or memory ran out."""
@@ -377,12 +379,21 @@ class Listener:
                 connection.abort()
 
 
+def _without_mapping(address: str) -> str:
+    """Return an IPv4 address as it is written, where a socket of both families reports it."""
+    return address[len(_MAPPED) :] if address.startswith(_MAPPED) and "." in address else address
+
+
 async def _listen(host: str, port: int, *, reuse_port: bool) -> list[socket.socket]:
-    """Listen on all addresses of a host, on one port; raises OSError."""
+    """Listen on all addresses of a host, on one port; raises OSError.
+
+    The host ``::`` stands for the addresses of both families, as it does in gRPC.
+    """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
     )
+    takes_both = host == _ANY_IPV6 and socket.has_dualstack_ipv6()
     sockets: list[socket.socket] = []
     missing: OSError | None = None
     for family, _, _, _, address in dict.fromkeys(found):
@@ -392,6 +403,7 @@ async def _listen(host: str, port: int, *, reuse_port: bool) -> list[socket.sock
                 family=family,
                 backlog=_BACKLOG,
                 reuse_port=reuse_port,
+                dualstack_ipv6=takes_both,
             )
         except OSError as error:
             if error.errno not in _NO_SUCH_ADDRESS:

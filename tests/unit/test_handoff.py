@@ -438,7 +438,7 @@ class MissingMask:
 def test_a_node_that_only_waits_for_a_mask_does_not_go_idle(
     *, is_alone: bool, asynchronous: bool
 ) -> None:
-    """Nobody wakes an idle node for a mask: each late one cost the request a quarter of a second."""
+    """Nobody wakes an idle node for a mask: each late mask cost a quarter of a second."""
     cluster = make_cluster(20, async_scheduling=asynchronous)
     cluster.place("a", 1, prompt_of(1, 4), GREEDY, alone=is_alone)
     node = cluster.d if is_alone else cluster.p

@@ -1,8 +1,9 @@
-"""RpcFront: what becomes of a client's connection when gRPC has closed its side."""
+"""RpcFront: whom it accepts, and what becomes of connections when gRPC has closed its side."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
@@ -43,4 +44,20 @@ async def test_a_client_that_takes_nothing_is_cut_off_when_grpc_has_closed_its_s
     await until(lambda: front.listener.counts.open == 0)
     client.close()
     grpc.close()
+    await front.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@asynchronous
+async def test_all_addresses_are_those_of_both_families() -> None:
+    """A port at `[::]`, which gRPC serves to both families, was closed to IPv4."""
+    front = RpcFront(RpcLimits())
+    port = int((await front.start("[::]:0")).rpartition(":")[2])
+    for address in ("127.0.0.1", "::1"):
+        _, client = await asyncio.open_connection(address, port)
+        await until(lambda: front._sides)
+        [side] = front._sides
+        assert front.listener.address_of(side) == address
+        client.close()
+        await until(lambda: not front._sides)
     await front.close()
