@@ -24,7 +24,7 @@ from baton.api.errors import BatonError, ConfigError, InvalidRequestError, Overl
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
-from baton.text.grammars import compile_grammar, load_grammar_tokenizer
+from baton.text.grammars import compile_grammar, load_grammar_tokenizer, one_line
 from engine.core.grammar import GrammarState
 from engine.core.request import Request
 
@@ -121,7 +121,9 @@ class GrammarCompiler:
         )
 
         def on_done(future: Future[Outcome]) -> None:
-            self._ready.append((request, future.result()))
+            error = future.exception()  # a panic in Rust, say: nobody else would end the request
+            unforeseen = InvalidRequestError("structured_output", one_line(repr(error)))
+            self._ready.append((request, future.result() if error is None else unforeseen))
             self.on_ready()
 
         self._on_loop(making).add_done_callback(on_done)

@@ -226,6 +226,27 @@ def test_a_state_comes_with_its_mask_and_with_what_the_output_had_before() -> No
     assert np.array_equal(state.allowed_bits()[0], begun.allowed_bits()[0])
 
 
+def test_what_nobody_foresaw_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would else wait until its deadline."""
+
+    class PanicError(BaseException):
+        """As pyo3's, whose base is no `Exception`."""
+
+    def fail(_: GrammarState) -> None:
+        raise PanicError("index out of bounds")
+
+    monkeypatch.setattr(GrammarState, "compute_mask", fail)
+    params = SamplingParams(structured_output=StructuredOutput(regex="[a-c]"), max_tokens=20)
+    request = make_request("panics", params=params)
+    compiler, ready = GrammarCompiler(DEMO, 4096, ENDS), threading.Event()
+    compiler.on_ready = ready.set
+    compiler.submit(request)
+    assert ready.wait(60)
+    [(_, outcome)] = compiler.take_ready()
+    assert isinstance(outcome, InvalidRequestError)
+    assert "index out of bounds" in str(outcome)
+
+
 @pytest.mark.parametrize(
     "error", [NodeUnavailableError("not started"), OSError("no descriptor is left")]
 )
