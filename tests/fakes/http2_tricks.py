@@ -257,6 +257,7 @@ TRICKS = (
     Trick("GOAWAY", lambda: flood(GOAWAY, bytes(8))),
     Trick("DATA of nothing", lambda: small_data(b"")),
     Trick("DATA of a byte", lambda: small_data(b"\0")),
+    Trick("DATA of 16 bytes", lambda: small_data(bytes(16)), is_bulk=True),
     Trick("DATA before its stream", lambda: flood(DATA, bytes(100), 0, 99), is_refused=True),
     Trick("DATA behind its stream", data_behind_end, is_bulk=True),
 )  # fmt: skip

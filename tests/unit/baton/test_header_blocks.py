@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from baton.api.outputs import RequestDelta
+from baton.link.wire import node_event_to_proto
 from baton.serving.http2.frames import FrameGuard, FrameLimits, Hold, Http2Error
 from baton.serving.http2.header_blocks import HeaderBlockError, HeaderMeter
 from tests.fakes.http2_tricks import block, flood, headers, integer, literal
@@ -141,6 +143,17 @@ def test_what_the_server_sends_allows_small_frames() -> None:
     one.feed(next(flood(PING, bytes(8))))
     one.note_sent(160)
     assert len(one.feed(b"")) == 5 * 17
+
+
+def test_a_node_may_tell_of_any_number_of_steps() -> None:
+    """A thousand a second passed; tokens and beats of a faster node came ever later."""
+    step = (RequestDelta("a", 0, (1,), epoch=1),)
+    message = node_event_to_proto(step).SerializeToString()
+    data = b"\0" + len(message).to_bytes(4, "big") + message
+    one = guard()
+    steps = headers(1, block()) + frame(DATA, 0, 1, data) * 10_000
+    assert one.feed(steps) == steps
+    assert one.hold is None
 
 
 def test_a_call_waits_for_its_turn_and_all_behind_it() -> None:
