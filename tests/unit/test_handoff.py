@@ -426,36 +426,6 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_by_both_nodes_and_nothing_
     assert_clean(cluster)
 
 
-class MissingMask:
-    """A grammar whose mask another thread computes, and has not computed yet."""
-
-    has_mask = False
-    problem = ""
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("is_alone", [False, True], ids=["prefill", "decode"])
-def test_a_node_that_only_waits_for_a_mask_does_not_go_idle(
-    *, is_alone: bool, asynchronous: bool
-) -> None:
-    """Nobody wakes an idle node for a mask: each late mask cost a quarter of a second."""
-    cluster = make_cluster(20, async_scheduling=asynchronous)
-    cluster.place("a", 1, prompt_of(1, 4), GREEDY, alone=is_alone)
-    node = cluster.d if is_alone else cluster.p
-    node._take_inbox()
-    request = node.engine.requests["a"]
-    request.grammar = MissingMask()  # type: ignore[assignment]  # alike
-    for _ in range(3):
-        assert node.step()
-        assert request.num_computed_tokens == 0
-    request.grammar = None  # as if the mask had come, and allowed all tokens
-    cluster.settle()
-    assert cluster.attempts["a", 1].is_complete
-    assert not node.step()
-    assert_right(cluster)
-    assert_clean(cluster)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_on_a_decode_node_change_no_token(temperature: float, asynchronous: bool) -> None:

@@ -20,8 +20,9 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.peers import BEAT_INTERVAL_S, LEASE_S
 from kvconnector.protocol.seals import peek
 from tests.fakes.handoff_cluster import Cluster
-from tests.property.test_handoff import assert_clean, make_cluster
+from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
 from tests.unit.test_handoff import (
+    GREEDY,
     assert_right,
     deliver_all,
     go_on,
@@ -240,4 +241,34 @@ def test_deadlines_of_the_prefill_node_are_by_the_clock_that_it_was_given() -> N
     cluster.step("p")
     assert cluster.p.requests() == []
     cluster.settle()
+    assert_clean(cluster)
+
+
+class MissingMask:
+    """A grammar whose mask another thread computes, and has not computed yet."""
+
+    has_mask = False
+    problem = ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("is_alone", [False, True], ids=["prefill", "decode"])
+def test_a_node_that_only_waits_for_a_mask_does_not_go_idle(
+    *, is_alone: bool, asynchronous: bool
+) -> None:
+    """Nobody wakes an idle node for a mask: each late mask cost a quarter of a second."""
+    cluster = make_cluster(20, async_scheduling=asynchronous)
+    cluster.place("a", 1, prompt_of(1, 4), GREEDY, alone=is_alone)
+    node = cluster.d if is_alone else cluster.p
+    node._take_inbox()
+    request = node.engine.requests["a"]
+    request.grammar = MissingMask()  # type: ignore[assignment]  # alike
+    for _ in range(3):
+        assert node.step()
+        assert request.num_computed_tokens == 0
+    request.grammar = None  # as if the mask had come, and allowed all tokens
+    cluster.settle()
+    assert cluster.attempts["a", 1].is_complete
+    assert not node.step()
+    assert_right(cluster)
     assert_clean(cluster)

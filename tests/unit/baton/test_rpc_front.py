@@ -29,7 +29,7 @@ async def test_a_client_that_takes_nothing_is_cut_off_when_grpc_has_closed_its_s
     )
     host, _, port = (await front.start("127.0.0.1:0")).rpartition(":")
     _, client = await asyncio.open_connection(host, int(port))
-    client.transport.pause_reading()
+    client.transport.pause_reading()  # type: ignore[attr-defined]  # of every socket
     client.write(PREFACE + frame(SETTINGS))
     server = await upstream.get()
     [side] = front._sides
