@@ -441,7 +441,7 @@ def _options_of(tls: TlsOptions) -> list[str]:
 
 
 def _last_words(child: Child, code: int) -> str:
-    """Return why a process ended, as its log says; its exit code where the log says nothing."""
+    """Return why a process ended, from its log; its exit code where the log says nothing."""
     try:
         lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError as error:  # no descriptor is left, or somebody has removed the log

@@ -134,9 +134,9 @@ async def run_node_program(
         loop.call_soon_threadsafe(_emit_to, links, event)
 
     def on_death(error: Exception) -> None:
-        end_within(END_AFTER_DEATH_S)  # whatever hangs or fails from here on
+        end_within(END_AFTER_DEATH_S)  # even if something below hangs or fails
         death.append(error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
+        with contextlib.suppress(RuntimeError):  # loop closed: the process is ending
             loop.call_soon_threadsafe(stopping.set)
 
     node = await _make_or_stop(lambda: make_node(emit, on_death), stopping, death)
@@ -247,13 +247,13 @@ def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
 async def _make_or_stop(
     make: Callable[[], NodeProgram], stopping: asyncio.Event, death: Sequence[Exception]
 ) -> NodeProgram:
-    """Load the node in a thread that has ended when this returns.
+    """Load the node in a thread, and end that thread before returning.
 
     A thread that called a kernel keeps a team of OpenMP threads while it lives. With more such
-    threads than cores the runtime sleeps in every barrier, which makes decodes up to three times
-    as slow.
+    threads than cores, the OpenMP runtime sleeps in every barrier, and decodes are up to three
+    times as slow.
 
-    A stop signal or a death meanwhile ends the process: loading cannot be interrupted.
+    A stop signal or a death meanwhile ends the process, as loading cannot be interrupted.
     """
     loader = ThreadPoolExecutor(1, thread_name_prefix="load-model")
     making = asyncio.get_running_loop().run_in_executor(loader, make)

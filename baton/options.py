@@ -25,9 +25,9 @@ OF_ONE_PROCESS = frozenset(
         "tls_cert", "tls_key", "tls_ca", "tls_require_client_certs",
     }
 )  # fmt: skip
-# No size, rate or count of any machine is larger.
+# The largest number that an option takes: no machine has a larger size, rate or count.
 LARGEST_NUMBER = 1e18
-# Of seconds: more cannot be waited for.
+# The longest time in seconds that an option takes: nothing can wait longer.
 LONGEST_S = 1e9
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _KEY = "baton.options"
@@ -60,7 +60,7 @@ class Declaration:
     is_secret: bool = False
 
     def problem(self, value: Any) -> str:
-        """Say what is wrong with a value; empty: nothing is."""
+        """Return what is wrong with a value; empty if nothing is."""
         is_wrong = (
             (self.least is not None and not value >= self.least)
             or (self.above is not None and not value > self.above)
@@ -69,7 +69,7 @@ class Declaration:
         )
         if not is_wrong:
             is_number = isinstance(value, int | float)
-            if is_number and not abs(value) <= LARGEST_NUMBER:  # nor NaN
+            if is_number and not abs(value) <= LARGEST_NUMBER:  # NaN fails, too
                 return f"must be a number up to {LARGEST_NUMBER:g}, got {value!r:.30}"
             return ""
         shown = f"{value:g}" if isinstance(value, float) else f"{value!r:.100}"

@@ -45,8 +45,8 @@ def dump_crash(engine: Engine, error: BaseException) -> Path | None:
     """Write the dump and say where it is; None (and a log line) when it cannot be written.
 
     The folder is that of the environment variable BATON_DUMP_FOLDER, or one of this user's own in
-    the system's for temporary files. Never raises: it runs when something else has gone wrong. May
-    take as long as a disk does, so whoever waits for the end of the engine is told before.
+    the system's for temporary files. Never raises: it runs when something else has gone wrong. A
+    slow disk may block it, so report the engine's death before.
     """
     path: Path | str = os.environ.get(FOLDER_VARIABLE) or "a temporary folder"
     try:
@@ -58,7 +58,7 @@ def dump_crash(engine: Engine, error: BaseException) -> Path | None:
         path = folder / f"{PREFIX}{stamp}-{os.getpid()}-{secrets.token_hex(8)}.json"
         _write(path, text)
         _remove_old(folder)
-    except Exception as problem:  # no memory, no disk, an engine that changes while it is described
+    except Exception as problem:  # no memory, no disk, or an engine that changes meanwhile
         logger.error("cannot write a crash dump to %s: %s", path, problem)
         return None
     logger.critical("the state of the engine was dumped to %s", path)

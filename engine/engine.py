@@ -219,10 +219,11 @@ class Engine:
     def prepare_grammars(self) -> None:
         """Load and start what the first request with a grammar needs; takes up to seconds.
 
-        For nodes, before they join: the library's tokenizer is made under the GIL. An engine that
-        does not call this does it with its first grammar.
+        Nodes call this before they join, because making the library's tokenizer holds the GIL. An
+        engine that does not call this prepares with its first grammar.
 
-        Raises ConfigError when a thread or a descriptor cannot be had.
+        Raises:
+            ConfigError: no thread or descriptor is left.
         """
         self._masks.start()
         self._grammars.prepare()
@@ -232,9 +233,9 @@ class Engine:
         self._grammars.on_ready = wake
 
     def take_failures(self) -> list[tuple[str, BatonError]]:
-        """Return the requests (by id) that cannot go on since the last call, and why.
+        """Return the ids of requests that became unable to go on since the last call, and why.
 
-        A parked one is still here: end it when its blocks have another holder.
+        A parked request is still here: end it when its blocks have another holder.
         """
         failures, self._scheduler.failures = self._scheduler.failures, []
         return failures

@@ -70,7 +70,7 @@ GET_WEATHER = {
     },
 }
 
-# Without this rule the model loops or answers rightly, depending on how a CPU rounds.
+# Without this rule the model loops or answers correctly, depending on how the CPU rounds.
 SHORT = {"role": "system", "content": "Answer in one short sentence."}
 # What the function knows.
 WEATHER = {"Oslo": "4 degrees, light rain"}

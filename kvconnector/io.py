@@ -182,7 +182,7 @@ class IoLoop:
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException as error:  # the loop's top: without this thread nothing would end
+        except BaseException as error:  # the loop's top: without this thread no request would end
             self._on_death(error if isinstance(error, Exception) else EngineDeadError(repr(error)))
             logger.critical("the KV I/O thread cannot continue", exc_info=error)
         finally:

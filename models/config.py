@@ -45,8 +45,8 @@ _DELTA_NETS = (
 _GRANITE_HYBRID = "GraniteMoeHybridForCausalLM"
 _NEMOTRON = "NemotronHForCausalLM"
 _LFM2 = "Lfm2ForCausalLM"
-# Of the fields around such an object, these hold for the text as well; the whole's _TIED counts
-# even where the text has its own.
+# Fields of the whole model that also hold for its text part. The whole model's _TIED counts even
+# if the text part has its own.
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 _LFM2_LAYER_TYPES = ("full_attention", "conv")
@@ -216,7 +216,7 @@ def _rope_options(architecture: str) -> tuple[bool, bool, float]:
 
 
 def _of_text(fields: Fields) -> Fields:
-    """Return the fields of the text, with those of the whole that also hold for the text."""
+    """Return the text part's fields, with the whole model's fields that also hold for it."""
     text = fields.child("text_config")
     shared = {
         n: fields.get(n) for n in _OF_THE_WHOLE if n in fields.names() and n not in text.names()
@@ -309,7 +309,7 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
 
 
 def _sliding_window(fields: Fields) -> int | None:
-    """Return the window; 0 stands for no window where windows are switched off."""
+    """Return the window or None; 0 means none if use_sliding_window is false."""
     switched_off = fields.get("use_sliding_window") is False
     window = fields.optional_integer("sliding_window", minimum=0 if switched_off else 1)
     return window or None

@@ -36,7 +36,7 @@ _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "per_layer_config": (None, {}),
     "rope_local_base_freq": (None,),
 }
-# transformers' masks look at this field of every architecture; null counts as false there.
+# transformers' attention masks read this field for every architecture; null counts as false there.
 _IS_CAUSAL = "is_causal"
 
 
@@ -50,7 +50,7 @@ class Dialect:
         reads: the optional fields that it computes with.
         activations: of its gated units, besides silu.
         activation_field: where the file names the activation.
-        sliding_window_pattern: one layer of so many attends to everything, where the file names
+        sliding_window_pattern: one of every so many layers has full attention, if the file names
             no layer types; None: the file says how many.
         ropes_by_layer_type: layers with a window may turn otherwise than those without.
         partial_rotary: only the first dims of a head turn, where the file says so.
@@ -68,7 +68,7 @@ class Dialect:
     attention_sinks: bool = False
 
     def fill(self, values: Mapping[str, object]) -> dict[str, object]:
-        """Return a file's fields with the architecture's defaults for those it leaves out."""
+        """Return a file's fields, with the architecture's defaults for missing ones."""
         found = {name: value for name, value in values.items() if value is not None}
         return {**self.defaults, **values, **self.defaults_for_null, **found}
 
@@ -84,7 +84,7 @@ class Dialect:
         return found
 
     def window_pattern(self, fields: Fields) -> int:
-        """Return of how many layers one attends to everything, where no layer types are given."""
+        """Return n where one of every n layers has full attention, if the file names no types."""
         return self.sliding_window_pattern or fields.integer("sliding_window_pattern", 1)
 
     def refuse_unread(self, fields: Fields) -> None:
@@ -133,7 +133,7 @@ _QWEN3_NEXT = Dialect(
     partial_rotary=True,
 )
 _QWEN3_5 = replace(_QWEN3_NEXT, defaults={**_QWEN3_NEXT.defaults, "num_key_value_heads": 4})
-# These files give no size for the dense MLP, which no layer has.
+# These files name no size for a dense MLP, as no layer has one.
 _QWEN3_5_MOE = replace(_QWEN3_NEXT, defaults={**_QWEN3_NEXT.defaults, "intermediate_size": 1})
 _DIALECTS: Mapping[str, Dialect] = {
     "BambaForCausalLM": Dialect(defaults={"num_key_value_heads": 8}),
@@ -236,7 +236,7 @@ _DIALECTS: Mapping[str, Dialect] = {
         defaults={
             "sliding_window": 4096,
             "rope_theta": 500_000.0,
-            # transformers gives rope_theta of a file without rope_parameters to full attention.
+            # In a file without rope_parameters, transformers applies rope_theta to full attention.
             "rope_local_base_freq": 500_000.0,
         },
         activations=_GELU,

@@ -20,7 +20,7 @@ _MAX_PROBLEM_CHARS = 2000
 
 
 class Fields:
-    """A JSON object whose fields are checked as they are read; null counts as absent or false.
+    """Check the fields of a JSON object as they are read; null counts as absent or false.
 
     Args:
         values: the object.
@@ -97,7 +97,7 @@ class Fields:
         return self.number(name) if self.has(name) else None
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Return true or false: the default where the field is absent, false where it is null."""
+        """Return a true or false field; the default if it is absent, False if it is null."""
         value = self._values.get(name, default)
         if value is None:
             return False

@@ -60,7 +60,7 @@ def parse_mla(fields: Fields, architecture: str) -> MLAConfig | None:
     if rope_dim % 2:
         raise fields.wrong("qk_rope_head_dim", f"{rope_dim} is odd, rotary embedding needs pairs")
     if architecture == _V3 and fields.get("head_dim") not in (None, rope_dim):
-        # transformers gives the rotary embedding as many dims, whatever the heads have.
+        # transformers gives the rotary embedding head_dim dims, whatever the heads have.
         raise fields.wrong("head_dim", f"only qk_rope_head_dim, {rope_dim}, is supported")
     nope_dim = fields.integer("qk_nope_head_dim")
     return MLAConfig(

@@ -100,7 +100,7 @@ def _mixtral(fields: Fields) -> MoeConfig:
 
 def _qwen3(fields: Fields) -> MoeConfig:
     """Yang et al., arXiv:2505.09388."""
-    # transformers writes either; as there, the second wins when both are there.
+    # transformers writes either name; as there, the second wins when a file has both.
     count = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
     return _of_qwen(fields, count)
 

@@ -19,7 +19,7 @@ _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _MOE}
 _NAMES = {name: name for name in _LETTERS.values()} | {"mamba": _MAMBA, "attention": _ATTENTION}
 _PATTERN = "hybrid_override_pattern"
 _TIME_STEP_MIN = 0.001
-# Names of fields in older files -> in newer ones; the older name wins when both are there.
+# Field names in older files -> in newer files; the older name wins when a file has both.
 _OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -93,10 +93,10 @@ def _in_newer_words(fields: Fields) -> Fields:
 
 
 def _refuse_time_step_min(fields: Fields) -> None:
-    """Refuse a minimum of the time steps other than what all checkpoints are published with.
+    """Refuse a minimum time step other than 0 and the 0.001 of all published checkpoints.
 
-    transformers applies the minimum to a prompt's tokens and not to the tokens behind them. Steps
-    are not bounded here, as in training, so 0.001 changes a result where a step is smaller.
+    transformers applies the minimum to a prompt's tokens and not to later tokens. Baton, like
+    training, bounds no steps, so results with 0.001 differ where a step is smaller.
     """
     name = "time_step_min"
     if fields.get(name) not in (None, 0.0, _TIME_STEP_MIN):
@@ -162,7 +162,7 @@ def _moe(fields: Fields, num_layers: int, with_experts: frozenset[int]) -> MoeCo
 
 def _fold(fields: Fields) -> tuple[list[Places], list[str]]:
     """Return each layer's parts, and the kinds of all parts."""
-    # As in transformers, layer_types wins when both are there.
+    # As in transformers, layer_types wins when a file has both.
     name = next((n for n in ("layer_types", "layers_block_type") if fields.has(n)), _PATTERN)
     known = _LETTERS if name == _PATTERN else _NAMES
     found = list(fields.text(name)) if name == _PATTERN else fields.texts(name)

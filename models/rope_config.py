@@ -85,7 +85,7 @@ def parse_ropes(
     Raises:
         ModelLoadError: an unknown type, or a field that is missing or out of range.
     """
-    # As in transformers, the older name wins when both are there.
+    # As in transformers, the older name wins when a file has both.
     older, newer = (
         fields.child(name) if fields.get(name) else Fields({}, "")
         for name in ("rope_scaling", "rope_parameters")
@@ -108,7 +108,7 @@ def parse_ropes(
     if older.has("type") and not older.has("rope_type") and not newer.names():
         raise older.wrong("type", "is not supported with this architecture, but rope_type is")
     local_theta = fields.number("rope_local_base_freq", theta)
-    # The newer section counts by layer type alone; the older one is about full attention.
+    # The newer section counts only if it names layer types; the older one is for full attention.
     full, sliding = (
         newer.child(name) if newer.has(name) else Fields({}, "") for name in _LAYER_TYPES
     )
@@ -216,7 +216,7 @@ def _longrope(
     """LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the factor where none is given."""
     original = common.original_max_position_embeddings
     assert original is not None
-    if original < 2:  # its logarithm is divided by
+    if original < 2:  # its logarithm is a divisor
         raise scaling.wrong("original_max_position_embeddings", f"must exceed 1, got {original}")
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")

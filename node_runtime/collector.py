@@ -186,7 +186,7 @@ class NodeCollector(Collector):
         yield self._family(GaugeMetricFamily, "pairs", "Peers of this node.", pairs)
         yield self._gauge(
             "kv_connections",
-            "Peers that a connection is held to, kept ones included.",
+            "Peers with an open connection, kept peers included.",
             connector.connections,
         )
         counter = self._counter

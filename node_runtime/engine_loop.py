@@ -23,9 +23,9 @@ class EngineLoop:
         on_death: called once, on the loop's thread, with what ``step`` raised. The engine is not
             stepped again: the process must end.
         name: of the thread.
-        when_idle: does a little that can wait; returns whether there is more of it now. It is not
+        when_idle: does a little work that can wait; returns whether there is more of it now. Not
             called again once it has failed.
-        after_death: called behind ``on_death``, with the same; may hang.
+        after_death: called after ``on_death``, with the same exception; may hang.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class EngineLoop:
                             self._wake.wait(tick - time.monotonic())
         except BaseException as error:  # the loop's top (a panic in Rust is no `Exception`)
             death = error if isinstance(error, Exception) else EngineDeadError(repr(error))
-            self._on_death(death)  # first: without memory, descriptors or a disk the rest fails
+            self._on_death(death)  # first: the rest may fail without memory, descriptors or a disk
             logger.critical("the engine cannot continue", exc_info=error)
             self._after_death(death)
 
     def _do_idle_work(self) -> bool:
-        """Do a little that can wait; what fails there ends itself and not the engine."""
+        """Do a little idle work; a failure ends such work, and not the engine."""
         try:
             return self._when_idle()
         except Exception:

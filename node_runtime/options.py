@@ -100,8 +100,8 @@ class NodeOptions:
         help="For drills: what goes wrong in the KV connector, such as "
         "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, alter, corrupt, fail_post "
         "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write), poison=TEXT "
-        "(the node ends when it computes for a request whose id has it). @FILE: what is in the "
-        "file, also when that changes; @FOLDER: in its file of the node's name.",
+        "(the node ends when it computes for a request whose id contains TEXT). @FILE: what is in "
+        "the file, also when that changes; @FOLDER: in its file of the node's name.",
     )
     trace: TraceOptions = group(TraceOptions, without=("trace_ratio",))
     log: LogOptions = group(LogOptions)

@@ -88,7 +88,7 @@ class NodeThreads:
         vllm_model: see `NodeCollector`.
         hang_at: an injected fault: stand still behind so many rounds with work; 0: never.
         poison: an injected fault: end by SIGKILL once something is computed for a request whose id
-            has this in it; "": for none.
+            contains this text; "": for no request.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class NodeThreads:
         return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
 
     def dump(self, error: Exception) -> None:
-        """Write down what state the engine is in; never raises, and may hang on a dead disk."""
+        """Write a crash dump of the engine; never raises, but may hang on a dead disk."""
         dump_crash(self._loaded.engine, error)
 
     def collector(self) -> NodeCollector:

@@ -266,7 +266,7 @@ class PrefillNode:
                 trace.end_chunk(self._clock())
 
     def _end_failed(self) -> None:
-        """End requests that the engine cannot go on with."""
+        """End requests that the engine cannot continue."""
         for request_id, error in self.engine.take_failures():
             job = self._jobs.get(request_id)
             if job is not None:

@@ -58,9 +58,9 @@ class RouterConfig:
     return_timeout_s: float = option(
         60.0,
         least=0.0,
-        help="How long a request waits for a node that went away by itself, where there is no pair "
-        "without that node, seconds: its link may come back, or its process be started again. "
-        "1,024 requests at once wait so long.",
+        help="How long a request waits for a node that went away by itself, if there is no pair "
+        "without that node, seconds: the link may come back, or the process may be started again. "
+        "At most 1,024 requests wait so at once.",
     )
     node_timeout_s: float = option(
         1.0,

@@ -13,8 +13,8 @@ _NUM_OWN = 64
 # Of all. Below what counts as overload: idle connections are none.
 _CLIENTS_SHARE = 0.8
 _MIN_DESCRIPTORS = 256
-_NODES_SHARE = 1 / 4  # where they have an address of their own
-# Of a gRPC connection: the client's, and both ends of the private one behind it.
+_NODES_SHARE = 1 / 4  # if nodes have an address of their own
+# Descriptors of a gRPC connection: the client's socket, and both ends of the private socket.
 _RPC_DESCRIPTORS = 3
 _MAX_NODES = 4096
 # More clients than this need more memory than a default should take: about 20 KiB each.

@@ -301,7 +301,7 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
             try:
                 pool.count_missed_beats()
                 scaling.tick()
-            except Exception:  # the loop's top: without it no silent node would ever be noticed
+            except Exception:  # the loop's top: without this loop no silent node would be noticed
                 logger.exception("missed beats could not be counted")
 
     async with _in_background(count()):
@@ -310,7 +310,7 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
 
 @contextlib.asynccontextmanager
 async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run something until the context ends; should it fail, that is said, and the rest goes on."""
+    """Run a coroutine until the context ends; log its failure and go on without it."""
     task = asyncio.create_task(work)
     task.add_done_callback(_tell_failure)
     try:
@@ -320,7 +320,7 @@ async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:
-    """Log what ended a background task, unless it was cancelled."""
+    """Log the error that ended a background task, unless the task was cancelled."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("%s has failed and is given up", task.get_coro(), exc_info=error)
 

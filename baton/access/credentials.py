@@ -59,8 +59,8 @@ def page_credentials(request: web.BaseRequest) -> Credentials:
 def address_of(peer: str) -> str:
     """Read the IP address from gRPC's name of a peer.
 
-    The names are ``ipv4:127.0.0.1:50051``, ``ipv6:%5B::1%5D:50051``, or, of a connection that
-    `RpcFront` passes on, ``unix:/tmp/baton-1/[::1]:7``.
+    A name is ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``. A connection that `RpcFront`
+    passes on is named ``unix:/tmp/baton-1/[::1]:7``.
     """
     kind, _, rest = unquote(peer).partition(":")
     if kind == "unix":

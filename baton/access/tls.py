@@ -192,7 +192,7 @@ class ServerContext(ssl.SSLContext):
 
     @classmethod
     def for_grpc(cls, files: TlsFiles) -> ServerContext:
-        """Make a context for HTTP/2, which asks nobody for a certificate."""
+        """Make a context for HTTP/2 that asks no client for a certificate."""
         return cls._make(files, ssl.CERT_NONE, ("h2",))
 
     @classmethod

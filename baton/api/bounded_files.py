@@ -1,4 +1,4 @@
-"""Files that come from others, read within limits of size and depth: pipes and devices not at all.
+"""Read files from others within limits of size and depth; refuse pipes and devices.
 
 Refuses to know: fields.
 """
@@ -12,11 +12,11 @@ from typing import Any
 
 from baton.api.errors import ConfigError, ModelLoadError
 
-# The largest known ones are tokenizers of 35 MB and indices of 10 MB.
+# The largest known JSON files are tokenizers of 35 MB and indices of 10 MB.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_DEPTH = 64
-MAX_TEXT_BYTES = 16 * 2**20  # of a file that a person writes
-MAX_DATA_BYTES = 4 * 2**30  # of a file of prompts or of a trace
+MAX_TEXT_BYTES = 16 * 2**20  # for a file that a person writes
+MAX_DATA_BYTES = 4 * 2**30  # for a file of prompts or a trace
 _MAX_SHOWN_CHARS = 300
 
 
@@ -24,7 +24,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
     Raises:
-        ModelLoadError: the file cannot be read, is no object, or is beyond a limit.
+        ModelLoadError: the file cannot be read, holds no object, or is beyond a limit.
     """
     content = read_file(path)
     try:
@@ -36,10 +36,11 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_file(
     path: Path, max_bytes: int = MAX_JSON_BYTES, error_type: type[ConfigError] = ModelLoadError
 ) -> bytes:
-    """Read a file; a pipe, a device or a file that is too large is not read at all.
+    """Read a regular file; refuse a pipe, a device or a file that is too large unread.
 
     Raises:
-        ConfigError: the file cannot be read, or has more than ``max_bytes``; of ``error_type``.
+        ConfigError: the file cannot be read, or has more than ``max_bytes``; the error has the
+            type ``error_type``.
     """
     size = size_of(path, error_type)
     if size > max_bytes:
@@ -51,9 +52,9 @@ def read_file(
 
 
 def size_of(path: Path, error_type: type[ConfigError] = ModelLoadError) -> int:
-    """Return a file's size in bytes; raises an error of ``error_type`` unless it is a regular file.
+    """Return a regular file's size in bytes; raises ``error_type`` for any other file.
 
-    Who opens a pipe may wait for ever, and who reads a device may never come to its end.
+    Opening a pipe may wait for ever, and reading a device may never end.
     """
     try:
         found = path.stat()
@@ -66,13 +67,13 @@ def size_of(path: Path, error_type: type[ConfigError] = ModelLoadError) -> int:
 
 
 def refuse_devices(path: Path) -> None:
-    """Raise ConfigError for a device such as /dev/zero, whose bytes have no end."""
+    """Raise ConfigError for a device, such as /dev/zero, which never ends."""
     if path.is_char_device() or path.is_block_device():
         raise ConfigError(f"{path}: cannot be read: a device")
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Read an operator's text file, which may be a pipe, up to a limit.
+    """Read an operator's text file or pipe up to a limit.
 
     Raises:
         OSError: the file cannot be read.
@@ -86,8 +87,8 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; raises ValueError with one line that says what is wrong."""
-    import tomllib  # here: most commands read no TOML
+    """Parse TOML; raises ValueError whose one line says what is wrong."""
+    import tomllib  # imported here: most commands read no TOML
 
     try:
         return tomllib.loads(text)
@@ -98,7 +99,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raises ValueError with one line that says what is wrong."""
+    """Parse JSON; raises ValueError whose one line says what is wrong."""
     try:
         return json.loads(text, parse_constant=_read_constant)
     except RecursionError:
@@ -108,7 +109,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Parse a JSON object; raises ValueError with one line that says what is wrong."""
+    """Parse a JSON object; raises ValueError whose one line says what is wrong."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -129,7 +130,7 @@ def _read_constant(name: str) -> float:
 
 
 def _check_depth(value: dict[str, Any]) -> None:
-    """Raise ValueError for a value so deep that whoever walks through it could fail."""
+    """Raise ValueError for a value so deep that code that recurses into it could fail."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [

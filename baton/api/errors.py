@@ -13,7 +13,7 @@
     ├── DeadlineExceededError   an absolute deadline passed                      DEADLINE_EXCEEDED
     ├── RequestCancelledError   the client or an operator ended it               CANCELLED
     ├── TransferError           KV blocks did not arrive                         UNAVAILABLE
-    ├── DamagedModelError       a model computes what are no numbers             INTERNAL
+    ├── DamagedModelError       a model computes NaN or infinite logits          INTERNAL
     └── EngineDeadError         the engine of a node cannot continue             INTERNAL
 
 Status codes are named by string so that this file needs no gRPC.
@@ -120,7 +120,7 @@ class TransferError(BatonError):
 
 
 class DamagedModelError(BatonError):
-    """A model computed logits that are not numbers; only the request with them ends."""
+    """A model computed NaN or infinite logits; only the request that has them ends."""
 
 
 class EngineDeadError(BatonError):

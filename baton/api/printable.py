@@ -1,11 +1,11 @@
-"""What others said, made harmless: as a part of a line, or as lines on a terminal."""
+"""Make text from others harmless: within one line, or as lines on a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# What is not printable to Python, and harmless: line ends, tabs, and what joins parts of an emoji
-# or of a word.
+# Harmless characters that Python counts as not printable: line ends, tabs, and characters that join
+# parts of an emoji or of a word.
 _KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}\N{SOFT HYPHEN}"
 
 
@@ -20,10 +20,10 @@ def printable(text: str) -> str:
 
 
 def on_terminal(text: str) -> str:
-    """Return a text whose lines a terminal shows, with all that would control it as escapes.
+    """Return the text as a terminal may show it, with control characters as escapes.
 
-    Escaped are control characters (C0 but for line ends and tabs, C1, DEL), marks that change the
-    direction of what follows, and what has no meaning in Unicode.
+    Escapes stand for control characters (C1, DEL, and C0 except line ends and tabs), for marks
+    that change the direction of text, and for code points that have no meaning in Unicode.
     """
     if text.isprintable():
         return text

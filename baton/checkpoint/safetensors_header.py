@@ -1,4 +1,4 @@
-"""Headers of safetensors files, held against the file's size before anything is read.
+"""Read headers of safetensors files, and check them against the file's size first.
 
 The format: https://huggingface.co/docs/safetensors. Refuses to know: what a tensor is for.
 """
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from baton.api.bounded_files import parse_object, size_of
 from baton.api.errors import ModelLoadError
 
-_LENGTH_BYTES = 8  # of the header's length, in front of the header
+_LENGTH_BYTES = 8  # of the number in front of the header: the header's length
 _MAX_HEADER_BYTES = 100 * 2**20
-_MAX_SIZE = 2**48  # of a dimension
+_MAX_SIZE = 2**48  # the largest dimension
 _BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -31,7 +31,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The place of a tensor in its file, in bytes from the file's start."""
+    """Where a tensor lies in its file, in bytes from the file's start."""
 
     shape: tuple[int, ...]
     begin: int
@@ -39,7 +39,7 @@ class TensorPlace:
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
-    """Read the places of a file's tensors; raises ModelLoadError naming the file and the field."""
+    """Return where a file's tensors lie; raises ModelLoadError naming the file and the field."""
     size = size_of(path)
     try:
         with path.open("rb") as file:
@@ -51,9 +51,11 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
 
 
 def header_of(file: BinaryIO, size: int) -> dict[str, TensorPlace]:
-    """Read the places of the tensors of an open file of ``size`` bytes.
+    """Return where the tensors of an open file of ``size`` bytes lie.
 
-    Raises ValueError with one line for a header that the file cannot have; and OSError.
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the header does not fit the file; one line says why.
     """
     file.seek(0)
     start = file.read(_LENGTH_BYTES)

@@ -141,13 +141,13 @@ def chat(
 
 
 def _print_text(text: str) -> None:
-    """Print what a model said: as it is into a pipe or file, on a terminal without controls.
+    """Print a model's text: exactly into a pipe or file, with controls escaped on a terminal.
 
-    A model can be talked into escape sequences, which change a terminal's title, clear what it
-    shows, or write into the clipboard.
+    A prompt can make a model write escape sequences, which change a terminal's title, clear its
+    screen, or write to the clipboard.
     """
     shown = on_terminal(text) if sys.stdout.isatty() else text
-    typer.echo(shown, nl=False, color=True)  # (else escape sequences are left out in a pipe)
+    typer.echo(shown, nl=False, color=True)  # color: keep escape sequences in a pipe
 
 
 def _print_stream(deltas: Iterator[TextDelta]) -> tuple[str, TextDelta | None]:

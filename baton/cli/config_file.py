@@ -127,7 +127,7 @@ def read_config_file(
             found[name] = _check(f"{path}: {key}", value, declared[name], is_own=True)
     except OSError as error:
         raise CommandError(f"{path}: cannot be read ({error.strerror})", EXIT_USAGE) from None
-    except ValueError as error:  # ConfigError, too
+    except ValueError as error:  # and ConfigError
         raise CommandError(f"{path}: {error}", EXIT_USAGE) from None
     return found
 

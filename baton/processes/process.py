@@ -20,7 +20,7 @@ from baton.telemetry.log_options import LogOptions
 if TYPE_CHECKING:
     import asyncio
 
-# A dead engine's process has so long to say why it died, write its dump and close what it has open.
+# How long a dead engine's process may take to log why it died, write its dump and close its files.
 END_AFTER_DEATH_S = 3.0
 _PARENT_GRACE_S = 5.0
 _MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
@@ -60,8 +60,8 @@ async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
 
     Ends the process at once when its engine is dead.
 
-    A dead engine may leave threads that never end. The event loop and the interpreter wait for
-    threads when they end, and start one to do so.
+    A dead engine may leave threads that never end. When they end, the event loop and the
+    interpreter wait for all threads, and start one more to do so.
     """
     try:
         _start_workers()
@@ -85,7 +85,7 @@ def _start_workers() -> None:
 
 
 def end_dead(error: EngineDeadError) -> NoReturn:
-    """Say why this process ends, and end it without waiting for its threads."""
+    """Print why this process ends, and end it without waiting for its threads."""
     from baton.telemetry.logs import close_logging
 
     end_within(END_AFTER_DEATH_S)
@@ -95,11 +95,11 @@ def end_dead(error: EngineDeadError) -> NoReturn:
 
 
 def end_within(timeout_s: float) -> None:
-    """Have the kernel end this process if it still runs then; safe from any thread.
+    """Have the kernel end this process if it still runs after this time; safe from any thread.
 
-    Needs no thread, descriptor, memory or interpreter: SIGALRM ends a process wherever it hangs,
-    unless in a call to the kernel that no signal interrupts. A later call can only shorten the
-    time.
+    The kernel needs no thread, descriptor, memory or interpreter of the process: SIGALRM ends the
+    process wherever it hangs, except in a system call that no signal interrupts. A later call can
+    only shorten the time.
     """
     left_s, _ = signal.getitimer(signal.ITIMER_REAL)
     if not left_s or timeout_s < left_s:
@@ -107,7 +107,7 @@ def end_within(timeout_s: float) -> None:
 
 
 def _accept_alarm() -> None:
-    """Let SIGALRM end this process, though its parent may have told it not to."""
+    """Let SIGALRM end this process, even if its parent had the signal ignored or blocked."""
     if signal.getsignal(signal.SIGALRM) is signal.SIG_IGN:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
@@ -133,7 +133,7 @@ def num_descriptors_allowed() -> int:
 
 
 def print_error(error: object) -> None:
-    """Print one line on standard error; it may quote what a server or a file says."""
+    """Print an error as one line on standard error; it may quote a server or a file."""
     text = printable(" ".join(str(error).split()))
     sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()

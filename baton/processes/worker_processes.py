@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 # A worker that is over its time ends itself; one that does not even do that is ended from here.
 _GRACE_S = 5.0
 _POLL_S = 0.05
-# A template imports and loads what its work needs before it forks: seconds, more on a busy machine.
+# How long a template may load code and data before it forks: seconds, more on a busy machine.
 _START_S = 120.0
-# A piece of work is given to so many workers, one after another, while they end without its fault.
+# How many workers in turn get a piece of work, while workers end for other reasons than the work.
 _MAX_TRIES = 3
 
 
@@ -59,7 +59,7 @@ class _Worker:
 
     Attributes:
         template: process that forks the worker; the kernel ends both together.
-        is_ready: the worker has said that it waits for work.
+        is_ready: whether the worker has said that it waits for work.
     """
 
     number: int
@@ -68,11 +68,11 @@ class _Worker:
     is_ready: bool = False
 
     async def wait_ready(self) -> None:
-        """Wait until the worker can begin with work, which no limit of that work counts.
+        """Wait until the worker can begin work; limits of the work do not count this time.
 
         Raises:
-            ConnectionError: the worker ended before.
-            NodeUnavailableError: the template has not loaded within its time, and is ended.
+            ConnectionError: the worker ended before it was ready.
+            NodeUnavailableError: the template did not load in time, and was killed.
         """
         if self.link.fileno() < 0:
             raise ConnectionError("there was no descriptor for the worker")
@@ -153,10 +153,10 @@ class WorkerProcesses:
         self._finalizer: weakref.finalize[..., WorkerProcesses] | None = None
 
     def start(self) -> None:
-        """Start the processes now, so that the first piece of work need not wait for that.
+        """Start the processes now, so that the first piece of work need not wait for them.
 
         Raises:
-            NodeUnavailableError: the processes cannot be started, for want of a resource.
+            NodeUnavailableError: the processes cannot be started; a resource is missing.
         """
         is_new = self._template is None
         try:
@@ -183,8 +183,8 @@ class WorkerProcesses:
             InvalidRequestError: what the work itself raised.
             WorkLimitError: it costs more than it may.
             OverloadedError: too much work waits.
-            NodeUnavailableError: the processes cannot be started, ended twice, or the machine left
-                the work waiting.
+            NodeUnavailableError: the processes cannot be started or ended at the work again and
+                again, or the machine gave the work no processor time.
         """
         self.start()
         worker = await self._take(caller)
@@ -195,8 +195,8 @@ class WorkerProcesses:
                 answer, has_ended, was_read = await self._ask(worker, work)
                 if answer or (not await self._has_ended(worker.template) and was_read):
                     break
-                # Short of memory, the kernel kills idle workers first; a template that is killed
-                # takes its workers with it. No work is to blame for either.
+                # When memory is short, the kernel kills idle workers first. A template that is
+                # killed takes its workers with it. The work is to blame for neither.
                 worker = self._replace(worker)
             else:
                 raise NodeUnavailableError("a process that reads requests ended; try again")
@@ -211,7 +211,7 @@ class WorkerProcesses:
         raise WorkLimitError(f"takes more than {self.limits} of memory")
 
     async def wait_ready(self) -> None:
-        """Start the processes and wait until one of them could begin with work.
+        """Start the processes and wait until one of them can begin work.
 
         Raises:
             NodeUnavailableError: the processes cannot be started.
@@ -226,14 +226,14 @@ class WorkerProcesses:
             self._give_back(worker if worker.is_ready else self._replace(worker), "")
 
     async def _ask(self, worker: _Worker, work: bytes) -> tuple[bytes, bool, bool]:
-        """Have a worker do a piece of work, whose time begins when the worker is ready.
+        """Have a worker do a piece of work; its time begins when the worker is ready.
 
         Returns:
-            The answer, empty if there is none; whether the worker has ended; whether it may have
-            read the work.
+            The answer, empty if there is none; whether the worker has ended; whether the worker may
+            have read the work.
 
         Raises:
-            NodeUnavailableError: no answer came in time, which may not be the work's fault.
+            NodeUnavailableError: no answer came in time, perhaps not because of the work.
         """
         answer, has_ended = b"", True
         try:
@@ -244,9 +244,9 @@ class WorkerProcesses:
         except ConnectionError:
             return b"", True, False
         except TimeoutError:
-            pass  # the worker does not even end itself
+            pass  # the worker hangs and does not end itself
         if not answer and time.monotonic() - began_at >= self.limits.wall_s:
-            # Work that computes for so long has spent its processor time before: it got none.
+            # Work that ran would have reached its limit of processor time before: this got none.
             raise NodeUnavailableError(
                 f"this machine did not read the request in {self.limits.wall_s:g} s; try again"
             )
@@ -344,9 +344,10 @@ class WorkerProcesses:
         return worker
 
     def _replace(self, worker: _Worker) -> _Worker:
-        """End a worker that is of no use any more, and start another.
+        """End a useless worker, and start another.
 
-        Returns the ended one where no descriptor is left for another: its next caller tries again.
+        Returns the ended worker where no descriptor is left for another: its next caller tries
+        again.
         """
         assert self._control is not None
         self._links.pop(worker.number, worker.link).close()
@@ -359,7 +360,7 @@ class WorkerProcesses:
             return worker
 
     async def _has_ended(self, template: subprocess.Popen[bytes]) -> bool:
-        """Say whether this template has ended; then another one takes its place."""
+        """Return whether this template has ended; replace it if so."""
         if template.poll() is None:
             await asyncio.sleep(_POLL_S)  # its sockets close before it can be seen to have ended
         if template.poll() is None:
@@ -369,10 +370,11 @@ class WorkerProcesses:
         return True
 
     def _restart_template(self) -> None:
-        """Start another template in the place of one that has ended.
+        """Replace a template that has ended by another one.
 
-        Idle workers are replaced here. Workers at work are replaced by their callers, who still
-        read from these sockets: closing one under its reader gives the reader somebody else's.
+        Replaces idle workers, too. Callers replace workers that are at work, because the callers
+        still read from those sockets: if a socket is closed under its reader, the reader may read
+        from another socket with the same descriptor.
         """
         template, control, finalizer = self._template, self._control, self._finalizer
         assert template is not None

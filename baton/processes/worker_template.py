@@ -25,7 +25,7 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError
 
-# What a worker sends first: it has begun, and waits for work.
+# The first message of a worker: the worker has started, and waits for work.
 READY = b"!"
 # Of a frame from the parent: its length, and then so many bytes.
 LENGTH = struct.Struct("<I")

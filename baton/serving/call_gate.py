@@ -38,7 +38,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-_UNKNOWN_METHOD = "of this name"  # names are a stranger's, and may be no UTF-8
+_UNKNOWN_METHOD = "of this name"  # a stranger chose the name; maybe no UTF-8
 # Of a message of health checks and reflection: names of services.
 MAX_OPEN_BYTES = 2**16
 _NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
@@ -145,9 +145,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         )
 
     async def refuse_unknown(self, raw: _Raw) -> None:
-        """Answer a call of a method that does not exist; strangers are not told so much."""
+        """Refuse a call of an unknown method; do not tell strangers that the method is unknown."""
         async for _ in self._guard(_UNKNOWN_METHOD, None, ANY)(_no_messages(), raw):
-            raise AssertionError("a call that is refused has no responses")
+            raise AssertionError("a refused call has no responses")
 
     def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
         from structlog.contextvars import bind_contextvars  # here: clients do not wait for it

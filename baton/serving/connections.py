@@ -37,7 +37,7 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ANY_IPV6 = "::"
 _MAPPED = "::ffff:"  # in front of the address of an IPv4 peer, on a socket of both families
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # of strangers' faults
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # for faults of strangers
 # Read of a connection at once. The loop's own 256 KiB hold it up for half a second when they are
 # chunks of a byte.
 _READ_BYTES = 2**14
@@ -135,11 +135,11 @@ class Listener:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.counts = ConnectionCounts()
-        # A view: asyncio's TLS reads into slices of it, and a slice of a bytearray is a copy.
+        # A view, because asyncio's TLS reads into slices, and a slice of a bytearray is a copy.
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None
-        self._told_of: dict[str, float] = {}  # addresses whose faults were logged, and when
+        self._told_of: dict[str, float] = {}  # address -> when its fault was last logged
         self._sockets: list[socket.socket] = []
         self._sweeping: asyncio.Task[None] | None = None
         self._of_protocol: dict[asyncio.BaseProtocol, Connection] = {}
@@ -213,7 +213,7 @@ class Listener:
                     self._wait(connection, self._idle)
 
     def address_of(self, protocol: asyncio.BaseProtocol) -> str:
-        """Return the address of a protocol's peer, without a port; empty when it has gone."""
+        """Return the address of a protocol's peer, without a port; empty if the peer has gone."""
         connection = self._of_protocol.get(protocol)
         return "" if connection is None else connection.address
 
@@ -321,14 +321,14 @@ class Listener:
             )
         except (OSError, asyncio.CancelledError) as error:  # gone, or no TLS
             if isinstance(error, ssl.SSLError):
-                # (Of a certificate: what is wrong with it. Else a word: WRONG_VERSION_NUMBER.)
+                # What is wrong with a certificate, or a word such as WRONG_VERSION_NUMBER.
                 why = getattr(error, "verify_message", "") or error.reason or "it ended"
                 self._warn(connection.address, f"a TLS handshake failed: {why}")
             sock.close()
             connection.end()
 
     def _warn(self, address: str, problem: str) -> None:
-        """Log a stranger's fault, at most once a minute of one address, and of few addresses."""
+        """Log a stranger's fault, at most once a minute per address and for few addresses."""
         now = asyncio.get_running_loop().time()
         told = {one: at for one, at in self._told_of.items() if now - at < _TELL_AGAIN_S}
         if address not in told and len(told) < _MAX_TOLD:

@@ -17,7 +17,7 @@ from baton.api.errors import DeadlineExceededError, InvalidRequestError, Overloa
 
 # 8 MiB each. Beyond that, a call's message stays with its client until another one has come.
 MAX_COMING = 32
-# Calls whose turn has not come. Each takes 25 KiB, and several times its headers.
+# How many calls may wait for their turn. Each takes 25 KiB and several times its headers.
 MAX_WAITING = 1024
 # 8 MiB in it: 64 KiB/s, as over HTTP.
 MESSAGE_TIMEOUT_S = 138.0

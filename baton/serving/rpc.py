@@ -60,7 +60,7 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     # A message of a few kilobytes would become megabytes, and many of them gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
-    # As the guard has it. Between two limits that differ, gRPC refuses calls at random.
+    # Equal to the guard's limit. Between a soft and a hard limit, gRPC refuses calls at random.
     ("grpc.max_metadata_size", FrameLimits().max_header_bytes),
     ("grpc.absolute_max_metadata_size", FrameLimits().max_header_bytes),
 ]
@@ -117,7 +117,7 @@ class RpcServer:
         self._credentials: grpc.ServerCredentials | None = None
         self._front: RpcFront | None = None
         if tls is not None and require_client_certs:
-            # Strangers get no further than the handshake.
+            # No guard is needed: strangers get no further than the handshake.
             self._credentials = server_credentials(tls, require_client_certs=True)
         else:
             self._front = RpcFront(limits, None if tls is None else ServerContext.for_grpc(tls))

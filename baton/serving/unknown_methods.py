@@ -1,8 +1,8 @@
-"""Calls of gRPC methods that do not exist, kept away from the loop that accepts all calls.
+"""Keep calls of unknown gRPC methods away from the loop that accepts all calls.
 
-Since grpcio 1.84 that loop decodes the name of such a method. A name that is no UTF-8 raises there,
-which ends the loop, and with it the server: anybody could stop a router or node with one call.
-Here these calls are answered without a look at the name.
+Since grpcio 1.84 that loop decodes the name of an unknown method. A name that is not UTF-8 raises
+there and ends the loop, and with it the server: anybody could stop a router or node with one call.
+This module answers such calls without decoding the name.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
 
-# Answers a call, given its context.
+# A function that answers a call, given the call's context.
 _Refuse = Callable[[Any], Awaitable[None]]
 _HOOK = "_make_request_call_future"
 
 
 class _Server(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
-    """gRPC's server, whose own loop sees calls of registered methods only."""
+    """A gRPC server whose own loop sees only calls of registered methods."""
 
     refuse: _Refuse
 
@@ -33,7 +33,7 @@ class _Server(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
         return asyncio.get_running_loop().create_task(self._refuse_calls())
 
     async def _refuse_calls(self) -> None:
-        """Refuse every call of an unknown method; raises what gRPC raises when it shuts down."""
+        """Refuse every call of an unknown method; raises gRPC's error when gRPC shuts down."""
         refusing: set[asyncio.Task[None]] = set()
         while True:
             call = await self._request_call()
@@ -43,7 +43,7 @@ class _Server(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
 
     async def _refuse_call(self, call: Any) -> None:
         context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
-        # (The client may have gone away, or the server may be stopping.)
+        # The client may have gone away, or the server may be stopping.
         with contextlib.suppress(grpc.aio.BaseError):
             await self.refuse(context)
 
@@ -53,7 +53,7 @@ def make_server(
     refuse: _Refuse,
     options: Sequence[tuple[str, Any]],
 ) -> grpc.aio.Server:
-    """Make a server on which all methods must be registered ones.
+    """Make a server that refuses all methods but registered ones.
 
     Args:
         interceptor: sees every call of a registered method.
@@ -61,7 +61,7 @@ def make_server(
         options: channel arguments.
     """
     server = grpc.aio.server(interceptors=[interceptor], options=options)
-    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where nothing ends
+    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where an error ends nothing
         loop = cygrpc.get_working_loop()
         guarded = _Server(loop, None, (), (interceptor,), tuple(options), None)
         guarded.refuse = refuse
@@ -71,5 +71,5 @@ def make_server(
 
 
 def _is_no_odd_header(record: logging.LogRecord) -> bool:
-    """Drop gRPC's tracebacks about headers that are no UTF-8: any stranger may send millions."""
+    """Drop gRPC's tracebacks about headers that are not UTF-8: a stranger may cause millions."""
     return not str(record.msg).startswith("Invalid encoding on")

@@ -105,7 +105,7 @@ class _LineWriter(logging.Handler):
             self._waiting.put_nowait(self.format(record))
         except queue.Full:
             self.num_lost += 1
-        except Exception:  # arguments that do not fit the message, or no memory for it
+        except Exception:  # arguments do not fit the message, or no memory is left
             self.handleError(record)
 
     # (Not `close`: libraries that configure logging close all handlers that there are, and log on.)

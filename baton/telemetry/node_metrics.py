@@ -38,7 +38,7 @@ class ConnectorMetrics:
 
     Attributes:
         pairs: peers by state and path of their bytes.
-        connections: peers that a connection is held to, kept ones included.
+        connections: peers to which a connection is open, including kept peers that have gone.
         peer_failures: times that a peer was found to be silent or out of reach.
         sent_bytes, sent_blocks: posted, what had to be sent again included; 0 on a decode node.
         descriptors: ranges that these were posted as.

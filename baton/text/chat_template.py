@@ -25,10 +25,10 @@ from baton.api.errors import ConfigError, InvalidRequestError, ModelLoadError
 from baton.api.printable import printable
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-# The largest known ones have 20 kB.
+# The largest known templates have 20 kB.
 MAX_TEMPLATE_BYTES = 2**20
-_MAX_SHOWN_CHARS = 500  # of what Jinja says of one that is broken
-# What Python raises for code that is too deep for it, such as twenty-one loops in each other.
+_MAX_SHOWN_CHARS = 500  # of Jinja's message about a broken template
+# Errors of Python for code nested too deeply, such as twenty-one loops in each other.
 _NOT_COMPILED = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 _MORE_TEMPLATES = "additional_chat_templates"
 # What a message's reasoning is called. Templates read the first one; those of gpt-oss the second.

@@ -66,7 +66,8 @@ class GrammarTrials:
     async def wait_ready(self) -> None:
         """Start the worker processes and wait until they have loaded the tokenizer.
 
-        Raises NodeUnavailableError where they cannot be started.
+        Raises:
+            NodeUnavailableError: the processes cannot be started.
         """
         await self._workers.wait_ready()
 

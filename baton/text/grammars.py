@@ -73,7 +73,7 @@ def make_grammar(structured_output: StructuredOutput) -> str:
 def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLTokenizer:
     """Load a checkpoint's tokenizer for the library; raises InvalidRequestError.
 
-    Holds the GIL all the while: seconds for a vocabulary of 262,144 tokens.
+    Holds the GIL until it returns: seconds for a vocabulary of 262,144 tokens.
 
     Args:
         path: of its ``tokenizer.json``.
@@ -88,7 +88,7 @@ def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLT
         except ValueError:
             if not ends:
                 raise
-            # Loaded again only where the model names ends that its tokenizer does not have.
+            # Load again only if the model names end tokens that its tokenizer does not name.
             tokenizer = LLTokenizer(str(path))
             known = [token_id for token_id in ends if token_id < tokenizer.vocab_size]
             return LLTokenizer(str(path), eos_token=known) if known else tokenizer

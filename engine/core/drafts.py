@@ -15,7 +15,7 @@ from engine.core.metrics import EngineCounters
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request, RequestStatus
 
-# What grammars allow behind drafts is computed while all requests wait: so long in a step at most.
+# Most processor time in a step for masks behind drafts, as all requests wait for these.
 _MAX_MASKS_S = 0.01
 
 

@@ -29,7 +29,7 @@ _MAX_EXTRA_S = 0.2
 class GrammarState:
     """Where one request's output is in its grammar.
 
-    One thread at a time may use a state: the engine's, or one that computes its mask.
+    One thread at a time may use a state: the engine's thread, or a thread that computes its mask.
 
     Args:
         matcher: at the beginning; this one's own.
@@ -38,8 +38,8 @@ class GrammarState:
 
     Attributes:
         problem: why no token can follow; empty while one can.
-        num_accepted: tokens of the output that the grammar has been told.
-        has_mask: the mask of the next token is computed; tokens can be sampled.
+        num_accepted: tokens of the output that the grammar has accepted.
+        has_mask: whether the mask of the next token is computed, so that a token can be sampled.
         mask_s: processor time that the latest mask took; 0 before the first.
     """
 
@@ -50,26 +50,26 @@ class GrammarState:
         self.mask_s = 0.0
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
-        self._masks: list[NDArray[np.uint8]] = []  # of the next token, and behind drafts
+        self._masks: list[NDArray[np.uint8]] = []  # for the next token, then behind each draft
         self._spent_s = 0.0
         self._num_masks = 0
 
     def compute_mask(self) -> None:
-        """Compute which tokens may come next, unless that is done; lets go of the GIL."""
+        """Compute which tokens may come next, unless already done; releases the GIL."""
         if not self.has_mask:
             self._masks = [self._next_bits()]
             self.has_mask = True
 
     def fail(self, problem: str) -> None:
-        """Let no token follow, for a reason that is not the library's."""
+        """Allow no token any more, for a reason from outside the library."""
         self.problem = f"structured_output: {one_line(problem)}"
         self._masks, self.has_mask = [np.full_like(self._permitted, 0xFF)], True
 
     def look_ahead(self, draft_token_ids: Sequence[int], limit_s: float) -> int:
-        """Compute the masks behind drafts, and return how many drafts have one.
+        """Compute the masks behind drafts, and return how many drafts have a mask.
 
-        Fewer than all where the output may not go on with a draft, and where the masks have taken
-        ``limit_s`` of processor time.
+        Stops at a draft that the grammar does not allow, and when the masks have taken ``limit_s``
+        of processor time.
         """
         self.compute_mask()
         del self._masks[1:]
@@ -85,24 +85,24 @@ class GrammarState:
             self._masks.append(self._next_bits())
         if num_ahead:
             self._matcher.rollback(num_ahead)
-            if self.problem == _STUCK:  # behind a draft, which nobody may have sampled
+            if self.problem == _STUCK:  # stuck behind a draft, which may never be sampled
                 self.problem = ""
         return num_ahead
 
     def allowed_bits(self, num_drafts: int = 0) -> list[NDArray[np.uint8]]:
-        """Return the tokens that may come next, and those that may come behind each draft.
+        """Return which tokens may come next, and which may come behind each draft.
 
-        One bit a token, low bits first: `[ceil(vocab_size / 8)]` each. All of them when there is
-        none: `problem` says so, and `accept` will take no token.
+        Each array has one bit per token, low bits first: `[ceil(vocab_size / 8)]`. If no token may
+        come, all bits are set: `problem` says why, and `accept` takes no token.
 
         Args:
-            num_drafts: at most as many as `look_ahead` found possible.
+            num_drafts: at most the number that `look_ahead` returned.
         """
         self.compute_mask()
         return self._masks[: 1 + num_drafts]
 
     def accept(self, token_id: int) -> bool:
-        """Go on with a token of the output; False when it must not be there."""
+        """Advance by a token of the output; return False if the grammar forbids the token."""
         if self.problem:
             return False
         began_at = time.thread_time()
@@ -115,7 +115,7 @@ class GrammarState:
 
     @property
     def is_terminated(self) -> bool:
-        """Whether the output is complete and nothing can follow."""
+        """Return whether the output is complete and no token can follow."""
         return not self.problem and self._matcher.is_stopped()
 
     def _next_bits(self) -> NDArray[np.uint8]:
@@ -146,13 +146,13 @@ class GrammarState:
 
 
 class MaskMaker(Protocol):
-    """Computes the masks of grammars between the steps, and bounds how long a step waits for them.
+    """Compute the masks of grammars between steps, and limit how long a step waits for them.
 
-    The engine's thread is the only caller.
+    Only the engine's thread calls these methods.
     """
 
     def begin(self, grammar: GrammarState) -> None:
-        """Have a grammar's mask computed; nobody else may use the grammar before `has_mask`."""
+        """Begin a grammar's mask; no other code may use the grammar until `has_mask`."""
 
     def wait(self) -> None:
         """Wait a few milliseconds at most for the masks that were begun since the last call."""
@@ -162,7 +162,7 @@ class MaskMaker(Protocol):
 
 
 class MasksAtOnce:
-    """Computes each mask where it is asked for: for whoever has no other requests to hold up."""
+    """Compute each mask in the caller, where no other request would have to wait."""
 
     def begin(self, grammar: GrammarState) -> None:
         """Compute the mask now."""
@@ -178,7 +178,7 @@ class MasksAtOnce:
 def allowed_bits(
     grammars: Mapping[str, tuple[GrammarState, int]],
 ) -> dict[str, list[NDArray[np.uint8]]]:
-    """Return the tokens that may come next in a step's grammars; see `GrammarState.allowed_bits`.
+    """Return which tokens may come next in a step's grammars; see `GrammarState.allowed_bits`.
 
     Args:
         grammars: by request id, with the number of drafts that the step computes.

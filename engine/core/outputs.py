@@ -86,7 +86,7 @@ class ModelRunnerOutput:
         prompt_logprobs: of the prompt tokens that this step predicts, likewise.
         draft_token_ids: what may come behind the sampled tokens, by request id; the next step may
             compute it, and tells.
-        without_numbers: ids of the requests whose logits are no numbers; their tokens mean nothing.
+        without_numbers: ids of requests with NaN or infinite logits; their tokens mean nothing.
         started_at, ended_at: when it was computed, by the monotonic clock.
         drafting_s: seconds of that in which the drafts were guessed.
     """

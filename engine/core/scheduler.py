@@ -49,13 +49,13 @@ class Scheduler:
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         guesses_in_steps: whoever computes steps guesses what comes behind them, too.
         drafter_reads: see `EngineConfig.drafter_reads`.
-        masks: computes what grammars allow, between the steps.
+        masks: computes the masks of grammars between steps.
 
     Attributes:
         num_preemptions: since the start.
         counters: of what was done since the start.
-        failures: ids of requests that cannot go on, and why; whoever reads them ends the requests
-            that are still here, and empties it.
+        failures: ids of requests that cannot go on, and why; the reader ends those requests that
+            are still here, and empties this.
         handed_back: requests that were preempted and ended for it; whoever reads them empties it.
         drafts: for steps to come.
         awaits_masks: the latest step is empty because the masks of all running requests were
@@ -161,10 +161,10 @@ class Scheduler:
             self._fail_by_grammar(request)
 
     def set_grammar(self, request: Request, grammar: GrammarState | BatonError) -> None:
-        """A request's grammar is compiled, or cannot be; ignored if the request has ended.
+        """Set a request's compiled grammar, or its error; ignored if the request has ended.
 
         Args:
-            grammar: has accepted the output, or the beginning of it.
+            grammar: state that has accepted the output so far, or the beginning of it.
         """
         if self.requests.get(request.request_id) is not request:
             return
@@ -197,9 +197,9 @@ class Scheduler:
         return request
 
     def fail_all(self, without_numbers: Iterable[str]) -> None:
-        """End the requests whose logits are no numbers.
+        """End the requests whose logits are NaN or infinite.
 
-        Called before `update`, which then keeps nothing of their step.
+        Call this before `update`, which then keeps nothing of their step.
         """
         for request_id in without_numbers:
             if (request := self.requests.get(request_id)) is not None:
@@ -263,13 +263,13 @@ class Scheduler:
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:
             self.awaits_masks = True
-            self._masks.wait_for_any()  # nobody else can run: the next step will have it
+            self._masks.wait_for_any()  # no other request can run: wait here, and run it next
         return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts, num_drafts)
 
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """Return a step that was scheduled ahead without requests whose masks are not ready.
+        """Return a step that was scheduled ahead, without requests whose masks are not ready.
 
-        The step before has ended meanwhile, and with its tokens the masks became others.
+        The previous step has ended meanwhile, and its tokens need new masks.
         """
         self._masks.wait()
         return scheduled.without(lambda request: not self._may_run(request, request.num_tokens))
@@ -460,14 +460,14 @@ class Scheduler:
             self._masks.begin(request.grammar)
 
     def _may_run(self, request: Request, num_tokens: int) -> bool:
-        """Say whether a request may compute so many tokens now, or its mask must come first."""
+        """Return whether a request may compute these tokens now; False if it needs a mask first."""
         grammar = request.grammar
         if grammar is None or grammar.has_mask or request.num_tokens_pending:
-            return True  # `with_masks` looks again where a step in flight samples its token
+            return True  # `with_masks` checks again if a step in flight samples its token
         return request.num_computed_tokens + num_tokens < request.num_tokens
 
     def _accept(self, grammar: GrammarState, token_ids: list[int]) -> bool:
-        """Tell a grammar of tokens of the output, and begin the mask of the next one."""
+        """Advance a grammar by tokens of the output, and begin the mask of the next token."""
         is_right = all(grammar.accept(token_id) for token_id in token_ids) and not grammar.problem
         if is_right and not grammar.has_mask:
             self._masks.begin(grammar)

@@ -50,7 +50,7 @@ class UniprocExecutor:
         self.runs_ahead = worker.runs_ahead
         self.thread = ThreadPoolExecutor(1, "model-runner") if worker.runs_ahead else None
         if self.thread is not None:
-            self.thread.submit(int).result()  # started now: later no thread may be left
+            self.thread.submit(int).result()  # start the thread now: later none may be left
         self._failure: str | None = None
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:

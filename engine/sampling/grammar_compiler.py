@@ -1,7 +1,7 @@
 """GrammarCompiler: from what a request asks for to the state of its grammar, off the step loop.
 
-Each grammar is compiled in a worker process first, within limits; here, then, on threads of its
-own; equal grammars of one tenant once. A state is handed over with its first mask. Knows no queue
+A worker process compiles each grammar first, within limits. Then threads of this class compile it
+here, equal grammars of one tenant once. A state is handed over with its first mask. Knows no queue
 and no step.
 """
 
@@ -48,7 +48,7 @@ class _Compiled:
     """A grammar that is remembered. What failed is, too.
 
     Attributes:
-        matcher: at the beginning of an output; only copies of it go on.
+        matcher: at the beginning of an output; only copies of it advance.
         num_bytes: memory that it takes; 0 while it is not known.
         may_pass_later: whether it failed for want of room, not for what it is.
     """
@@ -91,12 +91,13 @@ class GrammarCompiler:
         self._ready: deque[tuple[Request, Outcome]] = deque()
 
     def prepare(self) -> None:
-        """Load and start what the first grammar needs, so that it finds all of it.
+        """Load and start all that the first grammar needs.
 
-        The tokenizer is loaded here, under the GIL, and by the trials' process at the same time.
-        What is wrong with a tokenizer is told to whoever sends a grammar.
+        Loads the tokenizer here, under the GIL, while the trial process loads its own. An error of
+        the tokenizer is reported to each request with a grammar.
 
-        Raises ConfigError when a thread or a descriptor cannot be had.
+        Raises:
+            ConfigError: no thread or descriptor is left.
         """
         try:
             self._start()
@@ -152,14 +153,14 @@ class GrammarCompiler:
         output_token_ids: Sequence[int] = (),
         caller: str = "",
     ) -> Outcome:
-        """Compile a grammar and bring its state, with a mask, to where an output has come."""
+        """Compile a grammar, advance its state by an output, and compute its mask."""
         try:
             matcher = await asyncio.shield(self._compile(structured_output, caller))
             return await self._on_thread(lambda: self._bring_to(matcher, params, output_token_ids))
         except InvalidRequestError as error:
             return InvalidRequestError(error.field, error.problem)  # raised once, not again
         except (BatonError, OSError, RuntimeError) as error:
-            # No fault of the request, nor one of this node that others should leave it for.
+            # Neither the request nor this node is at fault, so the request stays here.
             return OverloadedError(f"structured_output: {error}")
 
     def _bring_to(
@@ -173,7 +174,7 @@ class GrammarCompiler:
     def _compile(
         self, structured_output: StructuredOutput, caller: str = ""
     ) -> asyncio.Future[LLMatcher]:
-        """Return the matcher of a grammar, at its beginning; on the loop's thread."""
+        """Return a grammar's matcher at its beginning; call this on the loop's thread."""
         key = caller, structured_output
         compiled = self._cache.get(key)
         if compiled is None or compiled.may_pass_later:
@@ -204,11 +205,11 @@ class GrammarCompiler:
         except InvalidRequestError:
             raise
         except (BatonError, OSError, RuntimeError):
-            compiled.may_pass_later = True  # too many wait, or there is no process, or no thread
+            compiled.may_pass_later = True  # too many wait, or no process or thread is left
             raise
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
-        """Do this on one of the threads; the library lets go of the GIL."""
+        """Run a function on one of the threads; the library releases the GIL."""
         before = threading.stack_size(_STACK_BYTES)  # of threads that begin from now on
         try:
             future = self._threads.submit(make)
@@ -230,18 +231,20 @@ class GrammarCompiler:
     # ------------------------------------------------------------------ threads
 
     def _on_loop(self, doing: Coroutine[Any, Any, Made]) -> Future[Made]:
-        """Do this on the loop of the trials."""
+        """Run a coroutine on the loop of the trials."""
         return asyncio.run_coroutine_threadsafe(doing, self._start())
 
     def _start(self) -> asyncio.AbstractEventLoop:
-        """Start the event loop and the threads, if need be; they end with this object."""
+        """Start the event loop and the threads unless they run; they end with this object."""
         if self._loop is None:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="grammar-trials", daemon=True)
             thread.start()
             weakref.finalize(self, _stop, loop, thread)
             self._loop = loop
-            all_there = threading.Barrier(NUM_THREADS)  # each thread is kept until all have begun
+            all_there = threading.Barrier(
+                NUM_THREADS
+            )  # keeps each thread busy until all have started
             waiting = [self._on_loop(self._on_thread(all_there.wait)) for _ in range(NUM_THREADS)]
             try:
                 for one in waiting:
@@ -253,7 +256,7 @@ class GrammarCompiler:
 
 
 def _take_notice(making: asyncio.Future[LLMatcher]) -> None:
-    """Read an error that nobody may wait for any more."""
+    """Retrieve an error for which no caller may wait any more, so that asyncio logs nothing."""
     if not making.cancelled():
         making.exception()
 

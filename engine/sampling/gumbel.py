@@ -64,7 +64,7 @@ def best_scores(
     temperatures: Floats,
     keys: Words,
 ) -> TokenIds:
-    """Find the token of the best score in each row; NO_TOKEN where no score is a number.
+    """Find the token with the best score in each row; NO_TOKEN where every score is NaN.
 
     Args:
         rows, token_ids, logits: `[num_candidates]`, by rising row and token id.
@@ -92,8 +92,8 @@ def draw(logits: Tensor, temperatures: Floats, keys: Words) -> TokenIds:
         keys: `[num_rows, 2]`.
 
     Returns:
-        `[num_rows]`; 0 where every token is minus infinity, and on a CPU NO_TOKEN where one is no
-        number.
+        `[num_rows]`; 0 where every token is minus infinity, and on a CPU NO_TOKEN where a token is
+        NaN.
     """
     if logits.is_cuda:
         on_device: TokenIds = device_scores(logits, temperatures, keys).argmax(-1).cpu().numpy()

@@ -1,7 +1,7 @@
-"""MaskThreads: computes what grammars allow on threads, so that a step waits for cheap masks alone.
+"""MaskThreads: compute masks of grammars on threads, so that a step waits only for cheap masks.
 
-A mask takes some hundredths of a millisecond, or a hundred times as long where the library meets
-new states. Nothing tells which before it is done. Knows no request and no step.
+A mask takes some hundredths of a millisecond, or a hundred times as long if the library meets new
+states. Nothing tells which beforehand. Knows no request and no step.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import weakref
 from engine.core.grammar import GrammarState
 
 NUM_THREADS = 2
-# The engine's thread waits so long, once, for the masks that the step before made necessary.
+# How long the engine's thread waits, once a step, for the masks that the previous step began.
 WAIT_S = 0.004
-# Nothing else can run: the engine's thread looks for new requests as often.
+# How long the engine's thread waits if nothing else can run; then it looks for new requests.
 IDLE_WAIT_S = 0.01
-# Computed at once, where handing over takes longer: grammars whose latest mask took less, until
-# those of one step have taken so long together.
+# Masks of grammars whose latest mask took less than the first are computed at once, as a hand-over
+# would take longer, until the masks of one step have taken the second in all.
 CHEAP_S = 0.0005
 AT_ONCE_S = 0.002
 
 
 class MaskThreads:
-    """Computes masks on threads that start with the first mask, or with `start`.
+    """Compute masks on threads that start with the first mask, or with `start`.
 
-    The engine's thread is the only caller; see `engine.core.grammar.MaskMaker`.
+    Only the engine's thread calls these methods; see `engine.core.grammar.MaskMaker`.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class MaskThreads:
         self._left_s = AT_ONCE_S
 
     def start(self) -> None:
-        """Start the threads; raises RuntimeError when there can be no more of them."""
+        """Start the threads; raises RuntimeError if the system allows no more threads."""
         if not self._threads:
             for number in range(NUM_THREADS):
                 thread = threading.Thread(
@@ -51,7 +51,7 @@ class MaskThreads:
             weakref.finalize(self, _stop, self._work)
 
     def begin(self, grammar: GrammarState) -> None:
-        """Have a mask computed: now, where that is cheap, else on a thread."""
+        """Compute a mask now if that is likely cheap, else on a thread."""
         if grammar.mask_s < CHEAP_S and self._left_s > 0:
             began_at = time.thread_time()
             grammar.compute_mask()
@@ -73,7 +73,7 @@ class MaskThreads:
 
 
 class _Open:
-    """Counts the masks that are being computed, and those of them that were begun last.
+    """Count the masks being computed, and how many of them the current round began.
 
     Attributes:
         num_open: masks that are not ready.
@@ -86,7 +86,7 @@ class _Open:
         self._changed = threading.Condition()
 
     def note_begun(self) -> int:
-        """Count one more; returns the round that it belongs to."""
+        """Count one more mask; returns its round."""
         with self._changed:
             self.num_open += 1
             self._num_young += 1
@@ -99,7 +99,7 @@ class _Open:
             self._changed.notify()
 
     def wait_for_young(self, seconds: float) -> None:
-        """Wait for those of this round, and begin the next one."""
+        """Wait for the masks of this round, and begin the next round."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_young, seconds)
             self._round += 1

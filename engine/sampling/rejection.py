@@ -29,7 +29,7 @@ from engine.sampling.sampling_input import SamplingInput
 
 AllowedBits = Mapping[str, Sequence[npt.NDArray[np.uint8]]]
 _KEEP, _AGAIN, DRAFT = range(3)  # what chance is for
-_BEYOND = 2**31  # and above: ids that no vocabulary has
+_BEYOND = 2**31  # no vocabulary has ids from here on
 
 
 def salted(keys: Words, purpose: int) -> Words:
@@ -69,7 +69,7 @@ def sample_with_rejection(
             draft_probabilities[place, : len(known)] = known[: target.shape[1]]
     chosen = keep_or_draw(target, draft_probabilities, drafts[rows], sampling.keys[rows])
     for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
-        if token_ids[row] != NO_TOKEN:  # a row without numbers keeps no draft
+        if token_ids[row] != NO_TOKEN:  # a row of NaN keeps no draft
             token_ids[row] = token_id
     return token_ids
 

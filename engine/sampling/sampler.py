@@ -42,7 +42,7 @@ def sample(
     sampling: SamplingInput,
     allowed_bits: Callable[[], Mapping[str, Sequence[npt.NDArray[np.uint8]]]] = dict,
 ) -> list[int]:
-    """Sample one next token per row; NO_TOKEN where a drawn row has no numbers.
+    """Sample one next token per row; NO_TOKEN for a drawn row with NaN.
 
     Args:
         logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
@@ -72,10 +72,10 @@ def sample(
 
 
 def rows_without_numbers(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
-    """List the rows whose logits are no numbers: no token of theirs means anything.
+    """List the rows whose logits are NaN or infinite; their tokens mean nothing.
 
-    Looks at one logit of each row, the chosen token's: this costs a step nothing to speak of. A
-    hidden state with a NaN makes a row of nothing else.
+    Looks only at the chosen token's logit of each row, which costs a step nearly nothing. A hidden
+    state with one NaN makes all logits of its row NaN.
 
     Args:
         logits: `[num_sampling, vocab_size]`, as `sample` was given.

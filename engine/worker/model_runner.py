@@ -296,7 +296,7 @@ class ModelRunner:
         else:
             token_ids = sample(logits, sampling, hooks.allowed_bits)
         wrong = rows_without_numbers(logits, token_ids)
-        for row in wrong:  # what goes on with them is to find a token
+        for row in wrong:  # later code needs a valid token
             token_ids[row] = 0
         output = ModelRunnerOutput(
             sampling.accept(token_ids),

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
 _MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
-_CHECKED_PROMPTS = 4  # as a model may well be unable to begin with one of its tokens
+_CHECKED_PROMPTS = 4  # several, as a model may compute NaN for one odd token
 _PROMPT_TOKENS = 2  # of a small dummy: attention of prompts, not of decodes
 
 
@@ -65,7 +65,7 @@ def compute_dummies(
     steps: Iterable[StepPlan],
     ranks: Ranks = ALONE,
 ) -> list[ModelRunnerOutput]:
-    """Compute steps on a cache of their own; nothing is left of them but what they sampled."""
+    """Compute steps on a temporary cache, and return only what they sampled."""
     steps = list(steps)
     longest = max(
         start + num_tokens
@@ -84,9 +84,9 @@ def check_numbers(
     device: torch.device,
     backend_names: BackendNames,
 ) -> None:
-    """Raise ModelLoadError where the logits behind several one-token prompts are no numbers.
+    """Raise ModelLoadError if the logits behind several one-token prompts are all NaN or infinite.
 
-    Weights that are all NaN would else join and answer every request with an error.
+    Otherwise a node whose weights are all NaN would join and answer every request with an error.
     """
     vocab_size = model.config.vocab_size
     num_prompts = min(_CHECKED_PROMPTS, config.max_num_requests, config.max_num_batched_tokens)

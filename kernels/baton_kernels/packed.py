@@ -17,7 +17,7 @@ from torch.nn import functional
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_CAPABILITY = (8, 9)  # of GPUs that have it (Ada, Hopper)
-# Inputs that are rounded with one scale where the weight is codes, at the most.
+# Most inputs that share a scale where the weight is codes.
 INPUT_BLOCK = 64
 # Inputs whose groups' scales are whole multiples of one factor, where they are multiples.
 SUPER_GROUP = 256
@@ -385,7 +385,7 @@ class PackedWeight:
     out_features: int
     in_features: int
     is_e2m1: bool = False  # see `CodeLayout`
-    has_fine_inputs: bool = False  # of codes only: inputs are rounded to 16 bits
+    has_fine_inputs: bool = False  # codes only: inputs are rounded to 16 bits
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -434,7 +434,7 @@ class PackedWeight:
         Args:
             empty: allocates what is streamed.
             layout: of codes; None: as `pack_rows` makes them.
-            has_gaps: rows that are never written may be in every panel; all rows begin as zeros.
+            has_gaps: whether every panel may have rows that are never written; all rows begin as 0.
         """
         num_panels = -(-out_features // width)
         first_filled = 0 if has_gaps else -1
@@ -561,9 +561,9 @@ class PackedWeight:
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
     """Round ``[..., in_features]`` as a product with a weight of codes rounds its inputs; float32.
 
-    Inputs that meet one group of weights share a scale, ``INPUT_BLOCK`` neighbours at the most. The
-    largest of them becomes 127. Where the weight has fine inputs, what rounding takes away is
-    rounded likewise and added.
+    Inputs that meet one group of weights share a scale, at most ``INPUT_BLOCK`` neighbours. The
+    largest of them becomes 127. Where the weight has fine inputs, the remainder is rounded
+    likewise and added.
     """
     size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
     filled = functional.pad(x.float(), (0, -size % each))
@@ -575,7 +575,7 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _rounded_blocks(blocks: Tensor) -> Tensor:
-    """Round the numbers of each block, ``[..., size]`` float32, to 8 bits; float64."""
+    """Round each block, ``[..., size]`` float32, to 8 bits with one scale; returns float64."""
     limits = blocks.abs().amax(dim=-1, keepdim=True)
     # A number over a tensor would be rounded twice: its reciprocal first.
     factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)
@@ -609,7 +609,7 @@ def _empty_groups(
     empty: Callable[..., Tensor],
     first_filled: int,
 ) -> Groups:
-    """Allocate the groups' numbers; they are 0 from the panel ``first_filled`` on."""
+    """Allocate the numbers of groups; from the panel ``first_filled`` on they are 0."""
 
     def numbers_of(size: int, dtype: torch.dtype | None) -> Tensor | None:
         if dtype is None:

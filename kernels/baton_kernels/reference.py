@@ -337,7 +337,7 @@ def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
     Args:
         x: ``[num_tokens, num_groups, in_features]``, any strides.
         weight: each group has as many outputs as ``out`` has in a group, filled up to whole panels
-            (`PackedWeight.in_whole_panels`). It keeps numbers and has no bias.
+            (`PackedWeight.in_whole_panels`). The weight holds numbers, not codes, and has no bias.
         out: ``[num_tokens, num_groups, n]``, any strides; is written to.
     """
     groups = weight.unpacked().view(x.shape[1], -1, x.shape[2])[:, : out.shape[2]]
@@ -541,9 +541,9 @@ def packed_experts(
 ) -> Tensor:
     """`experts`, whose weights are packed: those of all experts, one after another.
 
-    Each expert's gates, ups and outputs are filled up to whole panels, see
-    `PackedWeight.in_whole_panels`. Inputs of each product are rounded where weights are codes, see
-    ``rounded_inputs``. Biases are the packed weights' own.
+    Each expert's gates, ups and outputs are filled up to whole panels (see
+    `PackedWeight.in_whole_panels`). Where weights are codes, the inputs of each product are rounded
+    (see ``rounded_inputs``). The packed weights hold the biases.
     """
     hidden = x.shape[1]
     all_halves, all_downs = gate_up.unpacked(), down.unpacked()

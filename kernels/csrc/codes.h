@@ -4,10 +4,10 @@
  * A weight is (code - 2^(bits - 1)) * scale, its scale that of its output or of a group of its
  * inputs; or code * scale + minimum, where its group has a minimum: it is multiplied by the sum of
  * the group's inputs. Codes of e2m1 are places in a table of what is multiplied by a scale.
- * A row of x is cut into blocks of BLOCK inputs. Inputs that meet one group of weights share a scale, BLOCK at
- * the most: the largest of them becomes 127 (symmetric). So a row's numbers never depend on its company. The sum
+ * A row of x is cut into blocks of BLOCK inputs. Inputs that meet one group of weights share a scale, at
+ * most BLOCK: the largest of them becomes 127 (symmetric). So a row's numbers never depend on its company. The sum
  * within a group is exact; groups and blocks are added in order, in float. Where inputs are `fine`, a row of x
- * becomes two rows: the rounded numbers, and what rounding took away, rounded likewise.
+ * becomes two rows: the rounded numbers, and the remainders, rounded likewise.
  * Refuses to know: where x and w come from, threads.
  */
 #ifndef BATON_CODES_H
@@ -27,8 +27,8 @@
 #define ADDS_FOUR 1
 #endif
 
-/* Inputs that share a scale at the most. A scale for every group of 16 or 32 weights costs nothing: its sum is
- * multiplied by a scale anyway. */
+/* Most inputs that share a scale. A scale for every group of 16 or 32 weights costs nothing: the group's sum
+ * is multiplied by a scale anyway. */
 #define BLOCK 64
 #define SUMMED 16 /* inputs whose sum is known: no group is smaller */
 #if ADDS_FOUR
@@ -56,10 +56,10 @@ typedef uint16_t pairs __attribute__((vector_size(LANES * 4), aligned(1), may_al
 /* Beside a block of a row of x. In memory the numbers of all rows come first, then their headers: so
  * numbers begin where a line of the cache may. */
 typedef struct {
-    /* One number for each group of weights: what the inputs that meet the group were divided by. */
+    /* For each group of weights, the scale by which the inputs that meet the group were divided. */
     float scales[BLOCK / SUMMED];
-    /* The sum of the rounded inputs, a float, where groups have minima. Else the number that a sum of
-     * products with codes begins with, which takes the codes' offset away. */
+    /* Where groups have minima, the sum of the rounded inputs, a float. Else the start value of a sum of
+     * products with codes, which cancels the codes' offset. */
     int32_t groups[BLOCK / SUMMED];
 } block_header;
 
@@ -89,13 +89,13 @@ typedef struct {
     int32_t offset;
 } code_groups;
 
-/* Rounds a block's values. `keep_rest`: `values` becomes what was rounded away. Pairs of 16 bits take a code's
- * neighbour but one: even and odd bytes come apart most easily. */
+/* Rounds a block's values. With `keep_rest`, `values` becomes the remainders. A pair of 16 bits holds a code and
+ * the next but one, because even and odd bytes are the easiest to separate. */
 INLINE void round_values(int bits, float *values, code_groups groups, int keep_rest, code_rows to) {
     int32_t numbers[BLOCK] __attribute__((aligned(64)));
     block_header *header = (block_header *)to.headers;
     vec lost = {0};
-    /* No number must not become one. */
+    /* NaN must stay NaN. */
     for (int64_t i = 0; i < BLOCK; i += LANES) lost += load(FLOAT32, values, i) * 0.0f;
     float zero = sum_lanes(lost);
     for (int64_t g = 0; g < BLOCK; g += groups.size) {
@@ -108,7 +108,7 @@ INLINE void round_values(int bits, float *values, code_groups groups, int keep_r
         float limit = largest_lane(largest), inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;
         float scale = limit * (1.0f / 127) + zero;
         for (int64_t i = g; i < g + groups.size; i += LANES) {
-            /* What 1.5 * 2^23 is added to is rounded to the nearest, ties to even. */
+            /* Adding 1.5 * 2^23 rounds to the nearest integer, ties to even. */
             vec x = load(FLOAT32, values, i), shifted = multiply_add(x, splat(inverse), splat(12582912.0f));
             vec_i32 rounded = (vec_i32)shifted - 0x4b400000;
             memcpy(numbers + i, &rounded, sizeof rounded);
@@ -132,7 +132,7 @@ INLINE void round_values(int bits, float *values, code_groups groups, int keep_r
     }
 }
 
-/* A block of a row. `fine`: what rounding takes away is rounded in turn, into the row after `to`. */
+/* Rounds a block of a row. With `fine`, the remainders are rounded in turn, into the row after `to`. */
 INLINE void round_block(int bits, int type, const void *from, int64_t size, code_groups groups, int fine,
                         code_rows to) {
     float values[BLOCK] __attribute__((aligned(64))) = {0};

@@ -19,7 +19,7 @@ typedef struct {
     linear_call gate_up, down; /* of the first expert; x, out and num_rows are set here */
     int64_t num_tokens, num_experts, top_k, hidden, num_threads, x_stride;
     int64_t squares;      /* no gates: the middle's positive part is squared */
-    /* Each expert's rows of both weights are whole panels, those behind its own are 0. */
+    /* In both weights each expert's rows fill whole panels; the padding rows are 0. */
     const int64_t *ids;   /* [num_tokens, top_k] */
     const float *weights; /* [num_tokens, top_k] */
     const void *x;        /* [num_tokens, hidden], of `gate_up.x_type`, as everything here */
@@ -41,7 +41,7 @@ typedef struct {
     char *gathered, *middle, *results, *packed; /* results: by row, the others by place */
 } plan;
 
-/* Of a row of an expert's middle: `down.depth`, filled up to whole panels. */
+/* Values in a row between an expert's two products: `down.depth`, filled up to whole panels. */
 static int64_t middle_size(const experts_call *c) { return c->gate_up.num_columns; }
 
 /* Sort the rows of the tokens from `token` on by expert, and cut them into jobs. */
@@ -162,7 +162,7 @@ static void jobs_together(const experts_call *c, const plan *p, int64_t token) {
     for (int64_t i = 0; i < p->num_jobs; i++) scatter(c, p, &p->jobs[i]);
 }
 
-/* The `count` numbers from `index` on; the last lanes are 0. */
+/* Loads the `count` numbers from `index` on; the remaining lanes are 0. */
 INLINE vec load_some(int type, const void *from, int64_t index, int64_t count) {
     if (count == LANES) return load(type, from, index);
     float last[LANES] = {0};
@@ -197,7 +197,7 @@ static void add_up(const experts_call *c, const plan *p, int64_t token, int64_t 
     }
 }
 
-/* Returns 0, or 1 when there is no memory. */
+/* Computes the experts. Returns 0, or 1 when there is no memory. */
 int baton_experts(const experts_call *c) {
     int64_t token_bytes = c->top_k * (2 * c->hidden + middle_size(c)) * size_of(c->gate_up.x_type);
     int64_t slab = max64(MOST_BYTES / token_bytes, 1);

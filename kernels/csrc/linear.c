@@ -34,7 +34,7 @@ INLINE int in_halves(const linear_call *c) {
 }
 /* Whether groups of inputs of numbers have scales: then no slice is of two groups. */
 INLINE int has_scales(const linear_call *c) { return c->w_type == FLOAT8 && c->group_scales; }
-/* Rows that are multiplied for each row of x. */
+/* Rows that are multiplied for each row of x: 2 where inputs are fine. */
 INLINE int64_t rows_each(const linear_call *c) { return c->fine ? 2 : 1; }
 INLINE int in_tiles(const linear_call *c) {
     if (is_codes(c->w_type))
@@ -43,12 +43,12 @@ INLINE int in_tiles(const linear_call *c) {
 }
 
 /* Rows are cut into blocks, none larger than a micro kernel takes: of nearly equal size, or of
- * `size`, where fewer rows cost as much. The `each` rows of a row of x stay together. */
+ * `size`, where fewer rows cost as much. The `each` rows that belong to a row of x stay together. */
 typedef struct {
     int64_t count, num_blocks, size, each;
 } row_blocks;
 
-/* `count`: rows of x. */
+/* Cuts `count` rows of x. */
 INLINE row_blocks cut(const linear_call *c, int64_t count) {
     int64_t each = rows_each(c);
     count *= each;
@@ -99,7 +99,7 @@ INLINE int64_t room_for(const linear_call *c, int64_t count) {
     int64_t whole = in_tiles(c) || count > TILE_ROWS ? ceil_div(count, TILE_ROWS) * TILE_ROWS : count;
     return count > TILE_ROWS ? whole + TILE_ROWS / 2 : whole;
 }
-/* Of `count` rows of x. */
+/* Bytes of `count` packed rows of x. */
 INLINE int64_t packed_bytes(const linear_call *c, int64_t count) {
     return room_for(c, count * rows_each(c)) * packed_row_bytes(c);
 }
@@ -517,7 +517,7 @@ static void panels_of(const linear_call *c, int64_t panel, int64_t count, int64_
                       int64_t begin, int64_t end, const void *packed) {
     float tiles[2][MOST_TILED * PANEL] __attribute__((aligned(64)));
     int64_t first = block_start(b, begin), rows = block_start(b, end) - first, size = rows * PANEL;
-    first /= b.each, rows /= b.each; /* of x; `size` is that of what is multiplied */
+    first /= b.each, rows /= b.each; /* in rows of x; `size` is that of the multiplied rows */
     int halves = c->gated != 0;
     panel_sums *sums = sums_of(c);
     unfinished left[TOGETHER];
@@ -611,7 +611,7 @@ int baton_linear(const linear_call *c) {
 
 /* Products of a group of columns each with a group of outputs of its own: a block-diagonal W. */
 typedef struct {
-    linear_call first; /* of the first group, which begins with a panel of its own; of numbers, without bias */
+    linear_call first; /* of the first group; each group begins a panel; numbers, no bias */
     int64_t num_groups, x_group_stride, out_group_stride;
 } grouped_call;
 

@@ -18,7 +18,7 @@ typedef struct {
     /* Of codes, see codes.h: [N / PANEL][K / group][PANEL] numbers, or NULL, and by what those of
      * each SUPER inputs are multiplied, [N / PANEL][K / SUPER][PANEL] numbers, or NULL. */
     int64_t group, scales_type, minima_type, factors_type;
-    int64_t fine; /* codes only: inputs are rounded to two numbers of 8 bits, see codes.h */
+    int64_t fine; /* codes only: each input is rounded to two numbers of 8 bits, see codes.h */
     const void *group_scales, *group_minima, *scale_factors, *minimum_factors;
 } linear_call;
 

@@ -90,7 +90,7 @@ class KVTransport(Protocol):
 
     @property
     def num_connections(self) -> int:
-        """Count the peers that a connection is held to, kept ones included."""
+        """Return the number of peers with an open connection, kept peers included."""
 
     def connect(self, peer: PeerInfo) -> str:
         """Learn a peer; returns the name of the path that bytes will take. Raises TransferError."""

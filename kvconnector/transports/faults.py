@@ -76,8 +76,8 @@ class FaultSpec:
         drop_test: a message about a self-test's end is lost, whatever `drop` says.
         kill: where the process ends.
         hang_engine: the engine's thread stands still behind so many rounds with work; 0: never.
-        poison: the process ends as soon as it has computed something for a request whose id has
-            this in it; "": none does.
+        poison: the process ends once it has computed something for a request whose id contains
+            this text; "": no request does this.
         seed: of everything drawn.
     """
 

@@ -6,7 +6,7 @@ from baton.api.errors import ModelLoadError
 from models.architectures.decoder import DecoderForCausalLM, DecoderOptions
 from models.config import ModelConfig
 
-# Where the file names no layer types, the first of so many layers attends to everything.
+# If the file names no layer types, the first of every so many layers has full attention.
 _FULL_INTERVAL = 4
 
 

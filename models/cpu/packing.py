@@ -30,7 +30,7 @@ from models.loading.stored_weights import WeightPart, float8_alike, integers_ali
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-# They cost a small model several percent of perplexity (log, 2026-11-28); heads become INT8.
+# Formats that cost small models several percent of perplexity (log, 2026-11-28); heads become INT8.
 _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
 _ROWS = 64  # of a weight, that are looked at together
@@ -69,7 +69,7 @@ class CpuPacker:
 
     @property
     def width(self) -> int:
-        """Outputs of a panel."""
+        """Number of outputs in a panel."""
         return _WIDTH if self.native is None else self.native.panel_width
 
     def start(self, model: DecoderForCausalLM) -> _Packing:
@@ -88,7 +88,7 @@ class _Packing:
         self._latents: dict[nn.Module, PackedLatentProjection] = {}
         self._embedding: NarrowEmbedding | PackedEmbedding | None = None
         self._memory = WeightMemory()
-        self._num_coarse = 0  # weights that were rounded here to a coarse format
+        self._num_coarse = 0  # weights rounded here to a coarse format
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """See ``PackingModel``; of a tied embedding the head is made."""
@@ -183,7 +183,7 @@ class _Packing:
     def _pack_latents(
         self, owner: LatentProjection, parts: Sequence[WeightPart]
     ) -> PackedLatentProjection:
-        """Pack both matrices; as applied to queries one is turned, so no groups are kept.
+        """Pack both matrices; the one applied to queries is transposed, so no groups are kept.
 
         Each head's rows are filled up with zeros to whole panels.
         """
@@ -237,7 +237,7 @@ class _Packing:
 
 
 def _as_head(weight: ops.PackedWeight) -> ops.PackedWeight:
-    """Return a head's weight: what rounding its inputs to 8 bits loses goes straight to logits."""
+    """Return a head's weight with fine inputs, as errors of its inputs go straight to logits."""
     return replace(weight, has_fine_inputs=weight.format.code_bits is not None)
 
 
@@ -253,7 +253,7 @@ def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
 
 
 def _spread(parts: Sequence[WeightPart], size: int, width: int) -> Iterator[WeightPart]:
-    """Move rows so that every ``size`` of them begin with a panel of ``width``."""
+    """Move rows so that every group of ``size`` rows begins a new panel of ``width``."""
     room = -(-size // width) * width
     for part in parts:
         first, end = part.first_row, part.first_row + part.shape[0]

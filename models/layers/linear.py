@@ -89,7 +89,7 @@ class JoinedLinear(nn.Linear):
 
 
 class ExpertsLinear(JoinedLinear):
-    """Projections of all experts, of equal sizes; packed, each begins with a panel of its own."""
+    """Projections of all experts, of equal sizes; when packed, each begins a new panel."""
 
 
 class HeadsInPairs(JoinedLinear):

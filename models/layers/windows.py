@@ -30,11 +30,11 @@ def windows_of_some_layers(config: ModelConfig) -> tuple[int | None, ...]:
 def windows_of_alternate_layers(config: ModelConfig) -> tuple[int | None, ...]:
     """Return the window of each layer in Qwen2-MoE, None where attention is full.
 
-    ``layer_types`` decides where it is given, else every second layer, the first included, has a
-    window below ``max_window_layers``; none has while ``use_sliding_window`` is false.
+    ``layer_types`` decides if it is given. Else every second layer below ``max_window_layers``, the
+    first included, has a window. No layer has one if ``use_sliding_window`` is false.
 
     Raises:
-        ModelLoadError: ``layer_types`` asks for a window that the config does not give.
+        ModelLoadError: ``layer_types`` asks for a window, and the config gives no size.
     """
     if config.layer_types is not None or not config.use_sliding_window:
         return windows_of_some_layers(config)

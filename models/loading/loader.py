@@ -288,7 +288,7 @@ def _check_names(
 
 
 def _check_shapes(model: DecoderForCausalLM, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ModelLoadError for the first tensor of another shape, before any of them is read."""
+    """Raise ModelLoadError for the first tensor with a wrong shape, before any is read."""
     for name, place in _checkpoint_parameters(model):
         if (found := stored[name].shape) is not None and found != place.shape:
             raise _wrong_shape(stored[name], found, place.shape)

@@ -36,7 +36,7 @@ class StoredTensor:
         name: in Hugging Face layout.
         read: reads it as numbers; raises ModelLoadError.
         is_mapped: whether what is read are pages of the file.
-        shape: sizes of what is read; None: unknown before it is read.
+        shape: the tensor's sizes as read; None if unknown before.
         read_integers: reads it as it is kept; None, or returns None: not in groups of integers
             that kernels multiply. Raises ModelLoadError.
         read_float8: likewise, of float8.
@@ -76,7 +76,7 @@ class WeightPart:
         return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
 
     def moved(self, rows: slice, first_row: int) -> WeightPart:
-        """Return some of the rows, the first of which becomes the weight's row ``first_row``."""
+        """Return a slice of the rows; its first row becomes the weight's row ``first_row``."""
         if isinstance(self.content, Tensor):
             return WeightPart(first_row, self.content[rows], self.is_mapped)
         content = self.content.part(rows, None)

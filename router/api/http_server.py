@@ -413,7 +413,7 @@ def _ask_for_key(error: BatonError) -> web.Response:
 def _checking_expectations(handle: _Handle) -> _Handle:
     """Refuse an unknown `Expect` header before aiohttp does.
 
-    aiohttp quotes the header's value, and fails when its bytes are no UTF-8.
+    aiohttp quotes the header's value, and fails when the value is not UTF-8.
     """
 
     async def check(request: web.BaseRequest) -> web.StreamResponse:

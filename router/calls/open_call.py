@@ -177,9 +177,10 @@ class OpenCall:
         return self._attempt
 
     async def _wait_for_placement(self, failure: str) -> Placement:
-        """Return where the next attempt goes; waits for nodes if there are none now.
+        """Return where the next attempt goes; waits for nodes if none are there now.
 
-        Raises NodeUnavailableError when there is no place in time, and none is expected.
+        Raises:
+            NodeUnavailableError: no place was found in time, and none is expected.
         """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
         give_up_at = loop.time() + self._pair_timeout_s

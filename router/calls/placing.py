@@ -14,7 +14,7 @@ from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 
-# Calls that wait for a node that may come back hold their prompts, and their clients.
+# Most calls that wait for a node to come back: each holds its prompt and its client.
 MAX_EXPECTING = 1024
 
 
@@ -27,7 +27,7 @@ class Placer:
     Attributes:
         policy: picks the pair; may be exchanged at any time.
         decisions: where the last calls went, and why.
-        num_waiting: calls for which there is no place now.
+        num_waiting: calls that wait because no node can take them now.
     """
 
     def __init__(
@@ -105,6 +105,6 @@ class Placer:
             async with asyncio.timeout_at(until):
                 await pool.wait_for_change()
         except TimeoutError:
-            pass  # it is looked at once more, and then told
+            pass  # timed out: look once more, then report
         finally:
             self.num_waiting -= 1

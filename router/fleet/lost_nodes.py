@@ -1,13 +1,13 @@
-"""LostNodes: which nodes went away that nobody had told to, when, and which of them died.
+"""LostNodes: record which nodes went away by themselves, when, and which of them died.
 
-A loss is no death: links break and come back, and processes stand still and go on.
+A loss is not a death: links break and come back, and processes stand still and go on.
 
-    the same engine id joins again                 it did not die
-    another engine id joins under the same name    it died
-    nothing comes back for a while                 it died
+    the same engine id joins again                 the node did not die
+    another engine id joins under the same name    the node died
+    nothing comes back for a while                 the node died
 
-Operators see those that did not come back; who looks for a request that ends nodes counts deaths.
-Knows no living node.
+Operators see nodes that did not come back; `Suspects` counts deaths. `LostNodes` knows no living
+node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.link.words import NodeRegistration, NodeRole
 SHOWN_S = 300.0
 MAX_SHOWN = 256
 MAX_LOSSES = 1024
-# A process that stood still, or lost its link, is back by then or is taken for dead.
+# A process that stood still or lost its link for longer than this counts as dead.
 RETURN_S = 15.0
 
 
@@ -44,7 +44,7 @@ class Loss:
     Attributes:
         at: by the pool's clock.
         num_open: attempts that were open on the node.
-        fate: as far as what joined since then tells; `LostNodes.fate` counts time, too.
+        fate: what later joins tell; `LostNodes.fate` takes time into account, too.
     """
 
     at: float
@@ -59,7 +59,7 @@ class LostNodes:
 
     Args:
         clock: seconds that never go back.
-        return_s: a node that is not back for so long is dead.
+        return_s: a node that stays away for so long counts as dead.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class LostNodes:
         self._missing: dict[str, tuple[float, NodeRegistration]] = {}  # by name, oldest first
 
     def note_loss(self, engine_id: str, node_name: str = "", num_open: int = 0) -> None:
-        """Remember that a node went away by itself; a loss that is still open is the same one."""
+        """Record that a node went away by itself, unless its loss is recorded and still open."""
         if not any(one.engine_id == engine_id for one in self._losses if self._is_open(one)):
             self._losses.append(Loss(self._clock(), engine_id, node_name, num_open))
 
     def note_joined(self, engine_id: str, node_name: str) -> None:
-        """Settle open losses: this process is here, and no other one has its name any more."""
+        """Settle open losses: this process lives, and other processes of its name have died."""
         for loss in self._losses:
             if self._is_open(loss):
                 if loss.engine_id == engine_id:
@@ -85,17 +85,17 @@ class LostNodes:
                     loss.fate = Fate.DEAD
 
     def fate(self, loss: Loss) -> Fate:
-        """Return what became of a lost node, as far as is known by now."""
+        """Return the fate of a lost node, as far as it is known now."""
         is_late = self._clock() >= loss.at + self._return_s
         return Fate.DEAD if loss.fate is Fate.OPEN and is_late else loss.fate
 
     def lost_since(self, at: float) -> list[Loss]:
-        """Return the losses since then of nodes that did not return."""
+        """Return the losses since then of nodes that did not come back."""
         return [one for one in self._losses if one.at >= at and one.fate is not Fate.RETURNED]
 
     @property
     def last_loss_at(self) -> float:
-        """When the last node went away that did not return; a time long ago if none did."""
+        """When the latest node went away that did not come back; a time long ago if none did."""
         times = (one.at for one in reversed(self._losses) if one.fate is not Fate.RETURNED)
         return next(times, float("-inf"))
 
@@ -123,6 +123,6 @@ class LostNodes:
         return [registration for _, registration in self._missing.values()]
 
     def missing_since(self, role: NodeRole) -> float:
-        """When the last of the missing nodes of a role went away; a time long ago if none is."""
+        """When the latest missing node of a role went away; a time long ago if none is missing."""
         times = [at for at, one in self._missing.values() if one.role is role]
         return max(times, default=float("-inf"))

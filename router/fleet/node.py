@@ -177,7 +177,7 @@ class Node:
             self.deliver(failed_delta(leg.request_id, epoch, error), node_lost=True)
 
     def preempt_legs(self, why: str) -> None:
-        """Have all attempts here go on elsewhere: no fault of theirs, nor of the node."""
+        """Move all attempts on this node elsewhere; neither they nor the node are at fault."""
         error = RequestError("PREEMPTED", f"{self.registration.role.value} node {self.name} {why}")
         for epoch, leg in list(self.legs.items()):
             self.deliver(failed_delta(leg.request_id, epoch, error))

@@ -147,10 +147,10 @@ class NodePool:
         return self._roles_seen == set(NodeRole)
 
     def awaited_until(self, return_s: float) -> float:
-        """Return until when nodes may come back that are missing for a pair; long ago if none may.
+        """Return until when a node missing for a pair may come back; long ago if none may.
 
         Args:
-            return_s: how long a node that went away by itself is waited for.
+            return_s: how long calls wait for a node that went away by itself.
         """
         if self._missing_since is None:
             since = [

@@ -50,7 +50,7 @@ class GrammarChecks:
         self._checks: OrderedDict[bytes, _Check] = OrderedDict()
 
     def start(self) -> None:
-        """Start the worker processes, so that the first grammar need not wait for them."""
+        """Start the worker processes now, so that the first grammar need not wait for them."""
         self._trials.start()
 
     async def check(self, structured_output: StructuredOutput, *, caller: str = "") -> None:

@@ -123,7 +123,7 @@ class Intake:
         self._dispatcher.admission.check_key(principal)
 
     def start(self) -> None:
-        """Start what reads texts, conversations and grammars: the first need not wait for it."""
+        """Start the workers for texts and grammars, so that the first request need not wait."""
         for part in (self._texts, self._grammar_checks):
             if part is not None:
                 part.start()

@@ -614,8 +614,8 @@ def _divergence(model: str, kind: str) -> Row:
 DIVERGENCE = Source(
     name="divergence",
     command="benchmarks/divergence.py",
-    intro="How far rounding takes the next token's distribution from float32's with the same file's"
-    " dequantized weights: mean KL divergence in nats, and how often the likeliest token is the"
+    intro="Divergence of the next token's distribution from float32 with the same file's"
+    " dequantized weights: mean KL divergence in nats, and how often the most likely token is the"
     " same. llama.cpp made the files, and scores the same tokens.",
     rows=tuple(
         _divergence(model, kind)

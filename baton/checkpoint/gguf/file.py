@@ -237,7 +237,7 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
 
 
 def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse tensors that share bytes: a small file could else name any amount of them."""
+    """Refuse tensors that share bytes, with which a small file could name any amount of data."""
     ordered = sorted(tensors.items(), key=lambda item: item[1].start)
     for (name, one), (other, after) in pairwise(ordered):
         if after.start < one.start + one.num_bytes:

@@ -1,1 +1,1 @@
-"""What stands before gRPC: connections are accepted, their frames bounded, and then passed on."""
+"""Guard gRPC: accept connections, limit their HTTP/2 frames, and pass these on."""

@@ -1,4 +1,4 @@
-"""CallPace: lets only so many calls begin at a time, and each connection in its turn."""
+"""CallPace: limit how many calls begin in each interval, and let connections take turns."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# More than a router can serve: 3,200 a second. What comes at once is begun within a few turns.
+# 64 calls in 20 ms are 3,200 a second, more than a router can serve. A burst begins within a few
+# intervals.
 MAX_AT_ONCE = 64
 INTERVAL_S = 0.02
 
 
 class CallPace:
-    """Hands out turns to begin a call, so many in each interval.
+    """Hand out turns to begin a call, at most a given number in each interval.
 
-    The loop's other work runs between two intervals, however many calls there are. Connections
-    take turns, so many calls on one connection hardly delay a call on another one.
+    The event loop's other work runs between two intervals, however many calls there are.
+    Connections take turns, so many calls on one connection hardly delay a call on another one.
     """
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE, interval_s: float = INTERVAL_S) -> None:
@@ -34,12 +35,12 @@ class CallPace:
         return True
 
     def wait_turn(self, begin: Callable[[], None]) -> None:
-        """Call ``begin`` once, when it is the turn of one more call."""
+        """Call ``begin`` once, when one more call may begin."""
         self._waiting.append(begin)
         self._start_timer()
 
     def close(self) -> None:
-        """Give nobody a turn any more."""
+        """Hand out no more turns."""
         self._waiting.clear()
         self._num_left = 0
         if self._timer is not None:

@@ -1,9 +1,9 @@
-"""FrameGuard: reads the frames that an HTTP/2 client sends, and says which may be passed on.
+"""FrameGuard: read the frames that an HTTP/2 client sends, and decide which may be passed on.
 
-gRPC's core takes in headers of any length, answers every SETTINGS and PING, and does so before any
-Python code knows of a call. The guard stands before it: whole header blocks and whole control
-frames pass when they are within limits; the bytes of messages pass unread. Frames that break a rule
-end the connection; frames that come too fast wait. Does no I/O, and knows no gRPC.
+gRPC's core takes in headers of any length and answers every SETTINGS and PING before any Python
+code knows of a call. The guard stands before gRPC. Header blocks and control frames pass when they
+are whole and within limits; the bytes of messages pass unread. Frames that break a rule end the
+connection; frames that come too fast wait. The guard does no I/O, and knows no gRPC.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ class Http2Error(Exception):
 class FrameLimits:
     """Limits of what one client may send.
 
-    A small frame is one that is neither DATA nor part of a header block, or DATA of less than
-    16 bytes, which is shorter than what a node says of a step: it costs more to read than to send.
+    A small frame is DATA of less than 16 bytes, or a frame that is neither DATA nor part of a
+    header block. Reading a small frame costs more than sending it. What a node says of a step is
+    longer.
 
     Attributes:
-        max_block_bytes: length of a header block as sent, with the heads of its frames.
-        max_header_bytes: length of the decoded headers, with 32 for each of them.
+        max_block_bytes: bytes of a header block as sent, with the heads of its frames.
+        max_header_bytes: bytes of the decoded headers, plus 32 for each header.
         max_continuations: CONTINUATION frames of one block.
-        max_control_bytes: the payload of a frame that is neither DATA nor part of a header block.
+        max_control_bytes: payload of a frame that is neither DATA nor part of a header block.
         small_burst: small frames that may come at once.
         small_per_s: small frames that may come each second after that.
-        sent_bytes_per_small: the server's bytes that allow one small frame more: clients answer
-            what they are sent with updates of windows.
+        sent_bytes_per_small: for so many bytes from the server the client may send one more small
+            frame, as clients answer data with WINDOW_UPDATE.
     """
 
     max_block_bytes: int = 2**14
@@ -63,16 +64,16 @@ class Hold(enum.Enum):
 
 
 class FrameGuard:
-    """Checks the frames of one client.
+    """Check the frames of one client.
 
     Args:
-        may_open: asked before each header block. After False the block, and all frames behind it,
-            stay held until `feed` is called again.
+        may_open: asked before each header block. After False the guard holds back the block and
+            all frames behind it until `feed` is called again.
         clock: in seconds.
 
     Attributes:
-        hold: why the next frame is held back; None: all whole frames have passed.
-        is_up: the client's preface and settings have passed.
+        hold: why the next frame is held back; None when all whole frames have passed.
+        is_up: whether the client's preface and settings have passed.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class FrameGuard:
         self._meter = HeaderMeter()
         self._has_preface = False
         self._held = b""
-        self._last_stream = 0  # the highest number of a stream that was opened
-        self._num_data_bytes = 0  # of a DATA frame that are still to come
-        self._num_small = float(self._limits.small_burst)  # that may come now
+        self._last_stream = 0  # highest id of an opened stream
+        self._num_data_bytes = 0  # still to come of a DATA frame
+        self._num_small = float(self._limits.small_burst)  # small frames that may come now
         self._refilled_at = clock()
 
     def feed(self, data: bytes) -> bytes:
         """Add what the client sent; return what may be passed on to the server now.
 
         Raises:
-            Http2Error: the connection is to be closed.
+            Http2Error: a frame breaks a rule; close the connection.
         """
         if self._held:
             data = self._held + data
@@ -120,16 +121,16 @@ class FrameGuard:
         self._num_small = min(allowed, limits.small_burst)
 
     def _check_preface(self, data: bytes) -> int:
-        """Return the length of the preface, or 0 as long as it is not whole."""
+        """Return the length of the preface, or 0 while the preface is incomplete."""
         if not PREFACE.startswith(data[: len(PREFACE)]):
             raise Http2Error("does not speak HTTP/2")
         self._has_preface = len(data) >= len(PREFACE)
         return len(PREFACE) if self._has_preface else 0
 
     def _check_frames(self, data: bytes, at: int) -> int:
-        """Return where the frames end that may pass; a frame begins at ``at``.
+        """Return the end of the frames that may pass; the first frame begins at ``at``.
 
-        The end is beyond ``data`` when the rest of a DATA frame is still to come.
+        The end lies beyond ``data`` while the rest of a DATA frame is still to come.
         """
         self.hold = None
         while at + _HEAD_BYTES <= len(data):
@@ -173,7 +174,7 @@ class FrameGuard:
             )
 
     def _may_pass_small(self) -> bool:
-        """Count a small frame, unless too many of them have come lately."""
+        """Count a small frame and return True, or return False if too many came lately."""
         if self._num_small < 1:
             limits, now = self._limits, self._clock()
             allowed = self._num_small + (now - self._refilled_at) * limits.small_per_s
@@ -186,7 +187,7 @@ class FrameGuard:
     def _read_block(self, data: bytes, at: int) -> tuple[int, bytes] | None:
         """Return the end of the header block that begins here, and the block.
 
-        None: not all of it has come.
+        Returns None while the block is incomplete.
         """
         limits, stream, start, block = self._limits, data[at + 5 : at + 9], at, b""
         for number in range(limits.max_continuations + 1):
@@ -229,7 +230,7 @@ def _fragment(frame: bytes) -> bytes:
 
 
 def goodbye(why: str) -> bytes:
-    """Return the whole of what a server says to a client that it refuses: settings, and GOAWAY."""
+    """Return all that a server sends to a client that it refuses: SETTINGS and GOAWAY."""
     payload = struct.pack(">II", 0, _PROTOCOL_ERROR) + why.encode()
     head = struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", _GOAWAY, 0, 0)
     return bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)) + head + payload

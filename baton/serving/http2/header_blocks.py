@@ -1,20 +1,20 @@
-"""HeaderMeter: bounds how many bytes an HTTP/2 header block decodes to, without decoding it.
+"""HeaderMeter: bound the decoded size of an HTTP/2 header block without decoding it.
 
 HPACK (RFC 7541) lets one byte stand for a whole header that came before, so a block of 3 KB can
-decode to 12 MB. The meter remembers only the sizes of those headers.
+decode to 12 MB. The meter remembers only the sizes of earlier headers.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-# A header costs this much beside its characters (RFC 7541, section 4.1).
+# Bytes that a header counts beside its characters (RFC 7541, section 4.1).
 _ENTRY_BYTES = 32
 _NUM_STATIC = 61
 # The longest name in the static table has 27 characters, and the longest entry 28.
 _STATIC_NAME_BYTES = 27
 _STATIC_ENTRY_BYTES = _ENTRY_BYTES + 28
-# A dynamic table of 4,096 bytes, which is what gRPC offers, holds so many entries.
+# Most entries in a dynamic table of 4,096 bytes, the size that gRPC offers.
 _MAX_DYNAMIC = 4096 // _ENTRY_BYTES
 # More digits than any length or index within a block can need.
 _MAX_INTEGER_BYTES = 4
@@ -25,7 +25,7 @@ class HeaderBlockError(Exception):
 
 
 class HeaderMeter:
-    """Measures the header blocks of one connection, in the order in which they come.
+    """Measure the header blocks of one connection, in the order in which they come.
 
     Sizes are upper bounds: text in Huffman code counts as 1.6 times its bytes, and an entry that
     the decoder may have evicted still counts with its size.
@@ -36,10 +36,10 @@ class HeaderMeter:
         self._dynamic: deque[tuple[int, int]] = deque(maxlen=_MAX_DYNAMIC)
 
     def measure(self, block: bytes, max_bytes: int) -> int:
-        """Return at most how many bytes a block decodes to, with 32 for each of its headers.
+        """Return an upper bound of the bytes that a block decodes to, plus 32 for each header.
 
         Raises:
-            HeaderBlockError: these are more than ``max_bytes``, or the block is malformed.
+            HeaderBlockError: the bound exceeds ``max_bytes``, or the block is malformed.
         """
         total = at = 0
         try:
@@ -88,7 +88,7 @@ class HeaderMeter:
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
-    """Read an integer whose prefix has these bits; returns the integer and the next position."""
+    """Read an integer with this prefix mask; returns the integer and the next position."""
     value = block[at] & mask
     at += 1
     if value < mask:
@@ -103,11 +103,11 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
 
 
 def _string(block: bytes, at: int) -> tuple[int, int]:
-    """Bound the length of a string that begins at this byte; returns the next position, too."""
+    """Return an upper bound of a string's length, and the position behind the string."""
     is_huffman = block[at] & 0x80
     num_bytes, at = _integer(block, at, 0x7F)
     end = at + num_bytes
     if end > len(block):
         raise IndexError
-    # The shortest code has five bits.
+    # The shortest Huffman code has five bits.
     return (num_bytes * 8 // 5 if is_huffman else num_bytes), end

@@ -1,10 +1,11 @@
-"""RpcFront: accepts the connections of a gRPC server, and passes on what `FrameGuard` lets through.
+"""RpcFront: accept the connections of a gRPC server, and pass on what `FrameGuard` lets through.
 
     client --TCP, or TLS--> Listener -> FrameGuard --private socket--> gRPC's core
            <---------------------- as it is ---------------------------
 
-gRPC's core parses what a client sends before it asks anybody, and has no limit for much of it. Only
-this process can reach the private socket. Its name tells gRPC the address of the client.
+gRPC's core parses what a client sends before any code of Baton runs, and lacks limits for much of
+it. Only this user can open the folder of the private socket. The name of the connection's near end
+tells gRPC the address of the client.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from baton.serving.http2.frames import FrameGuard, Hold, Http2Error, goodbye
 
 logger = logging.getLogger(__name__)
 
-# For connections to the private socket. The longest is an IPv6 address with a number.
+# For the names of connections to the private socket; the longest is an IPv6 address with a number.
 _MAX_NAME_CHARS = 60
-_MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # of a folder: macOS allows 104 in all, Linux 108
+_MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # of the folder: macOS allows 104 in all, Linux 108
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
-_MAX_SENT_BYTES = 2**17  # that wait for a client, before its server is to wait
+_MAX_SENT_BYTES = 2**17  # bytes that wait for a client before gRPC must wait
 
 
 class RpcFront:
-    """Stands before one gRPC server.
+    """Accept connections for one gRPC server.
 
     Args:
         limits: limits of the server's connections.
-        tls: what the public side shows; None: no TLS.
+        tls: context of the public side; None for no TLS.
 
     Raises:
         ConfigError: no folder can be made for the private socket.
@@ -69,7 +70,7 @@ class RpcFront:
 
     @property
     def private_address(self) -> str:
-        """The address that the gRPC server is to listen on."""
+        """Address for the gRPC server to listen on."""
         return f"unix:{self._path}"
 
     @property
@@ -87,7 +88,7 @@ class RpcFront:
         )
 
     def stop_accepting(self) -> None:
-        """Take no new connections; open ones go on."""
+        """Accept no new connections; open ones go on."""
         self.listener.stop_accepting()
 
     async def close(self) -> None:
@@ -102,12 +103,12 @@ class RpcFront:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, side: _ClientSide) -> None:
-        """Note a connection that has come up."""
+        """Remember a connection that has come up."""
         self._sides.add(side)
         self._is_empty.clear()
 
     def remove(self, side: _ClientSide) -> None:
-        """Forget a connection of which both sides are closed."""
+        """Forget a connection whose both sides are closed."""
         self._sides.discard(side)
         if not self._sides:
             self._is_empty.set()
@@ -116,7 +117,7 @@ class RpcFront:
         """Connect to the private socket in the name of a client; raises OSError.
 
         Args:
-            address: the client's, without a port.
+            address: the client's IP address, without a port.
         """
         name = f"{self._folder}/[{address}]:{next(self._numbers)}"
         sock = socket.socket(socket.AF_UNIX)
@@ -134,10 +135,10 @@ class RpcFront:
 
 
 class _ClientSide(asyncio.Protocol):
-    """A client's connection: its frames pass the guard, and then go to gRPC.
+    """A client's connection: frames pass the guard, and then go to gRPC.
 
-    Nothing more is read from the client while gRPC takes nothing, or a frame is held back. No call
-    begins while the client takes nothing of what it is sent.
+    While gRPC does not read or the guard holds back a frame, nothing more is read from the client.
+    While the client does not read, none of its calls begins.
     """
 
     def __init__(self, front: RpcFront) -> None:
@@ -147,7 +148,7 @@ class _ClientSide(asyncio.Protocol):
         self._client: asyncio.Transport | None = None
         self._server: asyncio.Transport | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._unsent = b""  # until there is a connection to gRPC
+        self._unsent = b""  # waits for the connection to gRPC
         self._is_client_full = self._is_server_full = False
         self._has_turn = self._is_refused = False
         self._at_work = contextlib.ExitStack()
@@ -185,7 +186,7 @@ class _ClientSide(asyncio.Protocol):
     # ------------------------------------------------------------------ said by gRPC's side
 
     def connected_to_server(self, transport: asyncio.Transport) -> None:
-        """Send what has waited for the connection to gRPC."""
+        """Send the bytes that have waited for the connection to gRPC."""
         self._server = transport
         if self._client is None:
             transport.abort()
@@ -195,18 +196,18 @@ class _ClientSide(asyncio.Protocol):
         self._read_or_pause()
 
     def send(self, data: bytes) -> None:
-        """Send to the client what gRPC has written."""
+        """Send gRPC's bytes to the client."""
         self._guard.note_sent(len(data))
         if self._client is not None:
             self._client.write(data)
 
     def pause_passing(self, is_full: bool) -> None:
-        """Stop or go on reading from the client: gRPC takes nothing, or takes more."""
+        """Stop reading from the client while gRPC is full; go on reading after that."""
         self._is_server_full = is_full
         self._read_or_pause()
 
     def end(self) -> None:
-        """Close the client's connection when it has been sent everything: gRPC closed its side."""
+        """Close the client's connection once all is sent, as gRPC closed its side."""
         self._server = None
         if self._client is not None:
             self._client.close()
@@ -241,7 +242,7 @@ class _ClientSide(asyncio.Protocol):
         self._read_or_pause()
 
     def _wait_if_held(self) -> None:
-        """Have the held frames looked at again, when more of them may pass."""
+        """Check the held frames again once more of them may pass."""
         if self._guard.hold is Hold.RATE:
             loop = asyncio.get_running_loop()
             loop.call_later(_RATE_PAUSE_S, self._pass_on, b"")
@@ -275,7 +276,7 @@ class _ClientSide(asyncio.Protocol):
         assert self._client is not None
         self._is_refused = True
         self._front.listener.note_refused(self, f"a connection to gRPC is closed: it {why}")
-        if self._connecting is None:  # nothing was sent, so a frame may begin here
+        if self._connecting is None:  # nothing was sent yet, so a frame may begin
             self._client.write(goodbye(why))
             self._client.close()
         else:
@@ -302,11 +303,11 @@ class _ClientSide(asyncio.Protocol):
 
 
 class _ServerSide(asyncio.Protocol):
-    """The connection to gRPC that belongs to a client's."""
+    """The connection to gRPC that belongs to one client's connection."""
 
     def __init__(self, client: _ClientSide) -> None:
         self._client = client
-        self.data_received = client.send  # type: ignore[method-assign]  # one call less
+        self.data_received = client.send  # type: ignore[method-assign]  # saves a call
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._client.connected_to_server(cast(asyncio.Transport, transport))

@@ -88,7 +88,7 @@ class DraftChooser:
             keys = counter_words(parameters["seed"], places)
             if self._rejects:
                 keys = salted(keys, DRAFT)
-            # (A draft that is no number's is any token: the model looks at it, and keeps none.)
+            # NaN logits give an arbitrary draft: the model checks the draft, and does not keep it.
             token_ids = choose(logits.float(), parameters, keys).clip(min=0).tolist()
         if self._rejects:
             drawn_from = probabilities(logits.float(), parameters)

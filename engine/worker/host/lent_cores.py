@@ -185,9 +185,9 @@ def _open(path: Path) -> int:
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock it unless somebody else has; whether that worked. Without a lock nobody lends."""
+    """Lock a file unless another process has; return whether that worked. Lending needs a lock."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError:  # somebody has the lock, or the kernel has no memory for another
+    except OSError:  # another process has the lock, or the kernel has no memory for one
         return False
     return True

@@ -21,10 +21,10 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 
-# Peers that NIXL still knows though nobody writes to them. A peer whose process has ended costs
-# some kilobytes; a peer that lives and is dropped leaves a TCP connection behind, on both sides.
+# Most released peers that NIXL still knows. A peer whose process has ended costs some kilobytes; a
+# living peer that is dropped leaves a TCP connection behind, on both sides.
 MAX_RELEASED = 256
-# A kept connection may be dead without having failed, as behind a network that was cut for a while.
+# How long a kept connection may stay silent: after a network cut it may be dead without an error.
 ANSWER_TIMEOUT_S = 2.0
 
 
@@ -45,9 +45,10 @@ def _import_nixl() -> Any:
 class NixlAgent:
     """One agent with its registered memory.
 
-    NIXL closes no connection of a peer that it is told to forget. A peer that is released is kept
-    instead, and found again by its name and metadata: a name is of one process start, so what was
-    learnt of that peer stays true. Nothing is written to a released peer, as its tables are gone.
+    When told to forget a peer, NIXL does not close the peer's connection. So a released peer is
+    kept instead, and found again by its name and metadata. A name belongs to one process start, so
+    what NIXL learnt about the peer stays true. Nothing is written to a released peer, as its tables
+    are gone.
 
     Args:
         name: unique to this process start; a name that was ever used damages its peers' tables.
@@ -77,10 +78,10 @@ class NixlAgent:
             )
             self._agent.register_memory(self._agent.get_reg_descs(regions, memory_kind))
             self._memory_kind = memory_kind
-            self._peers: dict[str, bytes] = {}  # what NIXL knows: each peer's metadata, by name
-            self._released: OrderedDict[str, None] = OrderedDict()  # of them, the oldest first
-            self._failed: set[str] = set()  # of them, those whose connection failed
-            # Of them, those that were taken up again and not heard of since then, and when.
+            self._peers: dict[str, bytes] = {}  # peers that NIXL knows: name -> metadata
+            self._released: OrderedDict[str, None] = OrderedDict()  # names, the oldest first
+            self._failed: set[str] = set()  # names whose connection failed
+            # Names of peers that were taken up again and not heard since -> when.
             self._resumed: dict[str, float] = {}
         except self._errors as error:
             raise ConfigError(f"kv_connector: NIXL cannot start: {error}") from error
@@ -92,11 +93,11 @@ class NixlAgent:
 
     @property
     def num_peers(self) -> int:
-        """Count the peers that NIXL knows, released ones included."""
+        """Return the number of peers that NIXL knows, released peers included."""
         return len(self._peers)
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Learn a peer, or take up again a peer that was released.
+        """Add a peer, or take up a released peer again.
 
         Args:
             name: that its metadata must be of; another peer's would replace that peer's, so what
@@ -124,9 +125,9 @@ class NixlAgent:
         self._peers[name] = metadata
 
     def release_peer(self, name: str, tables: Iterable[Any]) -> None:
-        """Release a peer's tables, and keep the peer until others have taken its place.
+        """Release a peer's tables, and keep the peer until newer peers displace it.
 
-        What was posted to the peer may still land. A peer whose connection failed is forgotten.
+        Posted writes to the peer may still land. A peer whose connection failed is forgotten.
         """
         for table in tables:
             self.release(table)
@@ -140,12 +141,12 @@ class NixlAgent:
             self._forget(next(iter(self._released)))
 
     def _forget(self, name: str) -> None:
-        """Have NIXL forget a peer; harmless when unknown."""
+        """Have NIXL forget a peer; harmless if NIXL does not know it."""
         self._released.pop(name, None)
         self._resumed.pop(name, None)
         self._failed.discard(name)
         if self._peers.pop(name, None) is not None:
-            with contextlib.suppress(*self._errors):  # a dead peer may refuse; it is gone anyway
+            with contextlib.suppress(*self._errors):  # fails for a dead peer, which is gone anyway
                 self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:
@@ -178,7 +179,8 @@ class NixlAgent:
         Args:
             name: peer whose memory the remote table covers.
 
-        Raises TransferError.
+        Raises:
+            TransferError: NIXL refuses the write.
 
         Neighbours in the order given that adjoin on both sides become one range. On one host this
         copies the bytes in the call (without the GIL).
@@ -194,7 +196,7 @@ class NixlAgent:
         return handle
 
     def is_done(self, name: str, handle: Any) -> bool:
-        """Whether a write posted to a peer is complete there; releases the handle when it is."""
+        """Return whether a write posted to a peer is complete; releases the handle if so."""
         try:
             if self._agent.check_xfer_state(handle) != "DONE":
                 return False
@@ -233,9 +235,9 @@ class NixlAgent:
         return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
 
     def _note_first_message(self, name: str) -> None:
-        """Trust the kept connection to a peer that was heard soon; replace it otherwise.
+        """Trust the kept connection to a peer that is heard soon; replace it otherwise.
 
-        A peer that is heard late has replaced its own connection, for want of an answer over ours.
+        A peer that is heard late got no answer over our connection and has replaced its own.
         """
         if time.monotonic() - self._resumed[name] < ANSWER_TIMEOUT_S / 2:
             del self._resumed[name]

@@ -109,7 +109,7 @@ class PinnedIdentity:
             self._num_forgotten = 0
             try:
                 self._contexts = self._make_contexts()
-            except OSError as error:  # no descriptor, or no place for a temporary file
+            except OSError as error:  # no descriptor or no place for a temporary file is left
                 logger.warning("TLS contexts of peers that are gone are kept: %s", error)
 
     def _make_contexts(self) -> dict[bool, ssl.SSLContext]:
@@ -146,7 +146,7 @@ class NamedIdentity:
             raise ConfigError("tls_cert: must name the node, by a URI or a DNS name")
         self.own = found[0].encode()
         self._certificates = certificates
-        self._contexts = _signed_contexts(certificates)  # now: later no descriptor may be left
+        self._contexts = _signed_contexts(certificates)  # load now: later no descriptor may be left
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         current = self._files.current()
@@ -179,7 +179,7 @@ class NamedIdentity:
 
 
 def _signed_contexts(certificates: Certificates) -> dict[bool, ssl.SSLContext]:
-    """Make the contexts of a server and of a client; raises OSError."""
+    """Make TLS contexts for a server (True) and a client (False); raises OSError."""
     contexts = {side: _context(is_server=side) for side in (False, True)}
     for context in contexts.values():
         _load_pair(context, certificates.chain, certificates.key)

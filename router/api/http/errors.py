@@ -114,14 +114,14 @@ def is_of_messages(request: web.BaseRequest) -> bool:
 def error_message(error: BatonError | ApiError) -> str:
     """Return an error's message as one printable line, which JSON can hold.
 
-    A message may quote a header whose bytes are no UTF-8: aiohttp gives these as surrogates, which
-    no JSON encoder writes.
+    A message may quote a header whose bytes are not UTF-8. aiohttp gives such bytes as surrogates,
+    which no JSON encoder writes.
     """
     return printable(str(error))
 
 
 def message_error(error: BatonError | ApiError) -> MessageError:
-    """Word an error as Anthropic's API does."""
+    """Return an error in the form of Anthropic's API."""
     status = status_of(error)
     otherwise = "invalid_request_error" if status < 500 else "api_error"
     return MessageError(_MESSAGE_TYPES.get(status, otherwise), error_message(error))

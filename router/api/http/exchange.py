@@ -61,7 +61,7 @@ PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
 SHORT_BODY_BYTES = 2**16  # which every connection may have
 SESSION_ID_HEADER = "X-Session-Id"
-_MAX_SHOWN_CHARS = 100  # of a header, in an error
+_MAX_SHOWN_CHARS = 100  # of a header that an error quotes
 # A body has so long, and so much longer as it comes at the slowest rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10

@@ -114,7 +114,7 @@ class Recovery:
                 await asyncio.sleep(min(wait_s, self._remaining_s()))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the best part of ``fleet`` for the next attempt; empty if trials need all."""
+        """Return the best nodes of ``fleet`` for the next attempt; none if trials need all."""
         if self._suspects.rooms:
             fleet = self._suspects.rooms.without(fleet, self._suspicion)
         if self._suspicion is not None:
@@ -122,9 +122,9 @@ class Recovery:
         return self._choice.narrow(fleet)
 
     def expected_s(self) -> float:
-        """Return how long there may still come a place where there is none; 0: nobody knows of one.
+        """Return for how long a place may still appear; 0 if none is expected.
 
-        A trial ends soon, and a node that went away by itself may come back.
+        A trial may end, or a node that went away by itself may come back.
         """
         pool, options = self._pool, self._options
         trial_s = options.pair_timeout_s if self._suspects.rooms else 0.0
@@ -173,14 +173,14 @@ class Recovery:
         return any(begun_on(attempt, engine_id) for engine_id in self._silent_of(attempt))
 
     def _suspect(self, attempt: Attempt) -> None:
-        """Note which nodes were lost under an attempt, and did not come back."""
+        """Note which nodes were lost under an attempt and did not come back."""
         pool, suspects = self._pool, self._suspects
         gone = {
             node.engine_id
             for node in attempt.nodes
             if node.is_stuck or pool.node(node.engine_id) is not node
         }
-        recent = pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)  # not by an operator
+        recent = pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)  # not stopped by an operator
         losses = [loss for loss in recent if loss.engine_id in gone]
         if losses:
             if self._suspicion is None:

@@ -37,8 +37,8 @@ class RetryOptions:
         trial_pause_s: what a node had begun to compute when it was lost is tried again when no node
             was lost for so long, where nothing else of that kind is (see `suspects.py`).
         pair_timeout_s: how long an attempt waits for a pair of nodes when there is none.
-        return_timeout_s: how long a node that went away by itself is waited for, where without it
-            there is no pair.
+        return_timeout_s: how long a call waits for a node that went away by itself, if there is no
+            pair without that node.
         first_pause_s: before an attempt that has to use again what has just failed; doubles.
         longest_pause_s: of those pauses.
     """

@@ -1,7 +1,7 @@
 """Suspects: which requests may be why nodes die, and those that are refused for it.
 
     a node is lost --> suspects: what it had begun to compute and had not computed well before
-    the node comes back, the same process --> nobody is suspected any more
+    the same process joins again --> no request is suspected any more
     a suspect is tried alone on a node, when no other node was lost for a while
     that node dies     --> the suspect is ended, and its like refused for some minutes
     the work goes well --> the suspect was a bystander
@@ -35,8 +35,8 @@ MAX_HISTORIES = 4096
 MAX_SUSPECTS_PER_LOSS = 16
 # Losses of so long ago say nothing of those of now.
 WINDOW_S = 10.0
-# While nodes die that a suspect had no part in, one trial proves nothing: two do. As long as a
-# suspect may wait and be tried: another death that happens to meet its trial is such a one.
+# If a node that a suspect had no part in died so recently, one trial proves nothing: two do. A
+# suspect may wait and be tried for so long, so such a death may meet the trial by chance.
 BACKGROUND_S = 12.0
 MAX_OPEN_VERDICTS = 256
 
@@ -51,7 +51,7 @@ class Quarantined:
         principal: who had sent it.
         engine_ids: nodes that were lost with it.
         expires_at: by the clock of `Suspects`.
-        loss: the loss of the node on which it was tried; nothing is refused once that node is back.
+        loss: loss of the trial's node; nothing is refused any more once that node is back.
         num_refused: since then.
     """
 
@@ -67,10 +67,10 @@ class Quarantined:
 
 @dataclass(slots=True, eq=False)
 class Verdict:
-    """A node was lost under a request that was on trial alone there.
+    """A node was lost while a request was on trial alone there.
 
     Attributes:
-        num_trials: that ended so, with this one.
+        num_trials: trials that ended with a loss, this one included.
     """
 
     call: Call
@@ -83,7 +83,7 @@ class Suspects:
     """Track which requests of one router may be why nodes die.
 
     Args:
-        pool: has the lost nodes, and the nodes for trials; its clock counts.
+        pool: knows the lost nodes and the nodes for trials; its clock is used.
         quarantine_s: how long the like of a request that was ended is refused.
 
     Attributes:
@@ -103,7 +103,7 @@ class Suspects:
         self._lost_with: OrderedDict[str, set[Loss]] = OrderedDict()  # by fingerprint
         self._num_suspects: Counter[Loss] = Counter()
         self._tried: Counter[str] = Counter()  # fingerprint -> trials now
-        self._open_verdicts: list[Verdict] = []  # of calls that ended meanwhile
+        self._open_verdicts: list[Verdict] = []  # of calls that ended before their verdict
 
     # ------------------------------------------------------------------ quarantine
 
@@ -115,7 +115,7 @@ class Suspects:
             self.check_fingerprint(self.fingerprint(call))
 
     def check_fingerprint(self, fingerprint: str) -> None:
-        """Raise PoisonRequestError if what has this fingerprint is refused."""
+        """Raise PoisonRequestError if requests with this fingerprint are refused."""
         found = self._quarantined.get(fingerprint)
         if found is None:
             return
@@ -196,26 +196,26 @@ class Suspects:
     # ------------------------------------------------------------------ losses
 
     def note_lost_with(self, fingerprint: str, losses: Iterable[Loss]) -> None:
-        """Remember nodes that were lost while they computed something of that kind."""
+        """Remember nodes that were lost while they computed a request with this fingerprint."""
         known = self._lost_with.pop(fingerprint, set())
         self._lost_with[fingerprint] = known.union(losses)
         if len(self._lost_with) > MAX_HISTORIES:
             self._lost_with.popitem(last=False)
 
     def forget_losses(self, fingerprint: str, losses: Iterable[Loss]) -> None:
-        """Forget losses that something of that kind did not cause: it was computed well."""
+        """Forget losses that requests with this fingerprint did not cause: one was computed."""
         if fingerprint in self._lost_with:
             self._lost_with[fingerprint].difference_update(losses)
             if not self._lost_with[fingerprint]:
                 del self._lost_with[fingerprint]
 
     def others_lost(self, fingerprint: str, since: float) -> set[Loss]:
-        """Return the losses since then that something of that kind had no part in."""
+        """Return the losses since then in which requests with this fingerprint had no part."""
         known = self._lost_with.get(fingerprint, set())
         return set(self.lost_nodes.lost_since(since)) - known
 
     def admit(self, loss: Loss) -> bool:
-        """Say whether one more of what this lost node had begun is to be tried alone."""
+        """Count one more suspect of a loss; return False if the loss has too many."""
         if self._num_suspects[loss] >= MAX_SUSPECTS_PER_LOSS:
             return False
         if len(self._num_suspects) > MAX_HISTORIES:
@@ -226,7 +226,7 @@ class Suspects:
     # ------------------------------------------------------------------ trials
 
     def is_tried(self, fingerprint: str) -> bool:
-        """Say whether something of that kind is on trial."""
+        """Return whether a request with this fingerprint is on trial."""
         return self._tried[fingerprint] > 0
 
     def begin_trial(self, fingerprint: str) -> None:
@@ -238,9 +238,9 @@ class Suspects:
             del self._tried[fingerprint]
 
     def judge(self, verdict: Verdict) -> PoisonRequestError | None:
-        """Quarantine a request whose trial a node did not survive; returns what its client is told.
+        """Quarantine a request whose trial killed a node; returns the error for its client.
 
-        Returns None if that proves nothing yet: nodes die that the request had no part in.
+        Returns None if the death proves nothing yet, as other nodes died meanwhile.
         """
         since = verdict.loss.at - BACKGROUND_S
         if verdict.num_trials < 2 and self.others_lost(verdict.fingerprint, since):
@@ -248,7 +248,7 @@ class Suspects:
         return self.quarantine(verdict.call, verdict.fingerprint, verdict.loss)
 
     def keep_open(self, verdict: Verdict) -> None:
-        """Judge a request later whose call has ended before the fate of the node was known."""
+        """Judge a request later, as its call ended before the fate of the node was known."""
         self._open_verdicts.append(verdict)
         del self._open_verdicts[:-MAX_OPEN_VERDICTS]
 

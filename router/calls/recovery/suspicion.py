@@ -1,4 +1,4 @@
-"""Suspicion: what one call has to do with the nodes that were lost under it, and how it is tried.
+"""Suspicion: track which lost nodes one call may have killed, and try the call on a node alone.
 
 Made at its first loss: nearly no call has one. See `suspects.py` for the whole of it.
 """
@@ -18,25 +18,25 @@ from router.policies.base import Placement
 
 # A request that had so many tokens on a node does not end nodes by being begun.
 PROVEN_TOKENS = 8
-# A suspect waits no longer for a node of its own.
+# A suspect waits at most so long for a node of its own.
 MAX_WAIT_S = 5.0
 POLL_S = 0.02
 _FEW_LOSSES = 2
 
 
 class Work(Enum):
-    """What a node does for a request. Who kills a node by one does not kill it by the other."""
+    """The kinds of work of a node; a request that kills by one kind does not by the other."""
 
     PROMPT = "prompt"
-    TOKENS = "tokens"  # and the grammar that they follow
+    TOKENS = "tokens"  # and compiling their grammar
 
 
 class Suspicion:
-    """Suspect one call of what nodes died of, until its work has gone well.
+    """Suspect one call of killing nodes, until its work has gone well.
 
     Args:
         suspects: of the router.
-        pause_s: a suspect is tried when no node was lost for so long.
+        pause_s: a suspect is tried once no node was lost for so long.
     """
 
     def __init__(self, suspects: Suspects, call: Call, pause_s: float) -> None:
@@ -44,23 +44,25 @@ class Suspicion:
         self._call = call
         self._pause_s = pause_s
         self._fingerprint = suspects.fingerprint(call)
-        self._blamed: dict[Work, set[Loss]] = {}  # losses in which it had a part, by that part
+        self._blamed: dict[
+            Work, set[Loss]
+        ] = {}  # losses in which the call had a part, by kind of work
         self._index = 0  # of the output, at the last loss
         self._waits_since = 0.0
-        self._work: Work | None = None  # which is to be tried alone
-        self._begun: Work | None = None  # on the node that was lost last
-        self._room = ""  # engine id of the node for that, once the call may be placed on it
+        self._work: Work | None = None  # to be tried alone
+        self._begun: Work | None = None  # begun on the node lost last
+        self._room = ""  # engine id of the trial's node, once the call may be placed there
         self._tried_on = ""  # engine id, while the call is on trial there
         self._verdict: Verdict | None = None
-        self._num_trials = 0  # under which a node died
+        self._num_trials = 0  # trials under which a node died
 
     # ------------------------------------------------------------------ a node was lost
 
     def note_loss(self, attempt: Attempt, losses: Iterable[Loss], num_nodes: int) -> None:
-        """Note that an attempt ended as nodes of it were lost.
+        """Note that an attempt ended because its nodes were lost.
 
         Args:
-            num_nodes: that are left.
+            num_nodes: nodes that are left.
         """
         suspects, now = self._suspects, self._suspects.clock()
         tried_on, num_tokens = self._tried_on, attempt.start_index + attempt.num_tokens
@@ -71,7 +73,7 @@ class Suspicion:
         work = None
         for loss in losses:
             begun = begun_on(attempt, loss.engine_id)
-            part = begun or Work.TOKENS  # it dies of what arrives there, if of this request
+            part = begun or Work.TOKENS  # if this request kills it, then by its KV that arrives
             blamed = self._blamed.setdefault(part, set())
             blamed.add(loss)
             suspects.note_lost_with(self._fingerprint, (loss,))
@@ -83,16 +85,16 @@ class Suspicion:
                 work, self._begun = part, begun
         num_others = len(suspects.others_lost(self._fingerprint, now - WINDOW_S))
         if num_others >= max(_FEW_LOSSES, num_nodes // 4):
-            work = self._verdict = None  # nodes die anyway: nothing can be told from one more
+            work = self._verdict = None  # many nodes die: one more death proves nothing
         self._work = work
 
     # ------------------------------------------------------------------ when and where it is tried
 
     def wait_s(self, fleet: Fleet) -> float:
-        """Return how long not to place the call yet; to be asked again behind that.
+        """Return how long to wait before placing the call; ask again after that.
 
         Raises:
-            PoisonRequestError: it, or one like it, was found to be why nodes died.
+            PoisonRequestError: the call, or one like it, was found to kill nodes.
         """
         suspects, now = self._suspects, self._suspects.clock()
         suspects.check_fingerprint(self._fingerprint)
@@ -116,7 +118,7 @@ class Suspicion:
         return 0.0 if self._room else POLL_S
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the part of a fleet where the call is tried; all of it where it is not."""
+        """Return the nodes where the call is tried; the whole fleet if it is not tried."""
         if not self._room:
             return fleet
 
@@ -129,7 +131,7 @@ class Suspicion:
         return fleet.only(prefill=is_room, ruled_out=pairs) or fleet
 
     def begin(self, placement: Placement) -> None:
-        """Note that the call was placed; its trial begins if it is on its room."""
+        """Note that the call was placed; begin its trial if it is on the node kept for it."""
         prefill, decode = placement.prefill, placement.decode
         computes = prefill if prefill is not None and self._work is Work.PROMPT else decode
         if self._room and computes.engine_id == self._room:
@@ -139,21 +141,21 @@ class Suspicion:
             self._leave_room()  # that node does not take it
 
     def note_progress(self, attempt: Attempt) -> None:
-        """Note that tokens of an attempt came: work that went well is under no suspicion."""
+        """Note that tokens of an attempt came, and clear the call of work that went well."""
         if attempt.num_tokens > PROVEN_TOKENS:
             self._clear(*Work)
         elif attempt.began:
             self._clear(Work.PROMPT)
 
     def close(self) -> None:
-        """Note that the call is on no node any more."""
+        """Note that the call has left its nodes."""
         if self._tried_on:
             self._suspects.end_trial(self._fingerprint)
             self._tried_on = ""
         self._leave_room()
 
     def end(self) -> None:
-        """Note that the call has ended; whether it is to blame may be known later."""
+        """Note that the call has ended; a verdict may follow later."""
         self.close()
         if self._verdict is not None:
             self._suspects.keep_open(self._verdict)
@@ -162,7 +164,7 @@ class Suspicion:
     # ------------------------------------------------------------------ what became of it
 
     def _has_verdict(self) -> bool:
-        """Say whether the fate of the node on which the call was tried is known."""
+        """Return whether it is known if the node on which the call was tried died."""
         verdict = self._verdict
         assert verdict is not None
         fate = self._suspects.lost_nodes.fate(verdict.loss)
@@ -185,7 +187,7 @@ class Suspicion:
                 self._clear(work)
 
     def _clear(self, *works: Work) -> None:
-        """Suspect the call no longer of what nodes died of at such work."""
+        """Clear the call of deaths of nodes at these kinds of work."""
         for work in works:
             self._suspects.forget_losses(self._fingerprint, self._blamed.pop(work, ()))
             if self._work is work:
@@ -198,7 +200,7 @@ class Suspicion:
 
 
 def begun_on(attempt: Attempt, engine_id: str) -> Work | None:
-    """Return what a node may have begun of an attempt and had not done well before, or None."""
+    """Return the work of an attempt that a node may have begun and not completed, or None."""
     prefill, decode = attempt.prefill, attempt.decode
     if prefill is not None and prefill.engine_id == engine_id and not attempt.began:
         return Work.PROMPT
@@ -206,7 +208,7 @@ def begun_on(attempt: Attempt, engine_id: str) -> Work | None:
         return None
     if prefill is None and not attempt.began:
         return Work.PROMPT
-    # (A decode node compiles a grammar while the prompt is computed elsewhere.)
+    # A decode node compiles a grammar while the prompt is computed elsewhere.
     return Work.TOKENS if attempt.began or attempt.has_grammar else None
 
 

@@ -1,12 +1,12 @@
-"""TrialRooms: nodes that are kept for one suspect at a time, so that a trial is a trial alone.
+"""TrialRooms: keep nodes for one suspect at a time, so that each suspect is tried alone.
 
-    a suspect asks for a room    the least busy node: new requests go elsewhere
-    the node is still busy       its requests are moved elsewhere, like those that it preempts
-    the suspect is done          the next one has the room; without a next one all may come in
-    it was kept for long         all may come in
+    a suspect asks for a room    the least busy node is kept: new requests go elsewhere
+    the node is still busy       its requests are moved elsewhere, as by a preemption
+    the suspect is done          the next suspect gets the room; if there is none, the room opens
+    the room was kept for long   the room opens to all requests
 
-Where there is no other node, ordinary requests wait: a pause, and never longer than `MAX_KEPT_S`.
-Knows neither what a suspect is suspected of nor how a trial ends.
+Where there is no other node, ordinary requests wait a moment, never longer than `MAX_KEPT_S`.
+`TrialRooms` knows neither what a suspect is suspected of nor how a trial ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from router.fleet.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
-# Requests on a node that is to be a room have so long to end by themselves.
+# How long requests on a node that becomes a room may take to end by themselves.
 QUIESCE_S = 1.0
-# A room is kept for suspects, one after the other, for so long at most.
+# How long a room is kept for suspects, one after the other, at most.
 MAX_KEPT_S = 5.0
-# The next suspect has so long to take a room over.
+# How long the next suspect may take to take over a room.
 HAND_OVER_S = 0.1
 
 
@@ -42,7 +42,7 @@ class TrialRooms:
     """Keep nodes of one router for suspects.
 
     Args:
-        pool: where the nodes are; its clock counts.
+        pool: has the nodes; its clock is used.
     """
 
     def __init__(self, pool: NodePool) -> None:
@@ -50,17 +50,17 @@ class TrialRooms:
         self._rooms: dict[str, _Room] = {}  # by engine id
 
     def __bool__(self) -> bool:
-        """Whether any node is kept."""
+        """Return whether any node is kept."""
         return bool(self._rooms)
 
     def acquire(self, owner: object, nodes: Iterable[NodeLoad]) -> str:
-        """Return the engine id of a node on which nothing is open, now the owner's; "" if not yet.
+        """Return the engine id of an idle node that is now kept for the owner; "" if not yet.
 
-        To be asked again until there is one, or until `release`.
+        Ask again until there is a node, or until `release`.
 
         Args:
-            owner: a suspect; it has one room at most.
-            nodes: that would do.
+            owner: a suspect; one suspect has at most one room.
+            nodes: candidates for the room.
         """
         suitable = {node.engine_id for node in nodes}
         mine = next((one for one in self._rooms.values() if one.owner is owner), None)
@@ -78,14 +78,14 @@ class TrialRooms:
         return "" if mine.node.num_open else mine.node.engine_id
 
     def release(self, owner: object) -> None:
-        """Hand the owner's room to the next suspect, or open it to all when none comes."""
+        """Hand the owner's room to the next suspect, or open the room if none comes."""
         for room in self._rooms.values():
             if room.owner is owner:
                 room.owner = None
                 asyncio.get_running_loop().call_later(HAND_OVER_S, self._open_if_free, room)
 
     def without(self, fleet: Fleet, owner: object | None = None) -> Fleet:
-        """Return what is left of a fleet for a request that owns no other room; may be empty."""
+        """Return the fleet without rooms that this owner does not own; may be empty."""
 
         def is_free(node: NodeLoad) -> bool:
             room = self._rooms.get(node.engine_id)
@@ -113,10 +113,10 @@ class TrialRooms:
         return room
 
     def _may_keep(self, node: Node, num_others: int) -> bool:
-        """Say whether one more node may be kept: somebody has to do the others' work.
+        """Return whether one more node may be kept; other nodes must do the other requests' work.
 
         Args:
-            num_others: nodes that would do and are not kept.
+            num_others: other candidates that are not kept.
         """
         role, nodes = node.registration.role, self._pool.nodes
         kept = [one for one in nodes if one.engine_id in self._rooms]
@@ -134,7 +134,7 @@ class TrialRooms:
             self._open(room)
 
     def _open(self, room: _Room) -> None:
-        """Let ordinary requests in again."""
+        """Open a room to ordinary requests again."""
         if self._rooms.get(room.node.engine_id) is room:
             del self._rooms[room.node.engine_id]
             self._pool.note_eligibility_change()
