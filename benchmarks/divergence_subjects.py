@@ -1,7 +1,7 @@
-"""One side of `divergence.py`: score windows of tokens with one engine, from one file of GGUF.
+"""Score windows of tokens with one engine, from one GGUF file: one side of `divergence.py`.
 
-Runs in the Python of its engine: Baton's, or that of llama.cpp. Refuses to know: which files are
-compared, and what is told of them.
+Runs in the Python of its engine, Baton or llama.cpp. Refuses to know: which files are compared, and
+what is reported.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 Score = Callable[[list[int]], Array]  # logits of all positions but the last, [n - 1, vocabulary]
-SLICE = 64  # positions whose distributions are compared at a time
+SLICE = 64  # positions compared at a time
 
 
 def baton(path: Path, threads: int, weights: str) -> Score:
-    """Score with Baton: ``weights`` as a node's option has them."""
+    """Score with Baton; ``weights`` is the node's option of that name."""
     from unittest import mock
 
     import torch
@@ -50,7 +50,7 @@ def baton(path: Path, threads: int, weights: str) -> Score:
 
 
 def llamacpp(path: Path, threads: int, weights: str) -> Score:
-    """Score with llama.cpp, with its own defaults; a file's weights are used as they are."""
+    """Score with llama.cpp and its defaults, with the file's weights as they are."""
     import llama_cpp as api
 
     assert weights == "auto"
@@ -89,7 +89,7 @@ ENGINES: dict[str, Callable[[Path, int, str], Score]] = {"baton": baton, "llamac
 
 
 def log_softmax(logits: Array) -> Array:
-    """Return natural logarithms of the probabilities, in float64."""
+    """Return the natural logarithms of the probabilities, in float64."""
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
@@ -97,11 +97,13 @@ def log_softmax(logits: Array) -> Array:
 
 
 def compare(logits: Array, reference: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield the divergence from ``reference`` (nats) and whether the likeliest token is the same.
+    """Yield the divergence from ``reference`` (nats) and whether the most likely token is the same.
+
+    Yields ``SLICE`` positions at a time.
 
     Args:
         logits: ``[n, vocabulary]``.
-        reference: likewise; yielded are ``SLICE`` positions at a time.
+        reference: ``[n, vocabulary]``.
     """
     for start in range(0, len(logits), SLICE):
         true, found = (log_softmax(one[start : start + SLICE]) for one in (reference, logits))
@@ -110,7 +112,7 @@ def compare(logits: Array, reference: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def main() -> None:
-    """Score every window; write the logits, or print how far they are from written ones."""
+    """Score every window; write the logits, or print their divergence from written logits."""
     parser = argparse.ArgumentParser(description="One side of divergence.py.")
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--file", type=Path, required=True, help="of GGUF")

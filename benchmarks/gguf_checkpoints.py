@@ -82,12 +82,14 @@ def as_gguf(folder: Path, weights: str) -> Path:
     path = folder.parent / f"{folder.name}-{weights}.gguf"
     if not path.exists():
         kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q4_K_S"}[weights]
-        quantize(whole, path, kind, pure=True)  # no tensor in a larger type, as others have none
+        quantize(
+            whole, path, kind, pure=True
+        )  # give no tensor a larger type, as other engines give none
     return path
 
 
 def quantize(whole: Path, path: Path, kind: str, *, pure: bool = False) -> None:
-    """Write a file of GGUF anew with llama.cpp's own tool.
+    """Quantize a GGUF file with llama.cpp's own tool.
 
     Args:
         whole: the file to read, quantized or not.

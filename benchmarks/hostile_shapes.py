@@ -1,4 +1,4 @@
-"""What one hostile request can do: 300 shapes and more against a real split system, one by one.
+"""Send 300 and more shapes of hostile requests to a real split system, one by one.
 
 While each of them is served or refused, a probe asks /health and another client streams:
 

@@ -1,4 +1,4 @@
-"""An attacker of `http2_tricks.py`: sends one trick of the table, or all in turns, to one port.
+"""Send one trick of the table, or all in turns, to one port: an attacker of `http2_tricks.py`.
 
     python benchmarks/http2_attack.py ADDRESS NUMBER|all SECONDS
 
@@ -22,7 +22,7 @@ NUM_CONNECTIONS = 8
 
 
 async def attack(address: str, number: int | None, seconds: float) -> dict[str, int]:
-    """Send one trick, or all in turns, over all connections; connect again when one is closed."""
+    """Send one trick, or all in turns, over all connections; replace closed connections."""
     end_at = time.monotonic() + seconds
     sent = {"bytes": 0, "connections": 0}
 

@@ -1,13 +1,13 @@
-"""What hostile HTTP/2 frames can do: each trick of a table over 8 connections to a real system.
+"""Attack a real system with hostile HTTP/2 frames: each trick of a table over 8 connections.
 
     python benchmarks/http2_tricks.py [--seconds 2] [--mixed 60] [--only TEXT]
 
-Router, a prefill and a decode node are processes of their own, and so are the attackers, which run
-at low priority: on a small machine they would take the cores that a network would not let them
-have. Each trick goes to the router's gRPC port and to a decode node's for some seconds, over 8
-connections each; then all tricks at once. Meanwhile a probe asks the router's /health and
+A router, a prefill node and a decode node are processes of their own, and so are the attackers.
+These run at low priority: on a small machine they would take cores that no attacker in a network
+could take. Each trick goes to the router's gRPC port and to a decode node's port for some seconds,
+over 8 connections each; then all tricks at once. Meanwhile a probe asks the router's /health and
 another client streams. The goals are those of `hostile_shapes.py`, and that no link to a node is
-lost; a row that misses one is printed, and the exit code is 1.
+lost. Rows that miss a goal are printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOST = (" lost", "went away", "quarantine")
 
 @dataclass
 class Outcome:
-    """One trick, or all of them."""
+    """The worst that was seen during one trick, or during all tricks at once."""
 
     name: str
     port: str
@@ -67,7 +67,7 @@ def start_attack(address: str, number: int | None, seconds: float) -> subprocess
 
 
 def count_lost(folder: Path) -> int:
-    """Count the lines of all logs that tell of a lost link or a quarantined request."""
+    """Count the log lines about a lost link or a quarantined request."""
     lines = [line for log in folder.glob("*.log") for line in log.read_text("utf-8").splitlines()]
     return sum(any(word in line for word in _LOST) for line in lines)
 
@@ -80,7 +80,7 @@ async def measure(
     number: int | None,
     seconds: float,
 ) -> Outcome:
-    """Attack all of these ports at once, and return the worst that was seen."""
+    """Attack all these ports at once, and return the worst that was seen."""
     lost = count_lost(folder)
     watch.begin()
     attackers = [start_attack(address, number, seconds) for address in addresses.values()]

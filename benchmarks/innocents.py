@@ -1,9 +1,9 @@
 """Kill nodes, break links and stop processes under load: no innocent request may be refused.
 
-A router, two prefill and two decode nodes with NIXL on this machine, the demo model, requests whose
-right answers are known. Every request must be complete and right. A request that kills each node
-that computes it (`--inject-faults poison=`) must be refused after two nodes at the most.
-`innocents_virtual.py` does the same to simulated nodes, with many seeds.
+Runs a router, two prefill and two decode nodes with NIXL on this machine, with the demo model and
+requests whose right answers are known. Every request must be complete and right. A request that
+kills each node that computes it (`--inject-faults poison=`) must be refused after at most two
+nodes. `innocents_virtual.py` does the same to simulated nodes, with many seeds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 class Proxy:
-    """A TCP proxy in front of the router, whose connections can be broken and refused."""
+    """A TCP proxy in front of the router that can break and refuse connections."""
 
     def __init__(self, target: str) -> None:
         self.address = free_address()
@@ -56,7 +56,7 @@ class Proxy:
             await server.serve_forever()
 
     async def cut(self, seconds: float) -> None:
-        """Break all connections and take no new ones for so long."""
+        """Break all connections, and refuse new ones for so many seconds."""
         self._is_cut = True
         for writer in self._writers:
             writer.transport.abort()
@@ -92,8 +92,8 @@ class Scene:
     """A deployment under load.
 
     Attributes:
-        proxies: in front of the router, by the node that dials through it.
-        num_kills: in turns.
+        proxies: proxy in front of the router, by the name of the node that dials through it.
+        num_kills: kills of the drill, in turns.
         num_deaths: nodes that ended; each is started again at once.
     """
 
@@ -104,7 +104,7 @@ class Scene:
     doings: list[str] = field(default_factory=list)
 
     async def supervise(self) -> None:
-        """Start nodes again that ended, as a service manager does."""
+        """Restart nodes that ended, as a service manager does."""
         while True:
             await asyncio.sleep(POLL_S)
             for child in list(self.site.deployment.children):
@@ -113,7 +113,7 @@ class Scene:
                     self.num_deaths += 1
 
     async def kill(self, name: str) -> None:
-        """Kill a node and wait until another one has its name."""
+        """Kill a node, and wait until another node has its name."""
         self.site.deployment.child(name).process.kill()
         num_deaths = self.num_deaths
         while self.num_deaths == num_deaths:  # noqa: ASYNC110
@@ -122,10 +122,10 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """What happens.
+    """What happens to a deployment under load.
 
     Attributes:
-        through_proxies: the first node of each role dials the router through a proxy.
+        through_proxies: whether the first node of each role dials the router through a proxy.
         poisoned: the role that the killer kills ("p", "d" or "").
     """
 
@@ -173,7 +173,7 @@ async def cut_the_only_decode_node(scene: Scene) -> None:
 
 
 async def send_killer(scene: Scene) -> None:
-    """Send a request of which nodes die, and once more when it was refused."""
+    """Send a request that kills nodes, and send it once more when it was refused."""
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     async with AsyncClient(scene.site.address) as client:
         for number in range(2):
@@ -202,7 +202,7 @@ def drills() -> list[Drill]:
 
 
 async def run_drill(drill: Drill, cases: list[Case], args: argparse.Namespace, seed: int) -> Row:
-    """Load, the drill, the end of the load, and what came of it."""
+    """Run a drill under load; return what became of all requests."""
     poison = ["--inject-faults", f"poison={KILLER}"]
     config = LocalDeploymentConfig(
         model=str(MODEL),
@@ -260,7 +260,7 @@ def _jobs(coroutines: list[Any]) -> Iterator[None]:
 
 
 def problems_of(drill: Drill, row: Row) -> list[str]:
-    """Return what broke the promise."""
+    """Return what the drill should not have shown."""
     problems = list(row["others"])
     if drill.poisoned:
         names = [doing.partition(":")[0] for doing in row["doings"]]

@@ -1,9 +1,9 @@
 """Nodes die, links break and processes stand still under load: no innocent request may be refused.
 
-The real dispatcher and pool over simulated nodes on virtual time (`virtual_fleet.py`): of a seed
-the same happens every time, so many seeds cost little. After each drill: every request is complete
-and has the right tokens; where a request kills the nodes that compute it, that request is refused
-after two nodes at the most. `innocents.py` does the same to real processes.
+Runs the real dispatcher and pool over simulated nodes on virtual time (`virtual_fleet.py`). The
+same seed gives the same run every time, and many seeds cost little. After each drill every request
+must be complete and have the right tokens. A request that kills the nodes that compute it must be
+refused after at most two nodes. `innocents.py` does the same to real processes.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Drill:
     """What happens to a fleet under load.
 
     Attributes:
-        nodes: prefill and decode nodes.
+        nodes: numbers of prefill and decode nodes.
         seconds: in which the requests arrive.
-        kills_at: a killer is sent, of which a node of this role ("p" or "d") dies as soon as this
-            token of its output is computed there; None: no killer.
+        kills_at: role ("p" or "d") of the nodes that a killer kills, and the index of the output
+            token at which they die; None: no killer.
     """
 
     name: str
@@ -71,8 +71,8 @@ class Site:
     """A fleet under load.
 
     Attributes:
-        killed_by_killer: names of the nodes that died of the killer.
-        refusals: what requests were told that ended with an error.
+        killed_by_killer: names of the nodes that the killer killed.
+        refusals: texts of the errors that requests ended with.
     """
 
     drill: Drill
@@ -86,13 +86,13 @@ class Site:
     jobs: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def kill(self, name: str) -> None:
-        """Kill a node, which is started again a little later."""
+        """Kill a node, and restart it a little later."""
         await self.joined.cluster.kill(name)
         await asyncio.sleep(RESTART_S)
         await self.joined.cluster.restart(name)
 
     def is_deadly(self, name: str, event: NodeEvent) -> bool:
-        """Say whether a node dies of what it is about to say; then it dies."""
+        """Return whether a node dies of the event that it is about to send; kill it if so."""
         if self.drill.kills_at is None or not isinstance(event, tuple):
             return False
         role, index = self.drill.kills_at
@@ -106,7 +106,7 @@ class Site:
         return is_deadly
 
     async def ask(self, request_id: str, case: Case) -> None:
-        """Send one request and count what became of it."""
+        """Send one request, and count its outcome."""
         call = Call(
             request_id=request_id,
             prompt_token_ids=case.prompt,
@@ -169,7 +169,7 @@ async def cut_the_only_decode_node(site: Site) -> None:
 
 
 async def send_killer(site: Site) -> None:
-    """Send a request of which each node dies that computes it."""
+    """Send a request that kills each node that computes it."""
     await asyncio.sleep(site.draw.uniform(0.2, 0.6) * site.drill.seconds)
     expected = output_tokens(KILLER_PROMPT, KILLER_TOKENS, vocab_size=MODEL["vocab_size"])
     params = SamplingParams(max_tokens=KILLER_TOKENS, ignore_eos=True)
@@ -199,7 +199,7 @@ def drills() -> list[Drill]:
 
 
 async def run_drill(drill: Drill, seed: int) -> Row:
-    """Load, the drill, the end of the load, and what came of it."""
+    """Run a drill under load; return what became of all requests."""
     site = Site(drill, random.Random(f"{drill.name} {seed}"))
     cluster = joined_cluster(*drill.nodes, OPTIONS, local_prefill=False, is_dropped=site.is_deadly)
     async with cluster as site.joined:
@@ -237,7 +237,7 @@ async def _count_missed_beats(site: Site) -> None:
 
 
 def problems_of(drill: Drill, row: Row) -> list[str]:
-    """Return what broke the promise."""
+    """Return what the drill should not have shown."""
     problems = [error for error in row["errors"] if not error.startswith(f"{KILLER}:")]
     if row["outcomes"].get("complete", 0) != NUM_REQUESTS:
         problems.append(f"{row['outcomes'].get('complete', 0)} of {NUM_REQUESTS} complete")

@@ -1,8 +1,8 @@
-"""A vocabulary of 262,144 tokens: the first schema of a fresh split system, and dear grammars.
+"""Send a fresh split system with a vocabulary of 262,144 its first schema, or costly grammars.
 
 Each start is a router, a prefill and a decode node (NIXL) with a tiny random model. A client
-streams text; then another one sends the first schema. Told are that request's status and time, the
-longest gap of the stream, and what the logs say of nodes that are silent. Exit 1 if a start fails.
+streams text; then another client sends the first schema. The output has that request's status and
+time, the longest gap of the stream, and log lines about silent nodes. Exit 1 if a start fails.
 
     python benchmarks/large_vocabulary.py --starts 20
     python benchmarks/large_vocabulary.py --grammars 32,96     (how long a stream stands still)
@@ -48,7 +48,7 @@ NODE_ARGS = [
 
 
 def make_model(folder: Path) -> Path:
-    """Write a random Llama of two layers with a SentencePiece-like vocabulary as Gemma's."""
+    """Write a random Llama of two layers with a SentencePiece-like vocabulary, as Gemma has."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()), encoding="utf-8")
     config = {
@@ -96,7 +96,7 @@ def _weights() -> dict[str, torch.Tensor]:
 
 
 def _tokenizer() -> dict[str, object]:
-    """BPE with byte fallback; each token is two shorter ones joined."""
+    """Make a BPE tokenizer with byte fallback; each token joins two shorter tokens."""
     draw = random.Random(7)
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = ["\u2581", *string.ascii_letters, *string.digits, *string.punctuation, "\n", "\t"]
@@ -150,7 +150,7 @@ def _tokenizer() -> dict[str, object]:
 
 @dataclass(slots=True)
 class Watched:
-    """A stream that somebody else's requests must not hold up."""
+    """A stream that requests of other clients must not hold up."""
 
     gaps_s: list[float] = field(default_factory=list)
     error: str = ""
@@ -170,7 +170,7 @@ class Watched:
 
 @asynccontextmanager
 async def watched_stream(client: AsyncClient) -> AsyncIterator[Watched]:
-    """A stream that has begun; afterwards it is given up."""
+    """Yield a stream that has begun; cancel it afterwards."""
     watched = Watched()
     task = asyncio.create_task(watched.run(client))
     while len(watched.gaps_s) < 20 and not task.done():  # noqa: ASYNC110
@@ -183,7 +183,7 @@ async def watched_stream(client: AsyncClient) -> AsyncIterator[Watched]:
 
 @dataclass(slots=True)
 class Start:
-    """What one fresh system did."""
+    """What was measured of one fresh system."""
 
     ready_s: float
     status: int
@@ -244,7 +244,7 @@ def fresh_start(model: Path) -> Start:
 
 @dataclass(slots=True)
 class Dear:
-    """Grammars whose masks cost much, all at once, beside one stream."""
+    """What was measured of costly grammars, all at once, beside one stream."""
 
     num_grammars: int
     longest_gap_s: float
@@ -298,7 +298,7 @@ def run_dear(model: Path, counts: Sequence[int]) -> list[Dear]:
 
 
 def main() -> int:
-    """Run what is asked for, print it, write the JSON; returns the exit code."""
+    """Run the measurements, print them, write the JSON; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--starts", type=int, default=0)
     parser.add_argument("--grammars", default="", help="so many at once, for example 32,96")

@@ -1,9 +1,9 @@
-"""What processes keep open and in memory over many faults; exit 1 if something keeps growing.
+"""Compare descriptors, threads and memory before and after many faults; exit 1 if they grow.
 
-A router, two prefill and two decode nodes with NIXL on this machine, the demo model, streams with
-known answers. Two runs: standstills of p0 and d0 in turns, and a soak with a fault at regular
-intervals: p1 and d1 are killed and started again, p0 and d0 stand still. The router, p0 and d0 live
-through all of it; their descriptors, threads and memory are compared before and after, at rest.
+Runs a router, two prefill and two decode nodes with NIXL on this machine, with the demo model and
+streams with known answers. The first run stops p0 and d0 in turns. The second is a soak with a
+fault at regular intervals: p1 and d1 are killed and restarted, p0 and d0 stand still. The router,
+p0 and d0 survive; their descriptors, threads and memory are compared at rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 NODE_ARGS = ["--dtype", "float32", "--num-blocks", "600", "--max-num-requests", "32"]
 SURVIVORS = ("router", "p0", "d0")
 STANDSTILL_S = 3.0
-NUM_WARM_UP = 2  # standstills before the first look: what each process opens once
+NUM_WARM_UP = 2  # standstills before the first look, as each process opens some things once
 CONCURRENCY = 6
 NUM_LOOKS = 5
 SAMPLE_S = 5.0
@@ -41,7 +41,7 @@ READY_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process has at a moment."""
+    """Descriptors, threads and memory of a process at one moment."""
 
     descriptors: int
     threads: int
@@ -49,7 +49,7 @@ class Usage:
 
     @classmethod
     def of(cls, pid: int) -> Usage:
-        """Read it of a process that lives."""
+        """Read the usage of a living process."""
         folder = Path(f"/proc/{pid}")
         resident = int((folder / "statm").read_text().split()[1]) * 4096
         return cls(
@@ -60,23 +60,23 @@ class Usage:
 
 
 def look(site: Site) -> dict[str, Usage]:
-    """Read what the survivors have."""
+    """Read the usage of the processes that survive."""
     return {name: Usage.of(site.deployment.child(name).process.pid) for name in SURVIVORS}
 
 
 async def look_at_rest(site: Site) -> dict[str, Usage]:
-    """Wait until nothing is in progress, and read what the survivors have."""
+    """Wait until nothing is in progress, and read the survivors' usage."""
     await site.repair()
     await wait_until_free(site)
     looks = []
-    for _ in range(NUM_LOOKS):  # the router counts whoever happens to look at it, too
+    for _ in range(NUM_LOOKS):  # a client that looks at the router counts there, too
         await asyncio.sleep(1.0)
         looks.append(look(site))
     return {name: min((one[name] for one in looks), key=order) for name in SURVIVORS}
 
 
 def order(usage: Usage) -> tuple[int, int, float]:
-    """Sort what has the fewest descriptors and threads first."""
+    """Return a sort key: fewest descriptors and threads first."""
     return usage.descriptors, usage.threads, usage.resident_mib
 
 
@@ -99,7 +99,7 @@ async def stand_still_often(site: Site, number: int) -> list[str]:
 
 
 async def soak(site: Site, minutes: float, every_s: float) -> list[str]:
-    """Let a fault happen at regular intervals; returns what was done."""
+    """Cause a fault at regular intervals; returns the list of faults."""
     begun_at, done = time.monotonic(), list[str]()
     while (due := (len(done) + 1) * every_s) < minutes * 60:
         await asyncio.sleep(max(0.0, begun_at + due - time.monotonic()))
@@ -117,7 +117,7 @@ async def soak(site: Site, minutes: float, every_s: float) -> list[str]:
 
 
 async def sample(site: Site, samples: list[dict[str, Usage]]) -> None:
-    """Look now and then, until it is cancelled."""
+    """Take a sample now and then, until cancelled."""
     while True:
         await asyncio.sleep(SAMPLE_S)
         samples.append(look(site))
@@ -126,7 +126,7 @@ async def sample(site: Site, samples: list[dict[str, Usage]]) -> None:
 async def measure(
     site: Site, what: str, arguments: argparse.Namespace, console: Console
 ) -> dict[str, object]:
-    """Do one of the runs under load, and compare what the survivors had before and after."""
+    """Do one run under load, and compare the survivors' usage before and after."""
     await stand_still_often(site, NUM_WARM_UP)
     await warm_up(site)
     before = await look_at_rest(site)
@@ -164,7 +164,7 @@ async def measure(
 
 
 async def warm_up(site: Site) -> None:
-    """Serve for a while, so that what grows with the first requests has grown."""
+    """Serve for a while, so that growth with the first requests is over."""
     load = Load(site.address, site.cases, CONCURRENCY, 0, leaving=0.0, most=200)
     await load.run()
 
@@ -177,7 +177,7 @@ def quarters(samples: list[dict[str, Usage]], name: str) -> list[list[float]]:
 
 
 def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
-    """Say what has grown by more than it may."""
+    """List what has grown beyond its limit."""
     found = []
     for name in SURVIVORS:
         for kind, most in MAX_GROWTH.items():
@@ -191,7 +191,7 @@ def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
 
 
 async def run(arguments: argparse.Namespace, console: Console) -> dict[str, dict[str, object]]:
-    """Each run on a deployment of its own."""
+    """Do each run on a fresh deployment."""
     found = {}
     cases = make_cases(str(MODEL), 32, arguments.seed)
     for what in ("standstills", "soak"):
@@ -213,7 +213,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> dict[str, dict
 
 
 def main() -> int:
-    """Run, print what was found, write the JSON; returns the exit code."""
+    """Run, print the findings, write the JSON; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--standstills", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=10.0)

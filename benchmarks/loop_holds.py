@@ -1,8 +1,9 @@
-"""Which calls hold the interpreter for long, with a vocabulary of 262,144 tokens and great texts.
+"""Measure which calls hold the interpreter long, with 262,144 tokens and the longest texts.
 
-Each call runs on a thread beside one that wants the interpreter every half millisecond. Told are
-the call's processor time and the longest that the other thread waited: about the call's time where
-the call holds the GIL, some milliseconds (of the interpreter's switches) where it does not.
+Each call runs on a thread beside another thread that wants the interpreter every half millisecond.
+The output has the call's processor time and the longest wait of the other thread. That wait is
+about the call's time if the call holds the GIL, else some milliseconds (the interpreter's
+switches).
 
     python benchmarks/loop_holds.py --model FOLDER     (a folder that large_vocabulary.py made)
 """
@@ -41,7 +42,7 @@ LIMIT_MS = 50.0
 
 @dataclass(slots=True)
 class Hold:
-    """One call; ``where`` it runs."""
+    """One measured call, and ``where`` Baton makes it."""
 
     call: str
     where: str
@@ -50,7 +51,7 @@ class Hold:
 
 
 class Watch:
-    """Measures calls, one after another."""
+    """Measure calls, one after another."""
 
     def __init__(self) -> None:
         self.rows: list[Hold] = []

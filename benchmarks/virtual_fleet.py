@@ -151,10 +151,10 @@ def _text(hash_id: int, texts: dict[int, bytes]) -> bytes:
 
 
 class PoolLinks:
-    """In the place of `RouterLinks`: to a pool in the same process.
+    """Link nodes to a pool in the same process, in place of `RouterLinks`.
 
     Args:
-        is_dropped: says of each event whether it never leaves the node.
+        is_dropped: returns whether an event is lost before it leaves the node.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class PoolLinks:
             self._away_s, self._node = REDIAL_S, self._make_node()
 
     def break_for(self, away_s: float) -> None:
-        """Have the link break now; the node joins again, the same process, after so long."""
+        """Break the link now; the node, the same process, joins again after so long."""
         self._away_s = away_s
         self._broken.set()
 
@@ -242,7 +242,7 @@ def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
 async def joined_fleet(
     num_prefill: int, num_decode: int, options: SimOptions, *, local_prefill: bool
 ) -> AsyncIterator[NodePool]:
-    """A pool that simulated nodes have joined; see `joined_cluster`."""
+    """Yield a pool that simulated nodes have joined; see `joined_cluster`."""
     cluster = joined_cluster(num_prefill, num_decode, options, local_prefill=local_prefill)
     async with cluster as joined:
         yield joined.pool
@@ -250,7 +250,7 @@ async def joined_fleet(
 
 @dataclass(frozen=True, slots=True)
 class JoinedCluster:
-    """Simulated nodes, the pool that they have joined, and their links, by name."""
+    """Simulated nodes, the pool that they have joined, and their links by name."""
 
     pool: NodePool
     cluster: SimCluster
@@ -266,11 +266,11 @@ async def joined_cluster(
     local_prefill: bool,
     is_dropped: Callable[[str, NodeEvent], bool] = lambda name, event: False,
 ) -> AsyncIterator[JoinedCluster]:
-    """Simulated nodes and a pool that they have joined; to be entered on a `VirtualTimeLoop`.
+    """Yield simulated nodes and a pool that they have joined; needs a `VirtualTimeLoop`.
 
     Args:
         local_prefill: whether decode nodes may compute prompts themselves.
-        is_dropped: says of a node's name and an event whether the event never leaves the node.
+        is_dropped: returns whether an event is lost before it leaves the node of this name.
     """
     links: dict[str, PoolLinks] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -332,7 +332,7 @@ def test_a_pair_that_parts_and_meets_again_opens_no_more_descriptors(link: Link)
         link.wait("d", Kind.PEER_CONNECTED, count=meeting + 1)
         full_exchange(link, str(meeting), 3, 4)
         assert link.sender.metrics().connections == 1
-    # What is closed may be so a moment later; NIXL opened one more on each side at every meeting.
+    # Closing may take a moment. NIXL opened one more descriptor on each side at every meeting.
     wait_until(lambda: count_descriptors() <= num_open, "descriptors to be closed")
 
 
@@ -419,7 +419,7 @@ def test_a_peer_of_another_connector_is_refused(name: str) -> None:
 
 
 def count_descriptors() -> int:
-    """Count the descriptors that this process has open."""
+    """Return the number of descriptors that this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 

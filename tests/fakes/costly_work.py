@@ -11,7 +11,7 @@ from baton.processes.worker_template import Work
 
 
 def make_work(options: Mapping[str, str]) -> Work:
-    """Make the work of a template; the option ``load_s`` says how many seconds that takes."""
+    """Make the work of a template; this takes as many seconds as the option ``load_s`` says."""
     time.sleep(float(options.get("load_s", 0)))
 
     def refuse(field: str) -> str:

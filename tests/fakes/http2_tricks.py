@@ -1,4 +1,4 @@
-"""What a hostile client can send over HTTP/2: a table of tricks, each an endless run of frames.
+"""A table of hostile HTTP/2 tricks, each an endless run of frames.
 
 Tests use the table against one server, `benchmarks/http2_tricks.py` against a whole deployment.
 """
@@ -29,19 +29,19 @@ GENERATE = "/baton.v1.Inference/Generate"
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 _FRAME_BYTES = 2**14
 _MANY_SETTINGS = struct.pack(">HI", 4, 9) * 2730
-_NEWEST = b"\xbe"  # the entry of the dynamic table that was inserted last
+_NEWEST = b"\xbe"  # the newest entry of the dynamic table
 
 
 @dataclass(frozen=True)
 class Trick:
-    """One way to attack.
+    """One way to attack a server.
 
     Attributes:
-        frames: makes what a client sends behind its preface and its settings.
-        reads: the client takes what the server sends.
-        window: that each of its streams gives the server at the beginning.
-        is_refused: the server closes the connection; else it slows the client down.
-        is_bulk: few long frames, which the server takes as fast as they come.
+        frames: yields what a client sends after its preface and its settings.
+        reads: whether the client reads what the server sends.
+        window: initial window that each stream gives the server, in bytes.
+        is_refused: whether the server closes the connection; else it slows the client down.
+        is_bulk: whether the frames are few and long, so that the server takes them unslowed.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Trick:
 
 
 def block(path: str = CHECK, more: bytes = b"") -> bytes:
-    """A header block of a call, with more fields behind its own."""
+    """Return the header block of a call, with more fields after its own."""
     fields = [
         (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"),
         ("te", "trailers"), ("content-type", "application/grpc"),
@@ -62,7 +62,7 @@ def block(path: str = CHECK, more: bytes = b"") -> bytes:
 
 
 def integer(value: int, bits: int, first: int = 0) -> bytes:
-    """An integer of HPACK with a prefix of so many bits."""
+    """Encode an HPACK integer with a prefix of so many bits."""
     most = 2**bits - 1
     if value < most:
         return bytes([first | value])
@@ -75,18 +75,18 @@ def integer(value: int, bits: int, first: int = 0) -> bytes:
 
 
 def literal(name: bytes, value: bytes, *, insert: bool = False) -> bytes:
-    """A header field as it is; the decoder remembers it if it is to be inserted."""
+    """Encode a literal header field; with ``insert`` the decoder remembers it."""
     kind = b"\x40" if insert else b"\0"
     return kind + integer(len(name), 7) + name + integer(len(value), 7) + value
 
 
 def streams() -> Iterator[int]:
-    """Numbers of a client's streams."""
+    """Yield the ids of a client's streams."""
     return itertools.count(1, 2)
 
 
 def headers(stream: int, data: bytes, *, end_stream: bool = False) -> bytes:
-    """A header block in as many frames as it needs."""
+    """Return a header block in as many frames as it needs."""
     parts = [data[at : at + _FRAME_BYTES] for at in range(0, len(data), _FRAME_BYTES)] or [b""]
     frames = []
     for number, part in enumerate(parts):
@@ -101,27 +101,27 @@ def headers(stream: int, data: bytes, *, end_stream: bool = False) -> bytes:
 
 
 def long_blocks() -> Iterator[bytes]:
-    """Header blocks of 4 MiB, of values of 16 KiB."""
+    """Yield header blocks of 4 MiB, with values of 16 KiB."""
     field = literal(b"x-long", b"v" * 2**14)
     for stream in streams():
         yield headers(stream, block(more=field * 256))
 
 
 def many_fields() -> Iterator[bytes]:
-    """Header blocks of 14,000 short fields."""
+    """Yield header blocks of 14,000 short fields."""
     for stream in streams():
         yield headers(stream, block(more=literal(b"a", b"b") * 14_000))
 
 
 def bombs(num_copies: int) -> Iterator[bytes]:
-    """Blocks of few bytes that name one long header many times."""
+    """Yield blocks of few bytes that name one long header many times."""
     yield headers(1, block(more=literal(b"k", b"v" * 3900, insert=True)))
     for stream in itertools.count(3, 2):
         yield headers(stream, block(more=_NEWEST * num_copies))
 
 
 def name_bombs() -> Iterator[bytes]:
-    """Blocks whose fields have a long name that stands in the table."""
+    """Yield blocks whose fields have a long name from the table."""
     yield headers(1, block(more=literal(b"n" * 3900, b"", insert=True)))
     named = integer(62, 4) + b"\0"
     for stream in itertools.count(3, 2):
@@ -129,27 +129,27 @@ def name_bombs() -> Iterator[bytes]:
 
 
 def continuations(payload: bytes) -> Iterator[bytes]:
-    """One header block that never ends."""
+    """Yield one header block that never ends."""
     yield frame(HEADERS, 0, 1, block())
     while True:
         yield frame(CONTINUATION, 0, 1, payload) * 500
 
 
 def other_frames_amid() -> Iterator[bytes]:
-    """Frames of other kinds between the parts of a header block."""
+    """Yield frames of other kinds between the parts of a header block."""
     yield frame(HEADERS, 0, 1, block())
     while True:
         yield frame(PING, 0, 0, bytes(8)) * 500
 
 
 def stray_continuations() -> Iterator[bytes]:
-    """CONTINUATION frames behind nothing."""
+    """Yield CONTINUATION frames without a header block."""
     while True:
         yield frame(CONTINUATION, END_HEADERS, 1, b"")
 
 
 def bad_indices() -> Iterator[bytes]:
-    """Fields that the table does not have."""
+    """Yield fields whose index is not in the table."""
     for stream in streams():
         yield headers(stream, block(more=integer(10_000, 7, 0x80)))
 
@@ -158,27 +158,27 @@ def bad_indices() -> Iterator[bytes]:
 
 
 def held_calls() -> Iterator[bytes]:
-    """Calls with as many headers as may be, whose message never comes."""
+    """Yield calls with the most headers allowed, whose message never comes."""
     yield headers(1, block(GENERATE, literal(b"k", b"v" * 3900, insert=True)))
     for stream in itertools.count(3, 2):
         yield headers(stream, block(GENERATE, _NEWEST * 7))
 
 
 def resets() -> Iterator[bytes]:
-    """Calls that are reset as soon as they have begun."""
+    """Yield calls that are reset as soon as they have begun."""
     for stream in streams():
         yield headers(stream, block()) + frame(RST_STREAM, 0, stream, bytes([0, 0, 0, 8]))
 
 
 def resets_of_nothing() -> Iterator[bytes]:
-    """Resets of one stream that has ended."""
+    """Yield resets of one stream that has ended."""
     yield call_frames(1, CHECK, b"")
     while True:
         yield frame(RST_STREAM, 0, 1, bytes(4)) * 500
 
 
 def whole_calls(path: str) -> Iterator[bytes]:
-    """Calls, as fast as they can be sent."""
+    """Yield calls, as fast as they can be sent."""
     for stream in streams():
         yield call_frames(stream, path, b"")
 
@@ -187,13 +187,13 @@ def whole_calls(path: str) -> Iterator[bytes]:
 
 
 def flood(kind: int, payload: bytes, flags: int = 0, stream: int = 0) -> Iterator[bytes]:
-    """One frame, for ever."""
+    """Yield the same frame for ever."""
     while True:
         yield frame(kind, flags, stream, payload) * 500
 
 
 def window_swings() -> Iterator[bytes]:
-    """Settings that open and close the windows of many open streams."""
+    """Yield settings that open and close the windows of many open streams."""
     for stream in range(1, 400, 2):
         yield call_frames(stream, WATCH, b"")
     wide, none = (struct.pack(">HI", 4, size) for size in (2**20, 0))
@@ -202,7 +202,7 @@ def window_swings() -> Iterator[bytes]:
 
 
 def window_updates(step: int) -> Iterator[bytes]:
-    """Updates of a stream's window and the connection's, beyond what they may be."""
+    """Yield updates that raise the windows of a stream and the connection beyond the limit."""
     yield call_frames(1, WATCH, b"")
     update = struct.pack(">I", step)
     while True:
@@ -210,14 +210,14 @@ def window_updates(step: int) -> Iterator[bytes]:
 
 
 def small_data(payload: bytes) -> Iterator[bytes]:
-    """A message that comes in as many frames as it can."""
+    """Yield a message cut into as many frames as possible."""
     yield headers(1, block(GENERATE))
     while True:
         yield frame(DATA, 0, 1, payload) * 500
 
 
 def data_behind_end() -> Iterator[bytes]:
-    """Messages on a stream that has ended."""
+    """Yield messages on a stream that has ended."""
     yield call_frames(1, CHECK, b"")
     while True:
         yield frame(DATA, 0, 1, bytes(_FRAME_BYTES))

@@ -1,4 +1,4 @@
-"""A process that has no descriptor left, for a moment: the kernel refuses, not a fake."""
+"""Take all descriptors from this process for a moment; the kernel itself then refuses more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Let nothing be opened in this process until the block ends."""
+    """Let this process open no descriptor until the block ends."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())

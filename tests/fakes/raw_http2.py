@@ -55,8 +55,8 @@ class RawHttp2:
         num_data_bytes: that came, by stream.
         ended: streams that the server has ended or reset.
         trailers: of the last that it ended.
-        num_answered: pings and settings of ours that the server answered.
-        num_settings: frames of settings that came, and were answered.
+        num_answered: our PING and SETTINGS frames that the server answered.
+        num_settings: SETTINGS frames that came, and were answered.
         is_closed: by the server.
     """
 
@@ -74,10 +74,10 @@ class RawHttp2:
     async def connect(
         cls, address: str, *, window: int = 2**16 - 1, tls: ssl.SSLContext | None = None
     ) -> RawHttp2:
-        """Connect.
+        """Connect to a server.
 
         Args:
-            window: bytes that may come on a stream before the server is given more.
+            window: initial window of a stream, in bytes.
         """
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)

@@ -1,7 +1,7 @@
-"""Broken checkpoints: mutations of small real ones, and a process that reads each of them whole.
+"""Mutate small real checkpoints, and read each mutation whole in a process of its own.
 
-Every mutation is a function of a seed. A reading works, or is refused by one line; what else
-happens (a traceback, a signal, a wait, memory without bounds) is a finding.
+Every mutation is a function of a seed. Reading must work, or fail with one line. Anything else (a
+traceback, a signal, a hang, unbounded memory) is a finding.
 
     python -m tests.fuzz.checkpoints KIND SEEDS      such as: safetensors 0:500
 """
@@ -40,9 +40,9 @@ from tests.fakes.gguf_files import write_model
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 TIMEOUT_S = 10
-MEMORY_BYTES = 3 * 2**30  # of address space, on top of what is mapped when a reading begins
+MEMORY_BYTES = 3 * 2**30  # of address space, beyond what is mapped at the start
 _MAX_LINE = 4000
-# What a number, a text, a list or an object of a JSON file becomes.
+# Values that replace a number, a text, a list or an object of a JSON file.
 _ODD: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 7, 61, 2**31, 2**62, 2**64, 10**30, -(2**63), 0.5, 1e308, float("inf"),
     float("nan"), "", "1", "x" * 3000, [], [0], [[]], {}, {"a": 1}, None, True, False,
@@ -80,7 +80,7 @@ def _nested(depth: int, opening: str = "[", closing: str = "]") -> str:
 
 
 def mutated_json(text: str, rng: random.Random) -> str:
-    """Change a JSON text: a part, a key, its end, or how deep it is."""
+    """Change a JSON text: a part, a key, its end, or its depth."""
     match rng.randrange(8):
         case 0:
             return text[: rng.randrange(len(text))]
@@ -152,7 +152,7 @@ def mutated_gguf(content: bytes, rng: random.Random) -> bytes:
         return _with_other_shape(data, rng)
     for _ in range(rng.choice((1, 1, 2, 5))):
         at = rng.randrange(4, size - 8)
-        if rng.random() < 0.5:  # behind a name, where shapes, types and offsets are
+        if rng.random() < 0.5:  # behind a name, where shapes, types and offsets stand
             found = [i for i in range(len(data) - 8) if data[i : i + 7] == b".weight"]
             at = rng.choice(found) + 7 + 4 * rng.randrange(10) if found else at
         odd = rng.choice((0, 1, 2, 31, 32, 2**31, 2**62, 2**64 - 1, rng.randrange(300)))
@@ -198,7 +198,7 @@ def mutate(kind: str, folder: Path, seed: int) -> str:
 
 def read_whole(folder: Path) -> None:
     """Read a checkpoint as a router and as a node do, and compute a token."""
-    # (In a process of its own: what is made of a mutated header is nobody's to keep.)
+    # This process is a throw-away, so files made from a mutated header stay in its folder.
     setattr(gguf_folder, "own_cache_folder", lambda _: folder.parent)  # noqa: B010
     found = find_model_folder(str(folder))
     read_limits(found)
@@ -215,7 +215,7 @@ def read_whole(folder: Path) -> None:
 
 
 def outcome_of(read: Callable[[], None]) -> str:
-    """Read in a forked process; returns ``works``, ``refused: LINE``, or what is a finding."""
+    """Read in a forked process; returns ``works``, ``refused: LINE``, or ``FINDING: ...``."""
     ours, theirs = Pipe(duplex=False)
     child = os.fork()
     if not child:
@@ -257,10 +257,10 @@ def _read_in_child(read: Callable[[], None]) -> str:
 def findings(
     kind: str, original: Path, seeds: range, also: Callable[[int, str, str], None] | None = None
 ) -> Mapping[int, str]:
-    """Read the mutations of a checkpoint by these seeds; returns what must not be.
+    """Read the mutations of a checkpoint by these seeds; returns the findings by seed.
 
     Args:
-        also: told of each seed, its changed file, and its outcome.
+        also: called with each seed, its changed file, and its outcome.
     """
     found: dict[int, str] = {}
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""Mutations of small checkpoints: each works, or is refused by one line, within ten seconds."""
+"""Read mutations of small checkpoints: each works, or fails with one line, within ten seconds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An engine that dies while its system refuses something: noticed at once, and the process ends.
+"""Kill engines while the system refuses resources: routers notice at once, and processes end.
 
-Real processes. What is missing is what a crash dump, a log or a clean end would need: descriptors,
-threads, room on a disk, a disk that answers, a root that can be written to.
+Processes are real. They lack what a crash dump, a log or a clean end needs: descriptors, threads,
+space on the disk, a disk that answers, or a writable root.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TROUBLED = Path(__file__).parents[1] / "fakes" / "troubled_process"
 PARAMS = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7]
 NUM_CLIENTS = 2
-# The goal is 2 s and the usual figure far below; a busy machine may be late.
+# The goal is 2 s, and the usual time is far below; a busy machine may be late.
 NOTICED_S, ENDED_S = 5.0, 8.0
 CASES = [
     *(
@@ -64,7 +64,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeploy
 
 
 class Streams:
-    """Clients that ask one after the other until they are told to stop; what went wrong."""
+    """Clients that send requests in turn until they are told to stop; records errors."""
 
     def __init__(self, address: str, expected: list[int]) -> None:
         self._address, self._expected = address, expected
@@ -140,7 +140,7 @@ def start_troubled(
     *,
     read_only: bool,
 ) -> None:
-    """Start a node anew that waits for trouble, and wait until all nodes are connected."""
+    """Restart a node that waits for trouble, and wait until all nodes are connected."""
     for child in deployment.children:
         if child.process.poll() is not None and child.name != node:
             deployment.restart(child.name)
@@ -168,7 +168,7 @@ def tokens_of(client: Client) -> list[int]:
 
 
 def node_names(address: str) -> set[str]:
-    """Names of the nodes that the router has."""
+    """Return the names of the nodes that the router has."""
     with grpc.insecure_channel(address) as channel:
         stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
         nodes = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes

@@ -1,4 +1,4 @@
-"""Nodes die, links break and processes stand still: only a request that kills nodes is refused."""
+"""Kill nodes, break links and stop processes: only a request that kills nodes is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(drill: str, *options: str) -> None:
 
 
 def test_no_innocent_request_is_refused_on_simulated_nodes() -> None:
-    """20 kills in turns, broken links, standstills, and requests that kill, in fleets of 2 to 8."""
+    """Run kills in turns, broken links, standstills and killer requests in fleets of 2 to 8."""
     run("innocents_virtual.py", "--seeds", "1")
 
 

@@ -1,8 +1,8 @@
-"""What nodes that have warmed up ask the operating system for: nothing that may be refused.
+"""Check that warm nodes need nothing from the operating system that it may refuse.
 
 The engine's thread and the KV I/O thread open no file, no socket, no thread and no process while
-they serve, so that a full disk or a used-up limit ends none of them. An audit hook of the
-interpreter in the real processes sees what Python code opens.
+they serve. So a full disk or a used-up limit ends neither thread. An audit hook of the interpreter
+in the real processes sees what Python code opens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.integration.test_deaths import TROUBLED, node_names
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
-# What is read, and what happens when it cannot be: each of these fails itself.
+# Files that are read, and what fails alone when they cannot be read.
 ALLOWED = (
-    "/proc/meminfo",  # PagesAhead, which finds no memory ahead then
+    "/proc/meminfo",  # PagesAhead, which then finds no memory ahead
     "/proc/self/cgroup",
     "/sys/fs/cgroup",
 )
@@ -60,7 +60,7 @@ def deployment(audit: Path) -> Iterator[LocalDeployment]:
 
 
 def serve_each_kind(address: str) -> None:
-    """Ask for one answer of each kind that takes another way through the engine."""
+    """Send one request of each kind that takes a different way through the engine."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     with Client(address) as client:
         for params in (
@@ -80,7 +80,7 @@ def test_a_warm_node_opens_nothing_on_the_threads_that_must_not_fail(
 ) -> None:
     address = deployment.config.listen
     serve_each_kind(address)
-    assert "engine " in audit.read_text()  # the hook is there
+    assert "engine " in audit.read_text()  # the hook works
     num_before = len(audit.read_text().splitlines())
     for _ in range(3):
         serve_each_kind(address)
@@ -96,9 +96,9 @@ def test_standstills_leave_no_descriptor_and_no_thread_behind(
     for number in range(NUM_STANDSTILLS + 1):
         stand_still(deployment, "pd"[number % 2] + "0")
         serve_each_kind(address)
-        if number == 0:  # what one standstill opens, such as a way to say so, may stay
+        if number == 0:  # what the first standstill opens may stay open
             before = {name: usage(deployment, name) for name in ("p0", "d0")}
-    # A link to the router that broke may be closed a moment later.
+    # A broken link to the router may be closed a moment later.
     wait_until(
         lambda: all(
             now <= then
@@ -125,6 +125,6 @@ def stand_still(deployment: LocalDeployment, name: str) -> None:
 
 
 def usage(deployment: LocalDeployment, name: str) -> tuple[int, int]:
-    """Count a node's descriptors and threads."""
+    """Return the numbers of a node's descriptors and threads."""
     folder = Path(f"/proc/{deployment.child(name).process.pid}")
     return len(list((folder / "fd").iterdir())), len(list((folder / "task").iterdir()))

@@ -1,7 +1,7 @@
-"""Load a config.json with transformers and with Baton, and say whether both compute the same.
+"""Load a config.json with transformers and with Baton, and compare what both compute.
 
-Weights are random, of the shapes that transformers makes of the config; both load the same file.
-Refuses to know: which configs, what is asserted.
+Weights are random, in the shapes that transformers derives from the config; both load the same
+file. Refuses to know: which configs, what is asserted.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tests.numerics.family_checkpoints import VOCAB_SIZE
 from tests.numerics.tiny_models import fill_small_weights, hugging_face_logits, save
 
 NUM_TOKENS = 28  # longer than the windows of the tiny checkpoints
-MAX_DIFFERENCE = 1e-3  # of a logprob; layers of thousands of inputs sum in another order
+MAX_DIFFERENCE = 1e-3  # of a logprob: large layers sum in another order
 _MAX_WEIGHTS = 30_000_000
 _EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 
 
 class Outcome(StrEnum):
-    """What comes of a config."""
+    """What became of a config."""
 
     EQUAL = "equal"
     REFUSED = "refused by name"
@@ -54,7 +54,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An outcome, and a difference or an error's text."""
+    """An outcome, with the difference or the error's text."""
 
     outcome: Outcome
     detail: str = ""
@@ -62,17 +62,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Theirs:
-    weights: str  # which of the saved ones
+    weights: str  # key of the saved weights
     logprobs: Tensor  # [num_tokens, vocab_size]
     model: Any
 
 
 class ConfigCheck:
-    """Check many configs of one architecture; what both have computed before is kept.
+    """Check many configs of one architecture; keeps earlier results of both sides.
 
     Args:
-        architecture: a registered one.
-        folder: an empty one, for checkpoints.
+        architecture: name of a registered architecture.
+        folder: an empty folder, for checkpoints.
     """
 
     def __init__(self, architecture: str, folder: Path) -> None:
@@ -86,18 +86,18 @@ class ConfigCheck:
         self._prompt: list[int] = drawn.tolist()
         aliases = text_config_class(architecture).attribute_map
         read = read_by_transformers(self._model_class) | {"tie_word_embeddings", "return_dict"}
-        # The range is read where weights are drawn, but a checkpoint has them.
+        # transformers reads the range only to draw weights, and a checkpoint has weights.
         self._read = {aliases.get(name, name) for name in read} - {"initializer_range"}
 
     def check(self, config: Config, names: Collection[str]) -> Verdict:
-        """Compare both on one config.json.
+        """Compare both sides on one config.json.
 
         Args:
             config: the whole file.
-            names: what a refusal may call the field in question.
+            names: names by which a refusal may call the changed field.
 
         Raises:
-            Exception: Baton failed in another way than by a refusal of one line.
+            Exception: Baton failed otherwise than by a refusal of one line.
         """
         try:
             parsed = ModelConfig.from_dict(config)
@@ -110,7 +110,7 @@ class ConfigCheck:
         return self._compare(theirs, ours, parsed, config)
 
     def _load_theirs(self, config: Config) -> _Theirs | str:
-        """Run transformers; its error's text, if it cannot."""
+        """Run transformers; return its results, or its error's text."""
         try:
             read = self._read_config(config)
             key = self._key(read)
@@ -128,7 +128,7 @@ class ConfigCheck:
         return self._model_class.config_class.from_json_file(path)
 
     def _key(self, config: Any) -> str:
-        """Return what of a config the model reads."""
+        """Return the parts of a config that the model reads."""
         whole = config.to_dict()
         parts = [whole.pop("text_config", {}), whole]
         read = [{n: v for n, v in part.items() if n in self._read} for part in parts]
@@ -164,7 +164,7 @@ class ConfigCheck:
     def _run_ours(
         self, config: Config, parsed: ModelConfig, weights: str
     ) -> list[TokenLogprobs | None]:
-        """Compute logprobs of the prompt's tokens but the first, and of one behind it."""
+        """Compute logprobs of the prompt's tokens but the first, and of the token after it."""
         key = f"{weights} {parsed}"
         if key in self._ours:
             return self._ours[key]
@@ -174,7 +174,7 @@ class ConfigCheck:
         (folder / "config.json").write_text(json.dumps(config))
         for path in (self._folder / weights).glob("model*"):
             (folder / path.name).symlink_to(path)
-        # Blocks that hold the largest of states that a changed field asks for.
+        # Large blocks, for the largest states that a changed field asks for.
         options: dict[str, Any] = {"block_size": 128, "num_blocks": 40, "dtype": "float32"}
         llm = LLM(str(folder), max_num_requests=2, **options)
         params = SamplingParams(
@@ -192,9 +192,9 @@ class ConfigCheck:
         config: Config,
     ) -> Verdict:
         difference = _difference(ours, theirs.logprobs)
-        if not difference <= MAX_DIFFERENCE:  # nor NaN
+        if not difference <= MAX_DIFFERENCE:  # or NaN
             return Verdict(Outcome.DIFFERENT, f"logprobs by {difference:.2g}")
-        # Of what a short prompt of a tiny model hardly shows.
+        # Compare fields that hardly show in a short prompt of a tiny model.
         text = self._read_config(config).get_text_config()
         for name in _EPS:
             is_field = name in type(text).__dataclass_fields__
@@ -207,7 +207,7 @@ class ConfigCheck:
 
 
 class _TooLargeError(Exception):
-    """A model of this config is too large to compare; a test is to make it smaller."""
+    """A model of this config is too large to compare; make the changed value smaller."""
 
 
 def _difference(ours: list[TokenLogprobs | None], theirs: Tensor) -> float:

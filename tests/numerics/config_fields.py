@@ -1,7 +1,7 @@
-"""Every field of a config.json that transformers or Baton reads, and other values to give it.
+"""Find every field of a config.json that transformers or Baton reads, and values to try.
 
-Fields are found by machine: in transformers' configuration class, in what its modules read of a
-config, and in what ``models/*.py`` reads. Refuses to know: what either computes.
+Fields come from transformers' configuration class, from the config attributes that its modules
+read, and from the fields that ``models/*.py`` reads. Refuses to know: what either computes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READERS = frozenset(
         *("texts", "numbers", "token_ids", "child", "get", "has"),
     )
 )
-# Fields with tests of their own, of images, and attributes of classes that no file has.
+# Skipped: fields with tests of their own, fields of images, and attributes that no file has.
 _NOT_HERE = frozenset(
     (
         *("quantization_config", "model_type", "transformers_version", "text_config"),
@@ -47,7 +47,7 @@ _NOT_HERE = frozenset(
 )
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "swish")
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "su")
-# Fields of an object alone.
+# Fields that are only in an object.
 _OF_ROPE = frozenset(
     (
         *("rope_type", "type", "factor", "attention_factor", "beta_fast", "beta_slow"),
@@ -55,7 +55,7 @@ _OF_ROPE = frozenset(
         *("mscale", "mscale_all_dim", "truncate"),
     )
 )
-# Fields whose values are of a few kinds -> these.
+# Fields with few possible values -> these values.
 _VALUES: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), _ACTIVATIONS),
     "mamba_hidden_act": ("silu", "gelu"),
@@ -89,10 +89,10 @@ class Change:
     """One config.json that differs from another in one field.
 
     Attributes:
-        field: the field's name; the last of a path, where it is a field of an object.
+        field: the field's name; for a field of an object, the last part of its path.
         kind: "dropped", "null" or "changed".
         config: the whole file.
-        names: what a refusal may call the field.
+        names: names by which a refusal may call the field.
     """
 
     field: str
@@ -102,10 +102,10 @@ class Change:
 
 
 def base_configs(architecture: str, num_variants: int = 1) -> list[Config]:
-    """Return files to change, of the last of the family's variants and as many before.
+    """Return configs to change, from the last ``num_variants`` variants of the family.
 
-    There are two of each variant: with every field, and as older files are, without the types
-    of layers and with ``rope_theta`` and ``rope_scaling``.
+    Each variant gives two configs: one with every field, and one in the older style, without layer
+    types and with ``rope_theta`` and ``rope_scaling``.
     """
     shape: dict[str, Any] = {"vocab_size": VOCAB_SIZE}
     shape["max_position_embeddings"] = MAX_MODEL_LEN
@@ -125,7 +125,7 @@ def base_configs(architecture: str, num_variants: int = 1) -> list[Config]:
 def changes(
     config: Config, architecture: str, fields: Sequence[str] | None = None
 ) -> Iterator[Change]:
-    """Drop, null and change each field of a file, one at a time; of a model's text."""
+    """Drop, null and change each field of a file's text part, one at a time."""
     text_class = text_config_class(architecture)
     path = ("text_config",) if "text_config" in config else ()
     text = _text_of(config)
@@ -143,7 +143,7 @@ def changes(
 
 
 def fields_of(architecture: str, config: Config) -> list[str]:
-    """List the fields of a text's config that either reads for any architecture, or a file has."""
+    """List text fields that either side reads for any architecture, or that a file has."""
     model = getattr(transformers, architecture)
     found = read_by_transformers(model) | read_by_baton() | {"torch_dtype"}
     found -= _NOT_HERE
@@ -152,7 +152,7 @@ def fields_of(architecture: str, config: Config) -> list[str]:
 
 
 def known_fields(architecture: str, config: Config) -> list[str]:
-    """List the fields that transformers knows of the architecture, or a file has."""
+    """List the fields that transformers knows for the architecture, or that a file has."""
     text, text_class = _text_of(config), text_config_class(architecture)
     found = set(text) | set(text_class.__dataclass_fields__) | set(text_class.attribute_map)
     found |= _popped(sys.modules[text_class.__module__]) | _popped(modeling_rope_utils)
@@ -171,7 +171,7 @@ def read_by_baton() -> set[str]:
     """Find the fields that ``models/*.py`` reads."""
     found = set[str]()
     for path in (Path(__file__).parents[2] / "models").glob("*.py"):
-        if path.stem == "quantization":  # whose objects have tests of their own
+        if path.stem == "quantization":  # has tests of its own
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
@@ -183,7 +183,7 @@ def read_by_baton() -> set[str]:
 
 
 def text_config_class(architecture: str) -> Any:
-    """Return the configuration class of a model's text."""
+    """Return the configuration class of a model's text part."""
     config_class = getattr(transformers, architecture).config_class
     parts = config_class.sub_configs
     return parts.get("text_config", config_class)
@@ -225,10 +225,10 @@ def _text_of(config: Config) -> Config:
 
 
 def _in_older_words(config: Config, architecture: str) -> Config:
-    """Write a file as transformers 4 did."""
+    """Return a config as transformers 4 wrote it."""
     text = _text_of(config)
     if architecture not in ("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM"):
-        text.pop("layer_types", None)  # elsewhere other fields say which layers are of which type
+        text.pop("layer_types", None)  # other architectures name layer types in other fields
     ropes = text.pop("rope_parameters", None) or {}
     if "sliding_attention" in ropes:
         if architecture == "Gemma3ForCausalLM":
@@ -239,7 +239,7 @@ def _in_older_words(config: Config, architecture: str) -> Config:
         value = scaling.pop(name, None)
         if value is not None:
             text[name] = value
-    if architecture == "BambaForCausalLM":  # whose heads always turn by half
+    if architecture == "BambaForCausalLM":  # half of each head always turns
         text.pop("partial_rotary_factor", None)
     if scaling.get("rope_type", "default") != "default":
         text["rope_scaling"] = scaling
@@ -247,7 +247,7 @@ def _in_older_words(config: Config, architecture: str) -> Config:
 
 
 def _others(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what kinds of change there are of a value, and the values; absent is one."""
+    """Yield the kinds of change to a value, each with the new value, or that it is absent."""
     if value is not _ABSENT:
         yield "dropped", _ABSENT
     if value is not None:
@@ -284,7 +284,7 @@ def _changed(name: str, value: Any) -> Sequence[Any]:
 
 
 def _with(config: Config, path: Sequence[str], value: Any) -> Config:
-    """Return a copy with another value at a path; its objects are made where they lack."""
+    """Return a copy with another value at a path; makes missing objects."""
     made = copy.deepcopy(config)
     place = made
     for name in path[:-1]:
@@ -332,7 +332,7 @@ _SCALINGS: Mapping[str, Config] = {
     },
     "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
 }
-# Values of fields that the scalings above leave out.
+# Values for fields that the scalings above leave out.
 _ROPE_VALUES: Config = {
     "partial_rotary_factor": 0.5,
     "attention_factor": 1.5,
@@ -342,7 +342,7 @@ _ROPE_VALUES: Config = {
     "mrope_section": [1, 1, 2],
     "rope_theta": _THETA,
 } | {name: value for scaling in _SCALINGS.values() for name, value in scaling.items()}
-_MAX_ROPE_VALUES = 5  # of a field, dropped and null among them
+_MAX_ROPE_VALUES = 5  # for each field, dropped and null included
 _WITH_OWN_ROPE = (
     *("LlamaForCausalLM", "CwmForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM"),
     *("Phi3ForCausalLM", "GptOssForCausalLM", "GlmForCausalLM", "Glm4MoeForCausalLM"),
@@ -357,10 +357,10 @@ _OUTER_FIELDS = (
 
 
 def rope_changes(config: Config, architecture: str) -> Iterator[Change]:
-    """Give a file every kind of RoPE in each way to write it.
+    """Give a file every kind of RoPE, in each way to write it.
 
-    Each field of that is changed, too, where Baton reads RoPE in a way of the architecture's own,
-    and for Llama, as which all others are read.
+    Also changes each RoPE field for architectures whose RoPE Baton reads in a special way, and for
+    Llama, which stands for all others.
     """
     path = ("text_config",) if "text_config" in config else ()
     text = {n: v for n, v in _text_of(config).items() if not n.startswith(("rope_", "partial_"))}

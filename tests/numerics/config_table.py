@@ -1,7 +1,7 @@
-"""Count what comes of each field of each family's config.json: ``python -m`` this file.
+"""Count the outcomes for each field of each family's config.json: ``python -m`` this file.
 
-Writes one line of JSON for each architecture, and what is not as it should be; with --table, makes
-a table of such lines. Refuses to know: how configs are compared.
+Prints one line of JSON for each architecture, and every difference or failure; with --table, makes
+a table from such lines. Refuses to know: how configs are compared.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ KINDS = ("dropped", "null", "changed")
 
 
 def all_changes(architecture: str, num_variants: int = 1) -> Iterator[Change]:
-    """Yield every change of every field of some of the family's files, each once."""
+    """Yield every change of every field of some of the family's configs, each once."""
     configs = base_configs(architecture, num_variants)
     of_fields = chain.from_iterable(
-        # Fields of other architectures alone are looked at in the first file.
+        # Only the first file tries fields that only other architectures have.
         changes(config, architecture, known_fields(architecture, config) if index else None)
         for index, config in enumerate(configs)
     )
@@ -48,7 +48,7 @@ def all_changes(architecture: str, num_variants: int = 1) -> Iterator[Change]:
 
 
 def count(architecture: str, folder: Path, num_variants: int = 1) -> dict[str, Any]:
-    """Check all changes, tell those that differ or fail, and count the outcomes of each kind."""
+    """Check all changes, print those that differ or fail, and count the outcomes."""
     check = ConfigCheck(architecture, folder)
     counts: Counter[tuple[str, str]] = Counter()
     fields = set[str]()
@@ -57,7 +57,7 @@ def count(architecture: str, folder: Path, num_variants: int = 1) -> dict[str, A
         fields.add(change.field)
         try:
             verdict = check.check(change.config, change.names)
-        except Exception as error:  # a traceback is what this looks for
+        except Exception as error:  # a traceback is a finding
             num_failed += 1
             _tell(architecture, change.field, change.kind, repr(error)[:300])
             continue
@@ -74,7 +74,7 @@ def _tell(*words: str) -> None:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Make a table in Markdown."""
+    """Return a table in Markdown."""
     lines = [
         "| architecture | fields | dropped | null | changed | "
         "equal | refused | transformers refuses | different |",
@@ -91,7 +91,7 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Check the architectures that are named, or all."""
+    """Check the named architectures, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("architectures", nargs="*", default=MODELS.names())
     parser.add_argument("--variants", type=int, default=1, help="of each family, from the last")

@@ -1,4 +1,4 @@
-"""Models of every family in drawn shapes: odd sizes of whatever a config lets one choose.
+"""Draw models of every family with random shapes: odd sizes wherever a config allows them.
 
 Refuses to know: what is asserted.
 """
@@ -12,13 +12,13 @@ from typing import Any
 from tests.numerics.family_checkpoints import FAMILIES
 
 _KINDS_OF_LAYERS = ("sliding_attention", "full_attention")
-_HALF_TURNS = ("Glm", "Phi3", "Qwen3Next", "Qwen3_5")  # half of a head turns, by pairs
-_WIDTH_OF_HEADS = ("Lfm2", "Phi3")  # hidden_size / num_attention_heads is the size of a head
+_HALF_TURNS = ("Glm", "Phi3", "Qwen3Next", "Qwen3_5")  # half of a head turns, in pairs
+_WIDTH_OF_HEADS = ("Lfm2", "Phi3")  # a head has hidden_size / num_attention_heads dims
 _WHOLE_HEADS = ("Cwm", "DeepseekV2", "Gemma", "Llama")  # heads divide hidden_size
 
 
 def draw_fields(architecture: str, draw: random.Random) -> dict[str, Any]:
-    """Draw a variant of a family, and its sizes; fields for `make_hugging_face_model`."""
+    """Draw a variant of a family and its sizes; returns fields for `make_hugging_face_model`."""
     variants = FAMILIES[architecture].variants
     fields = copy.deepcopy(dict(variants[draw.choice(sorted(variants))]))
     fields |= {"attn_implementation": "eager"} | _sizes(architecture, draw)
@@ -79,7 +79,7 @@ def _sizes(architecture: str, draw: random.Random) -> dict[str, Any]:
 
 
 def _experts(fields: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """Sizes that only families with experts look at."""
+    """Draw sizes that only families with experts read."""
     groups = fields.get("n_group") or 1
     num_experts = groups * draw.randint(2, 4) if groups > 1 else draw.randint(3, 9)
     if fields.get("num_local_experts") == 0:

@@ -1,6 +1,6 @@
-"""Each field of a config.json means what it does in transformers, or is refused by name.
+"""Check that each config.json field means the same as in transformers, or is refused by name.
 
-A test drops fields, another sets each to null and to other values, too; config_table.py counts.
+One test drops fields; another also sets each to null and to other values. config_table.py counts.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ NUM_EXPERTS = 12
 # Tokens, hidden size, size of an expert, experts, those of a token.
 SHAPES = [
     *((1, 64, 32, 4, 2), (7, 64, 96, 8, 3), (150, 64, 32, 5, 5), (33, 128, 64, 16, 1)),
-    # Sizes that no panel's width divides.
+    # Sizes that are no multiple of a panel's width.
     *((9, 20, 12, 4, 2), (40, 61, 45, 6, 3), (5, 100, 7, 1, 1)),
 ]
 
@@ -75,7 +75,7 @@ def packed(
     *,
     has_bias: bool = False,
 ) -> PackedWeight:
-    """Draw parts of ``size`` rows, each of which is filled up with zeros to whole panels."""
+    """Draw parts of ``size`` rows, each filled up with zeros to whole panels."""
     weight = torch.randn(num_parts, size, num_columns) / num_columns**0.5
     filled = functional.pad(weight, (0, 0, 0, -size % width)).flatten(0, 1)
     bias = functional.pad(torch.randn(num_parts, size), (0, -size % width)).flatten()

@@ -191,7 +191,7 @@ def test_groups_are_multiplied_with_their_own_outputs(
     native.grouped_packed_linear(x, weight, out[..., :outputs])
     reference.grouped_packed_linear(x, weight, expected[..., :outputs])
     assert_close(out, expected)
-    assert not out[..., outputs:].any()  # nothing is written behind a group
+    assert not out[..., outputs:].any()  # nothing is written after a group's outputs
     alone = torch.zeros(1, groups, outputs, dtype=dtype)
     native.grouped_packed_linear(x[-1:], weight, alone)
     assert torch.equal(alone, out[-1:, :, :outputs])

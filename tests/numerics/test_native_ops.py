@@ -339,12 +339,12 @@ def check_codes(native: NativeOps, layout: ops.CodeLayout) -> None:
 def test_large_inputs_of_another_group_round_nothing_away(
     native: NativeOps, format_: WeightFormat, group_size: int
 ) -> None:
-    """Inputs that meet a group have a scale of their own, whatever stands beside them."""
+    """Inputs that meet one group share a scale, whatever the inputs of other groups are."""
     layout = ops.CodeLayout(format_, group_size, F32)
     assert format_.code_bits is not None
     integers = draw_integers(format_.code_bits, (40, 128), layout)
     is_large = torch.arange(128) // group_size % 2 == 1  # every other group
-    integers.numbers[:, is_large] = 0  # what large inputs are multiplied by
+    integers.numbers[:, is_large] = 0  # weights of the large inputs
     weight = ops.PackedWeight.empty(40, 128, format_, native.panel_width, layout=layout)
     native.pack_integers(weight, 0, integers)
     x = torch.randn(3, 128) * torch.where(is_large, 10_000, 1)

@@ -85,7 +85,7 @@ def make_hugging_face_model(architecture: str, **overrides: Any) -> Any:
 
 
 def fill_small_weights(model: Any) -> None:
-    """Draw biases and norms, which transformers sets to 0 and 1, and decays that keep something."""
+    """Draw biases and norms, which transformers sets to 0 and 1, and decays that keep state."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter, 0.2, 1.5)

@@ -1,8 +1,8 @@
-"""A request has the bits it has alone, in models of every family in drawn shapes, with few blocks.
+"""A request gets the same bits in company as alone, in randomly shaped models of every family.
 
-Sizes are odd: of heads, latents, experts, vocabularies. In company prompts are cut into chunks,
-requests lose their blocks and are computed again, find prefixes, and drafts are computed behind
-them. BATON_REQUESTS says how many requests all families draw together; `make company-long` draws
+Heads, latents, experts and vocabularies have odd sizes, and blocks are few. In company prompts are
+cut into chunks, requests lose their blocks and are computed again, find cached prefixes, and have
+drafts. BATON_REQUESTS says how many requests all families draw in total; `make company-long` draws
 many. Refuses to know: kernels, the split system.
 """
 
@@ -33,25 +33,25 @@ pytestmark = [
     pytest.mark.skipif(dispatch.native_ops() is None, reason="no native kernels here"),
 ]
 
-GROUP = 8  # requests of one company
+GROUP = 8  # requests computed together
 MAX_MODEL_LEN = 96
 LENGTHS = (1, 5, 17, 33, 34, 40, 60)
 MAX_TOKENS = 30
 NUM_FAMILIES = len(MODELS.names())
-NUM_MODELS = -(-num_requests(GROUP * NUM_FAMILIES) // (GROUP * NUM_FAMILIES))  # of each family
+NUM_MODELS = -(-num_requests(GROUP * NUM_FAMILIES) // (GROUP * NUM_FAMILIES))  # for each family
 STATES = ("Bamba", "GraniteMoeHybrid", "Lfm2", "NemotronH", "Qwen3Next", "Qwen3_5")
-# Families of whose config and layers `drafters.options_of` can make drafters.
+# Families for which `drafters.options_of` can make drafters, from config and layers.
 DRAFT_MODELS = ("Gemma", "Llama", "Mistral", "Mixtral", "Olmo", "Qwen2", "Qwen3")
 MTP = ("Deepseek", "Qwen3ForCausalLM", "Qwen3Moe", "Glm4Moe", "Gemma3", "Olmo3")
 
 
-# Latents, two windows, sinks, states of both kinds, convolutions, norms of all heads.
+# Have latents, two windows, sinks, states of both kinds, convolutions, norms of all heads.
 KEPT = ("DeepseekV2", "Gemma3", "GptOss", "NemotronH", "Qwen3Next", "Lfm2", "Olmo3")
-EXACT = ("largest",)  # ops of the reference that sum nothing, so that company changes no bit
+EXACT = ("largest",)  # reference ops that sum nothing, so company changes no bit
 
 
 class NativeAlone:
-    """The reference as native ops see it here: what would be computed in torch is an error."""
+    """The reference as native ops see it here: an op that falls back to torch is an error."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(reference, name)
@@ -61,7 +61,7 @@ class NativeAlone:
 
 @pytest.fixture(autouse=True)
 def _nothing_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's bits in torch depend on how many rows there are: no shape may lead there."""
+    """Forbid torch's ops: in torch a row's bits depend on the number of rows."""
     monkeypatch.setattr(native_ops_module, "reference", NativeAlone())
     monkeypatch.setattr(native_attention, "CpuAttention", lambda: None)
 
@@ -76,7 +76,7 @@ def _threads() -> Iterator[None]:
 def draw_requests(
     vocab_size: int, draw: random.Random
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Some prompts begin like others; three grow, so that few blocks do not last for them."""
+    """Draw requests: some share prefixes; three grow until the few blocks run out."""
     family = [draw.randrange(3, vocab_size) for _ in range(max(LENGTHS))]
     prompts, params = [], []
     for number in range(GROUP):
@@ -102,8 +102,8 @@ def draw_requests(
 
 
 def draw_methods(architecture: str, folder: Path, draw: random.Random) -> list[dict[str, Any]]:
-    """Options of companies: without drafts, with n-grams, with a drafter where one can be made."""
-    if architecture.startswith(STATES):  # their states cannot be taken back
+    """Draw engine options: without drafts, with n-grams, and with a drafter if possible."""
+    if architecture.startswith(STATES):  # their states cannot be rolled back
         return [{}, {}]
     names = ["medusa"]
     if architecture.startswith(DRAFT_MODELS):
@@ -119,13 +119,13 @@ def draw_methods(architecture: str, folder: Path, draw: random.Random) -> list[d
 
 
 def min_num_blocks(llm: LLM) -> int:
-    """The fewest blocks that hold one request of MAX_MODEL_LEN tokens."""
+    """Return the fewest blocks that hold one request of MAX_MODEL_LEN tokens."""
     manager = llm.engine._scheduler.kv_cache_manager
     return manager.num_blocks_for(MAX_MODEL_LEN) + manager.slides
 
 
 def compare(architecture: str, number: int, folder: Path) -> tuple[int, int]:
-    """Draw a model and requests, and compare; returns how often one was preempted, and drafts."""
+    """Draw a model and requests, and compare; returns the numbers of preemptions and drafts."""
     draw = random.Random(f"{architecture} {number}")
     fields = draw_fields(architecture, draw)
     model = make_hugging_face_model(architecture, max_position_embeddings=256, **fields)
@@ -173,7 +173,7 @@ def compare(architecture: str, number: int, folder: Path) -> tuple[int, int]:
 
 
 def architectures() -> list[Any]:
-    """Families between whom every kind of layer is stay in `make test`."""
+    """List families; `make test` keeps some that together have every kind of layer."""
     return [
         pytest.param(name, marks=() if name.startswith(KEPT) else pytest.mark.thorough)
         for name in MODELS.names()

@@ -1,4 +1,4 @@
-"""Threads that must not fail, when no descriptor is left: they go on without their helpers."""
+"""Threads that must not fail go on without their helpers when no descriptor is left."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_node_that_cannot_look_for_lent_cores_computes_on_its_own(
             cores.borrow()
             cores.rest()
     assert caplog.text.count("cannot look for nodes that lend cores") == 1
-    cores.borrow()  # and finds them when it can
+    cores.borrow()  # finds the nodes once descriptors are free
     assert cores._borrowed
     cores.close()
 
@@ -64,7 +64,7 @@ def test_a_tls_transport_waits_until_it_can_dial() -> None:
     p.transport.connect(d.info)
     d.transport.connect(p.info)
     with no_descriptors():
-        p.transport.notify(d.id, b"hello")  # is kept until there is a connection
+        p.transport.notify(d.id, b"hello")  # the message waits for a connection
         p.clock.advance(REPORT_S)
         p.round()
         with pytest.raises(TransferError, match="too many open files"):
@@ -88,7 +88,7 @@ def test_tls_contexts_stay_when_no_new_ones_can_be_made(caplog: pytest.LogCaptur
 def test_a_router_that_cannot_count_its_descriptors_has_none_left() -> None:
     assert 0 < _share_of_descriptors(2**20) < 1
     with no_descriptors():
-        # Where the kernel tells the number by the folder's size, counting needs no descriptor.
+        # If the kernel gives the number as the folder's size, counting needs no descriptor.
         assert _share_of_descriptors(2**20) > 0
 
 

@@ -1,12 +1,12 @@
-"""Trouble in a real process, for tests: what the system refuses from a moment on, and a death then.
+"""Make trouble in a real process, for tests: refuse it a resource, and have a thread raise then.
 
-A Python process that has this folder in PYTHONPATH imports this module when it starts. It does what
-the environment asks for:
+A Python process with this folder in PYTHONPATH imports this module when it starts. The module does
+what the environment asks for:
 
     BATON_TEST_TROUBLE=FILE      when the file holds a line, such as ``no descriptors, engine``:
-                                 take that away, and have that thread raise in its next round
+                                 take that resource away, and have that thread raise
     BATON_TEST_READ_ONLY=1       see all files read-only, as in a container with a read-only root
-    BATON_TEST_AUDIT=FILE        write down what the threads that must not fail ask the system for
+    BATON_TEST_AUDIT=FILE        log what the threads that must not fail ask the system for
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EVENTS = ("open", "socket.", "subprocess.", "_thread.start", "os.", "tempfile."
 
 
 def take_descriptors() -> None:
-    """Leave no descriptor that could be opened."""
+    """Use up all descriptors."""
     highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, highest + 2))
     with contextlib.suppress(OSError):
@@ -45,12 +45,12 @@ def take_descriptors() -> None:
 
 
 def take_disk() -> None:
-    """Let no file grow, as on a full disk; the log's neither."""
+    """Let no file grow, as on a full disk, not even the log."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def take_threads() -> None:
-    """Let nobody start a thread or a process any more: clone fails with EAGAIN."""
+    """Prevent new threads and processes: clone fails with EAGAIN."""
 
     class Instruction(ctypes.Structure):
         _fields_ = (
@@ -77,7 +77,7 @@ def take_threads() -> None:
 
 
 def hang_disk() -> None:
-    """Let a crash dump wait for ever, as on a disk that is gone."""
+    """Let a crash dump wait for ever, as on a dead disk."""
     from engine import crash_dump
 
     def wait() -> NoReturn:
@@ -150,7 +150,7 @@ def _wait_for_trouble(path: Path) -> None:
 
 
 def _audit(path: str) -> None:
-    """Append a line for each thing that a watched thread asks the system for."""
+    """Log a line for each audit event of a watched thread."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     is_writing = threading.local()
 
@@ -169,7 +169,7 @@ def _audit(path: str) -> None:
     sys.addaudithook(note)
 
 
-# A node may replace itself by exec, and starts processes that are no nodes.
+# A node may replace itself by exec, and starts processes that are not nodes.
 if {"prefill", "decode"} & set(sys.orig_argv):
     if os.environ.get("BATON_TEST_READ_ONLY"):
         see_all_read_only()

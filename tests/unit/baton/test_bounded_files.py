@@ -1,4 +1,4 @@
-"""Files of others: a limit for each, one line, and nothing that never ends."""
+"""Files from others are read within limits, refused with one line, and never read for ever."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONG = "9" * 5000
 
 
 def refused(read: Callable[[], object]) -> str:
-    """Return the one line by which a file is refused."""
+    """Return the one line with which a file is refused."""
     with pytest.raises((BatonError, Exception)) as caught:
         read()
     assert isinstance(caught.value, BatonError) or "CommandError" in repr(type(caught.value))
@@ -48,7 +48,7 @@ def refused(read: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("text", [f"a = {DEEP}", f"a = {LONG}", "a = \x00", "a = [", "\ufeff"])
 def test_a_file_of_options_or_keys_is_refused_by_one_line(tmp_path: Path, text: str) -> None:
-    """Five thousand brackets and digits gave tracebacks."""
+    """Before, five thousand brackets or digits gave tracebacks."""
     path = tmp_path / "x.toml"
     path.write_text(text, encoding="utf-8")
     assert str(path) in refused(lambda: read_config_file(path, "router", {}))
@@ -128,7 +128,7 @@ def test_a_routers_limits_are_numbers_within_theirs(tmp_path: Path, value: objec
 
 @pytest.mark.parametrize("weight_map", [[], 3, {"a": 3}, {"a": ["x"]}])
 def test_an_index_maps_names_to_names(tmp_path: Path, weight_map: object) -> None:
-    """A list for a file's name was a traceback."""
+    """Before, a list in place of a file's name gave a traceback."""
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
@@ -136,7 +136,7 @@ def test_an_index_maps_names_to_names(tmp_path: Path, weight_map: object) -> Non
 
 
 def safetensors(path: Path, header: object, num_bytes: int = 64, length: int | None = None) -> Path:
-    """Write a file of this header and so many bytes of tensors."""
+    """Write a file with this header and so many bytes of tensors."""
     text = json.dumps(header).encode()
     start = struct.pack("<Q", len(text) if length is None else length)
     path.write_bytes(start + text + bytes(num_bytes))
@@ -163,7 +163,7 @@ def safetensors(path: Path, header: object, num_bytes: int = 64, length: int | N
 def test_a_header_is_held_against_the_file(
     tmp_path: Path, changes: dict[str, object], problem: str
 ) -> None:
-    """An offset of 2**62 had the router read for ever."""
+    """Before, an offset of 2**62 made the router read for ever."""
     tensor = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     other = {**tensor, "data_offsets": [16, 32], **changes}
     line = refused(
@@ -189,7 +189,7 @@ def test_a_large_file_with_a_broken_header_is_sampled_all_the_same(tmp_path: Pat
 
 
 def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
-    """A hundred thousand tensors of the same bytes were read a hundred thousand times."""
+    """Before, a hundred thousand tensors of the same bytes were all read."""
     tensor = {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}
     header = {str(number): tensor for number in range(100_000)}
     path = safetensors(tmp_path / "x.safetensors", header)
@@ -212,7 +212,7 @@ def test_a_template_too_deep_for_python_is_refused_by_one_line(tmp_path: Path) -
 
 
 def test_a_tokens_id_has_a_limit(tmp_path: Path) -> None:
-    """The library counts through all ids, which took minutes."""
+    """The library counts through all ids; without a limit that took minutes."""
     shutil.copy(DEMO / "tokenizer_config.json", tmp_path)
     description = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = description["model"]["vocab"]

@@ -1,6 +1,6 @@
-"""Every `baton` command in a code block of README.md and docs/ has options that the program takes.
+"""Check that `baton` takes the options of every command in code blocks of README.md and docs/.
 
-Nothing is started: each command's own parser reads the words.
+Starts nothing: each command's own parser reads the words.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 ROOT: Any = typer.main.get_command(app)
 _BLOCK = re.compile(r"^ *```(bash|sh|shell|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _ENDS_A_COMMAND = ("|", ">", "2>", "&", "&&", "||", ";")
-_STANDS_FOR_MORE = ("...", "$options")  # the options that a program must have
-# Options of `baton up` whose text is read by another program.
+_STANDS_FOR_MORE = ("...", "$options")  # stand for options that a program must have
+# Options of `baton up` whose text another program parses.
 _PASSED_ON = {
     "router_args": ("router",),
     "node_args": ("prefill", "decode"),
@@ -32,7 +32,7 @@ _PASSED_ON = {
 
 
 def commands() -> Iterator[Any]:
-    """Yield each command's words behind `baton`."""
+    """Yield each command's words after `baton`."""
     for page in PAGES:
         for language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
             for line in block.replace("\\\n", " ").splitlines():
@@ -42,7 +42,7 @@ def commands() -> Iterator[Any]:
 
 
 def _words_of(line: str) -> list[str]:
-    """Return the words behind `baton` or `python -m baton`; none where a line calls neither."""
+    """Return the words after `baton` or `python -m baton`; none if a line calls neither."""
     if "baton" not in line or line.lstrip().startswith("#"):
         return []
     words = shlex.split(line, comments=True)

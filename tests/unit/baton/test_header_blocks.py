@@ -1,4 +1,4 @@
-"""HeaderMeter: what header blocks decode to, and FrameGuard: which frames may pass."""
+"""Test HeaderMeter (sizes of decoded header blocks) and FrameGuard (frames that may pass)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEGIN = PREFACE + frame(SETTINGS)
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

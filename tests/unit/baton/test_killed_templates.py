@@ -1,4 +1,4 @@
-"""Both users of worker processes, whose template is killed while they have work: nobody notices."""
+"""Kill the template of both users of worker processes while they work: no request notices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_REQUESTS = 120
 
 
 async def ask_while_templates_are_killed(ask: Callable[[int], Awaitable[object]]) -> list[object]:
-    """Ask so many times at once; the template is killed when a tenth, and when half are done."""
+    """Ask many times at once; kill the template when a tenth and when half are done."""
     others = set(psutil.Process().children())
     asked = [asyncio.ensure_future(ask(number)) for number in range(NUM_REQUESTS)]
     for num_done in (NUM_REQUESTS // 10, NUM_REQUESTS // 2):
@@ -29,7 +29,7 @@ async def ask_while_templates_are_killed(ask: Callable[[int], Awaitable[object]]
             await asyncio.sleep(0.002)
         [template] = set(psutil.Process().children()) - others
         template.kill()
-        while template in psutil.Process().children():  # noqa: ASYNC110  # until another is there
+        while template in psutil.Process().children():  # noqa: ASYNC110  # until another template runs
             await asyncio.sleep(0.002)
     return list(await asyncio.gather(*asked))
 

@@ -1,4 +1,4 @@
-"""Every number that an option takes has limits, which one line tells."""
+"""Every option that takes a number has limits, which a one-line error names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.config import RouterConfig
 
 
 def numeric_options() -> Iterator[tuple[str, Option]]:
-    """Yield all options of all programs that are numbers as users write them."""
+    """Yield the options of all programs whose values users write as numbers."""
     for program in PROGRAMS.names():
         for name, one in by_name(PROGRAMS.load(program)).items():
             kinds = {one.type, *get_args(one.type)}
@@ -34,7 +34,7 @@ def test_there_are_options() -> None:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_a_least_one(name: str) -> None:
-    """A timeout of -1 s was taken, and every request failed."""
+    """Before, a timeout of -1 s was accepted, and every request failed."""
     declaration = NUMBERS[name].declaration
     has_least = declaration.least is not None or declaration.above is not None
     assert has_least or declaration.choices, "declare least= or above="

@@ -1,4 +1,4 @@
-"""How a node's program loads its model."""
+"""Test how a node's program loads its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model or server says, on a terminal and in a pipe."""
+"""Test text from models and servers on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.api.printable import on_terminal
 from baton.cli.client_commands import _print_text
 from baton.processes.process import print_error
 
-# A title, a cleared screen, the clipboard, C1, DEL, a bell, a hidden line, turned text.
+# A title, a cleared screen, a written clipboard, C1, DEL, a bell, a hidden line, reversed text.
 HARMFUL = "\x1b]0;x\x07 \x1b[2J \x1b]52;c;eA==\x07 \x9b31m \x7f \b \r \u202e \u2066 \u2028"
 HARMLESS = "def größer():\n\treturn '👩‍🚀' # 日本\u00a0語 \u200cمی‌خواهم"
 
@@ -40,7 +40,7 @@ def test_what_is_harmless_stays() -> None:
 def test_what_a_model_says_is_exact_in_a_pipe_only(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`baton generate` wrote escape sequences to terminals, and left some out in pipes."""
+    """Before, `baton generate` wrote escape sequences to terminals, and dropped some in pipes."""
     stream = _Stream(is_terminal=is_terminal)
     monkeypatch.setattr(sys, "stdout", stream)
     _print_text(HARMFUL + HARMLESS)

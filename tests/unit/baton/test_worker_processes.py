@@ -110,7 +110,7 @@ def test_work_that_gets_no_processor_ends_and_is_not_to_blame() -> None:
 
 
 def test_the_start_of_a_template_does_not_count_as_work() -> None:
-    """A tokenizer that took 20 s to load made the first request a wrong one."""
+    """Before, a tokenizer that took 20 s to load made the first request an invalid one."""
 
     async def test() -> None:
         async with asyncio.timeout(60):
@@ -328,7 +328,7 @@ def test_a_template_that_is_killed_under_120_pieces_of_work_costs_none_of_them()
                 await asyncio.sleep(0.005)
             [template] = templates()
             template.kill()
-            while template in templates():  # noqa: ASYNC110  # until another took its place
+            while template in templates():  # noqa: ASYNC110  # until another template took its place
                 await asyncio.sleep(0.005)
         answers = await asyncio.gather(*asked)
         assert answers == [b"%d" % number for number in range(120)]

@@ -139,7 +139,7 @@ def test_a_death_is_reported_before_anything_that_may_hang(
 
 
 class Panic(BaseException):
-    """What a library in Rust raises when it panics."""
+    """Stand in for the exception that a library in Rust raises when it panics."""
 
 
 def test_a_panic_is_a_death_too() -> None:

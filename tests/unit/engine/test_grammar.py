@@ -129,7 +129,7 @@ async def wait_for(future: asyncio.Future[LLMatcher]) -> None:
 def compiling(
     compiler: GrammarCompiler, structured_output: StructuredOutput, caller: str = ""
 ) -> asyncio.Future[LLMatcher]:
-    """What the compiler remembers of a grammar, from the thread that may ask for it."""
+    """Return the compiler's matcher of a grammar, asked for on the loop's thread."""
 
     async def ask() -> list[asyncio.Future[LLMatcher]]:
         return [compiler._compile(structured_output, caller)]
@@ -149,7 +149,7 @@ def test_equal_grammars_are_compiled_once_and_not_all_are_kept(compiler: Grammar
 
 
 def test_many_grammars_of_one_tenant_do_not_hold_up_anothers(compiler: GrammarCompiler) -> None:
-    compiler.compile_now(choosing("a"))  # the processes are there
+    compiler.compile_now(choosing("a"))  # starts the processes
     many = [
         compiling(compiler, StructuredOutput(regex=f"(x|yz){{1,{number}}}"), "a")
         for number in range(200, 250)

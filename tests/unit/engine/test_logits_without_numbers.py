@@ -1,4 +1,4 @@
-"""A model whose logits are no numbers: an error, of its own requests alone."""
+"""NaN logits end their own request with an error, and no other request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = pytest.mark.medium
 
-BROKEN = 7  # a token whose embedding is no number
+BROKEN = 7  # a token whose embedding is NaN
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "drawn": {"temperature": 1.0},
@@ -39,7 +39,7 @@ SPECULATION: dict[str, dict[str, Any]] = {
 
 
 def break_weights(folder: Path, name: str, rows: slice) -> Path:
-    """Put NaN into some rows of a checkpoint's tensor."""
+    """Write NaN into some rows of a checkpoint's tensor."""
     path = folder / "model.safetensors"
     weights = load_file(path)
     weights[name][rows] = torch.nan
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_request_without_numbers_ends_and_no_other(
     folder: Path, way: str, speculation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Token 0 was the answer, as if nothing were wrong."""
+    """Before, token 0 was the answer, as if nothing were wrong."""
     params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True, **WAYS[way])
     good, bad = [5, 6, 5, 6, 5, 6], [5, 6, 5, 6, BROKEN]
     llm = LLM(str(folder), **SPECULATION[speculation])
@@ -81,7 +81,7 @@ def test_a_model_without_numbers_does_not_load(tmp_path: Path, name: str, dtype:
 
 
 def test_nodes_end_a_request_without_numbers_with_an_error(folder: Path) -> None:
-    """On the prefill node where its prompt has no numbers, else on the decode node."""
+    """The prefill node ends a request whose prompt gives NaN, else the decode node does."""
     params = SamplingParams(max_tokens=8, seed=1, temperature=0, ignore_eos=True)
     cluster = Cluster(folder, lambda _: torch.zeros(0), 40)
     cluster.place("bad", 1, [5, 6, BROKEN], params)

@@ -1,4 +1,4 @@
-"""Unit tests of MaskThreads: a step waits for no mask that takes long, and tokens stay the same."""
+"""Unit tests of MaskThreads: a step waits for no slow mask, and tokens stay the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPILER = GrammarCompiler(DEMO, 4096, ENDS)
 
 
 class HeldMatcher:
-    """A matcher whose masks take until a test lets them go on, or go wrong."""
+    """A matcher whose masks wait until a test lets them finish or fail."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.may_go_on = threading.Event()
@@ -66,7 +66,7 @@ def structured(name: str, regex: str = "[a-c]{6}") -> Request:
 
 
 def hold(request: Request) -> HeldMatcher:
-    """Hold the masks behind the first one, and have them thought dear."""
+    """Hold all masks but the first, and make the scheduler think them slow."""
     assert request.grammar is not None
     held = HeldMatcher(request.grammar._matcher)
     request.grammar._matcher = held  # type: ignore[assignment]  # alike
@@ -86,7 +86,7 @@ RUNNER = FakeRunner(next_token)
 
 
 def test_a_mask_that_takes_long_holds_up_no_other_request_and_changes_no_token() -> None:
-    """Ninety-six of them held a stream of another client for 4.4 s."""
+    """Before, ninety-six slow masks held up a stream of another client for 4.4 s."""
     scheduler = make_scheduler()
     plain, alone = make_request("plain", max_tokens=30), structured("alone")
     requests = [structured(f"dear-{index}") for index in range(8)]
@@ -94,7 +94,7 @@ def test_a_mask_that_takes_long_holds_up_no_other_request_and_changes_no_token()
     for request in (plain, *requests):
         scheduler.add(request)
     assert set(step(scheduler, RUNNER)[0]) == {"plain", *(one.request_id for one in requests)}
-    for _ in range(5):  # their second masks are not there: the others go on
+    for _ in range(5):  # the second masks are not ready: the other requests go on
         assert step(scheduler, RUNNER)[0] == {"plain": 1}
     assert all(request.num_output_tokens == 1 for request in requests)
     for one in held:
@@ -122,7 +122,7 @@ def test_one_whose_mask_is_not_ready_can_be_aborted() -> None:
     scheduler.add(request)
     step(scheduler, RUNNER)
     assert step(scheduler, RUNNER)[0] == {}
-    assert scheduler.has_work  # it runs, and waits
+    assert scheduler.has_work  # the request runs, and waits
     assert scheduler.abort("dear") is request
     held.may_go_on.set()
     assert not scheduler.has_work
@@ -183,7 +183,7 @@ def next_of(state: GrammarState) -> int:
 def test_a_tokenizer_is_loaded_once_and_before_the_first_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A node loaded the tokenizer twice, under the GIL, while it served others."""
+    """Before, a node loaded the tokenizer twice, under the GIL, while it served requests."""
     made: list[object] = []
     real = LLTokenizer
 
@@ -253,7 +253,7 @@ def test_what_nobody_foresaw_ends_the_request(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_ours_to_do_is_no_fault_of_the_request_and_passes(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients were told that their schemas were wrong."""
+    """Before, clients were told that their schemas were wrong."""
     compiler = GrammarCompiler(DEMO, 4096, ENDS)
     params = SamplingParams(structured_output=StructuredOutput(regex="[ab]"))
     with monkeypatch.context() as want:

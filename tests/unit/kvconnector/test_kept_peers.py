@@ -1,4 +1,4 @@
-"""NIXL's peers are kept when they go, as NIXL closes no connection, and replaced if that fails."""
+"""Baton keeps NIXL's released peers, as NIXL closes no connection, and replaces failed ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_write_that_was_posted_before_a_peer_was_released_ends_as_what_it_is(
     p, d = pair
     p._kv_cache[1] = 7.0
     p.connect(d.peer_info)
-    finish(p.write(engine_id(d), [0], [0]), d)  # the connection is there
+    finish(p.write(engine_id(d), [0], [0]), d)  # the connection works
     write = p.write(engine_id(d), [1], [2])
     p.disconnect(engine_id(d))
     finish(write, d)
@@ -108,7 +108,7 @@ def test_a_kept_connection_that_brings_no_answer_is_replaced(
         p.notify(engine_id(d), b"hello?")
     p.disconnect(engine_id(d))
     assert p.num_connections == 0
-    p.connect(d.peer_info)  # over a new connection, of which nothing is expected yet
+    p.connect(d.peer_info)  # over a new connection, which may stay silent for now
     p.notify(engine_id(d), b"hello!")
     assert hear(d, p) == [(engine_id(p), b"hello!")]
 
@@ -191,7 +191,7 @@ def finish(write: PendingWrite, reader: NixlTransport) -> None:
 
 
 def hear(transport: NixlTransport, sender: NixlTransport) -> list[tuple[str, bytes]]:
-    """Wait for messages; the sender reads, too, as nothing leaves it otherwise."""
+    """Wait for messages; the sender reads, too, as it sends nothing otherwise."""
     give_up_at = time.monotonic() + 10
     while not (taken := transport.take_notifications()):
         assert sender.take_notifications() == []

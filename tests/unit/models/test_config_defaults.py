@@ -1,6 +1,6 @@
-"""Unit tests of what each architecture's config.json means by fields that are absent or null.
+"""Unit tests of each architecture's defaults for config.json fields that are absent or null.
 
-tests/numerics/test_config_fields.py holds every field of every architecture to transformers.
+tests/numerics/test_config_fields.py compares every field of every architecture with transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse(architecture: str, *left_out: str, **changes: Any) -> ModelConfig:
 
 
 def windows(architecture: str, **changes: Any) -> str:
-    """Write a letter for each layer: s has a window, f has full attention."""
+    """Return a letter for each layer: s has a window, f has full attention."""
     config = parse(architecture, **changes)
     with torch.device("meta"):
         model = MODELS.load(architecture)(config)

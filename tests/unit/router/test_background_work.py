@@ -1,4 +1,4 @@
-"""What a router does beside its requests: a failure there is told, and the rest goes on."""
+"""A failure of a router's background work is logged, and the rest goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router import program
 
 
 class Pool:
-    """Fails the first time that it is asked to count."""
+    """A pool that fails the first time it counts missed beats."""
 
     def __init__(self) -> None:
         self.num_counts = 0

@@ -22,7 +22,7 @@ def test_all_limits_together_leave_the_process_some(
     )
     num_nodes = budget.nodes.max_connections if own_address_for_nodes else 0
     limits = [budget.http.max_connections, budget.public.max_connections, num_nodes]
-    num_used = limits[0] + 3 * (limits[1] + limits[2])  # a gRPC connection takes three
+    num_used = limits[0] + 3 * (limits[1] + limits[2])  # a gRPC connection takes three descriptors
     assert num_used + 64 < THRESHOLDS["descriptors"].shed * num_descriptors
     assert max(limits) <= 10_000
     assert min(limits[:2]) >= 24

@@ -370,7 +370,7 @@ async def test_without_a_pair_in_time_the_call_fails_and_says_why_twice() -> Non
 
 @asynchronous
 async def test_the_only_decode_node_is_waited_for_longer_when_it_went_away_by_itself() -> None:
-    """Its link was cut for a while: both who was on it and who came meanwhile end well."""
+    """Its link is cut for a while: requests that were there or came meanwhile all succeed."""
     scene = scene_of(1, 1)
     scene.dispatcher.options = dataclasses.replace(OPTIONS, return_timeout_s=5)
     await scene.call()
@@ -380,7 +380,7 @@ async def test_the_only_decode_node_is_waited_for_longer_when_it_went_away_by_it
     assert not scene.task.done()
     again = HandNode(scene.pool, scene.decode.node.registration)
     scene.prefill.reach(again)
-    await asyncio.sleep(0.05)  # it has failed before
+    await asyncio.sleep(0.05)  # before, the request failed by now
     [command] = again.of(DecodeCommand)
     again.say(token("a", 0, 10, epoch=command.epoch, finish=LENGTH))
     await scene.end()

@@ -1,4 +1,4 @@
-"""Requests that end nodes, and those that only happen to be there (ADR 0027, ADR 0066)."""
+"""Test requests that kill nodes, and innocent requests that happen to be there (ADR 0066)."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ PARAMS = SamplingParams(max_tokens=20, seed=1)
 
 
 class Trial:
-    """One call whose decode node died when it had begun there, and that is on trial now."""
+    """One call on trial, whose decode node died when the call had begun there."""
 
     def __init__(self, *, return_s: float = RETURN_S, num_decode: int = 4) -> None:
         self.scene = Scene(options=OPTIONS, num_prefill=1, num_decode=num_decode)
@@ -194,14 +194,14 @@ class Trial:
         return await self.compute(1)
 
     async def compute(self, index: int) -> HandNode:
-        """Have the prefill node say the next token; returns the decode node that goes on."""
+        """Have the prefill node send the next token; returns the decode node that goes on."""
         hand = await _found_with_leg(self.scene.decodes)
         self.scene.prefill.say(token("a", index, index, epoch=self.scene.epoch))
         await self.scene.pause()
         return hand
 
     async def finish(self, index: int) -> None:
-        """Have the call end well."""
+        """Have the call succeed."""
         hand = await self.compute(index)
         epoch = self.scene.epoch
         for number in range(index + 1, 20):
@@ -220,7 +220,7 @@ async def test_a_node_that_dies_in_a_trial_alone_and_is_replaced_is_proof() -> N
     hand.leave()
     await asyncio.sleep(0.1)
     assert trial.scene.task is not None
-    assert not trial.scene.task.done()  # its link may have broken
+    assert not trial.scene.task.done()  # the node's link may have broken
     again = make_registration(hand.node.name, NodeRole.DECODE, incarnation=1)
     HandNode(trial.scene.pool, again)
     with pytest.raises(PoisonRequestError, match="was being computed on 2 nodes when they died"):
@@ -240,7 +240,7 @@ async def test_a_link_that_breaks_in_a_trial_and_comes_back_proves_nothing() -> 
 
 @asynchronous
 async def test_a_node_that_comes_back_frees_who_was_suspected() -> None:
-    """Two links break for a moment, one after the other."""
+    """Break two links for a moment, one after the other."""
     trial = Trial(return_s=60)
     await trial.scene.call(params=PARAMS)
     for index in range(2):
@@ -250,7 +250,7 @@ async def test_a_node_that_comes_back_frees_who_was_suspected() -> None:
         trial.scene.decodes.append(HandNode(trial.scene.pool, hand.node.registration))
         trial.scene.prefill.reach(trial.scene.decodes[-1])
         await asyncio.sleep(0.1)
-        assert not trial.suspects.rooms  # it was placed at once
+        assert not trial.suspects.rooms  # the call was placed at once
     await trial.finish(2)
 
 
@@ -265,7 +265,7 @@ async def test_a_node_that_dies_with_others_on_it_proves_nothing() -> None:
 
 @asynchronous
 async def test_what_dies_at_other_work_proves_nothing() -> None:
-    """A prefill node dies at the prompt, and a decode node of the same request at its tokens."""
+    """A prefill node dies at a prompt, and then a decode node at the same request's tokens."""
     trial = Trial()
     scene = trial.scene
     scene.prefills.append(scene.join("p", 1))

@@ -1,4 +1,4 @@
-"""Nodes that are kept for one suspect at a time, and ordinary requests meanwhile."""
+"""Test nodes that are kept for one suspect at a time, and ordinary requests meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = RetryOptions(first_pause_s=0.001, longest_pause_s=0.002)
 
 
 class Reader:
-    """Remembers what came of one leg."""
+    """Record the outcome of one leg."""
 
     def __init__(self) -> None:
         self.codes: list[str] = []
@@ -38,7 +38,7 @@ class Reader:
 
 
 class Rooms:
-    """Rooms of a pool with so many pairs of nodes, on virtual time."""
+    """The rooms of a pool with so many pairs of nodes, on virtual time."""
 
     def __init__(self, num_pairs: int) -> None:
         self.clock = VirtualClock()
@@ -100,7 +100,7 @@ def test_an_idle_node_is_kept_at_once_and_for_its_owner_only(
     assert site.acquire("a") == "d1-0"
     assert names(site.left()) == ["p0", "p1", "d0"]
     assert names(site.left("a")) == ["p0", "p1", "d0", "d1"]
-    assert site.acquire("a") == "d1-0"  # the same one
+    assert site.acquire("a") == "d1-0"  # the same node
 
 
 def test_requests_of_a_busy_node_have_a_moment_to_end_and_are_moved_then(
@@ -128,7 +128,7 @@ def test_a_room_is_handed_over_or_opened(
     site = make_rooms(2)
     room = site.acquire("a")
     site.release("a")
-    assert names(site.left()) != ["p0", "p1", "d0", "d1"]  # the next one may come
+    assert names(site.left()) != ["p0", "p1", "d0", "d1"]  # the next suspect may come
     assert site.acquire("b") == room
     site.pass_time(2 * trial_rooms.HAND_OVER_S)
     assert site.rooms
@@ -155,12 +155,12 @@ def test_a_second_room_costs_nobody_anything(
     for decode in site.decodes[1:]:
         open_legs(decode, 1)
     assert site.acquire("a") == "d0-0"
-    assert site.acquire("b") == ""  # both others are at work
+    assert site.acquire("b") == ""  # both other nodes are at work
     assert names(site.left()) == ["p0", "p1", "p2", "d1", "d2"]
     site.decodes[1].node.close_leg(0)
     assert site.acquire("b") == "d1-0"
     site.decodes[2].node.close_leg(0)
-    assert site.acquire("c") == ""  # somebody has to do the others' work
+    assert site.acquire("c") == ""  # some node has to do the other requests' work
 
 
 def test_trials_on_both_sides_do_not_wait_for_each_other(
@@ -184,7 +184,7 @@ def test_a_room_whose_node_dies_is_none(
 
 
 def test_ordinary_requests_wait_where_there_is_no_other_node() -> None:
-    """Those on the node go on there afterwards, those that come meanwhile begin there then."""
+    """After the trial, requests of the node go on there, and new ones begin there."""
 
     async def run() -> None:
         scene = Scene(options=OPTIONS)

@@ -1,4 +1,4 @@
-"""Which losses are deaths: links come back, and processes go on."""
+"""Test which losses are deaths: links come back, and processes go on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_does_not_come_back_in_time_is_dead_unless_it_comes_back_later() ->
 
 
 def test_a_link_that_the_node_saw_break_first_is_no_death() -> None:
-    """It joins again while its old link still seems to be there."""
+    """The node joins again while its old link still seems to be up."""
     pool = make_pool()
     _, decode = join_pair(pool)
     HandNode(pool, decode.node.registration)
@@ -85,13 +85,13 @@ def test_a_pool_awaits_nodes_of_a_role_that_is_missing(role: NodeRole) -> None:
     clock = VirtualClock()
     pool = make_pool(clock=clock)
     prefill, decode = join_pair(pool)
-    assert pool.awaited_until(60) < 0  # all are here
+    assert pool.awaited_until(60) < 0  # all nodes are here
     hand = prefill if role is P else decode
     lost_at = clock()
     hand.leave()
     clock.advance(7)
     assert pool.awaited_until(60) == lost_at + 60
-    pool.expel(hand.node.name)  # by an operator: it is not awaited any more
+    pool.expel(hand.node.name)  # by an operator: no call waits for the node any more
     assert pool.awaited_until(60) < 0
 
 

@@ -1,4 +1,4 @@
-"""Hostile frames before any call of ours begins: refused, or slowed down; others are served."""
+"""Send hostile frames: the guard refuses or slows them down, and other clients are served."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.fakes.router_scene import asynchronous
 pytestmark = pytest.mark.medium
 
 SECONDS = 1.0
-# Of the one loop that client, server and attacker share here.
+# How late an answer may be; client, server and attacker share one loop here.
 SOON_S = 2.0
-MAX_BYTES = 32 * 2**20  # that an attacker sends
+MAX_BYTES = 32 * 2**20  # most bytes that an attacker may get sent
 
 
 async def attack(address: str, trick: Trick) -> tuple[RawHttp2, int]:
@@ -59,7 +59,7 @@ async def attack(address: str, trick: Trick) -> tuple[RawHttp2, int]:
 
 @contextlib.asynccontextmanager
 async def asking(client: AsyncClient) -> AsyncIterator[list[float]]:
-    """Ask all the while; how long each answer took, in seconds."""
+    """Send requests until the block ends; yields how long each answer took, in seconds."""
     took_s: list[float] = []
 
     async def ask() -> None:
@@ -162,7 +162,7 @@ async def test_who_speaks_no_http2_is_told_so() -> None:
 async def tls_server(
     folder: Path, *, require_client_certs: bool
 ) -> AsyncIterator[tuple[str, ssl.SSLContext]]:
-    """A server, and what a client without a certificate needs."""
+    """Yield a server's address, and a TLS context for a client without a certificate."""
     authority = Authority(folder)
     files = TlsFiles(authority.issue("router"))
     server = RpcServer([], lambda _: None, tls=files, require_client_certs=require_client_certs)

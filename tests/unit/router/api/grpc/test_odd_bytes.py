@@ -1,4 +1,4 @@
-"""Bytes that are no UTF-8, wherever gRPC lets a stranger put some."""
+"""Send bytes that are not UTF-8 wherever gRPC lets a stranger put them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fakes.router_scene import asynchronous
 pytestmark = pytest.mark.medium
 
 LIST_MODELS = b"/baton.v1.Inference/ListModels"
-# No UTF-8: a lone byte, a cut character, half of a surrogate pair.
+# Not UTF-8: a lone byte, a cut character, half of a surrogate pair.
 ODD = (b"\xff", b"\xe2\x82", b"\xed\xa0\x80")
 NAMES = (
     b"authorization",
@@ -29,7 +29,7 @@ NAMES = (
 
 
 def call_of(path: bytes, name: bytes = b"x", value: bytes = b"y") -> bytes:
-    """Write a call with an empty message and one more header."""
+    """Return the frames of a call with an empty message and one more header."""
     fields = [
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -45,7 +45,7 @@ def call_of(path: bytes, name: bytes = b"x", value: bytes = b"y") -> bytes:
 
 
 def odd_calls() -> list[bytes]:
-    """Write every call of this test."""
+    """Return the frames of every call of this test."""
     paths = [form % odd for odd in ODD for form in (b"/%s", b"/%s/x", LIST_MODELS + b"%s")]
     in_values = [call_of(LIST_MODELS, name, odd) for name in NAMES for odd in ODD]
     in_names = [call_of(LIST_MODELS, b"x" + odd) for odd in ODD]
@@ -53,7 +53,7 @@ def odd_calls() -> list[bytes]:
 
 
 def test_odd_bytes_end_their_own_call_only(caplog: pytest.LogCaptureFixture) -> None:
-    """One call of a method whose name is no UTF-8 stopped the whole server."""
+    """Before, one call of a method whose name is not UTF-8 stopped the whole server."""
 
     @asynchronous
     async def run() -> None:

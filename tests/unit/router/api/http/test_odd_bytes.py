@@ -1,4 +1,4 @@
-"""Bytes that are no UTF-8, and controls, wherever HTTP lets a stranger put some."""
+"""Send bytes that are not UTF-8, and controls, wherever HTTP lets a stranger put them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.access.audit_log import AuditLog
 from baton.serving.access_log import AccessLog
 from tests.fakes.http_scene import HttpScene, on_http
 
-# No UTF-8 (a lone byte, a cut character, half of a surrogate pair), C1, bidirectional, unassigned.
+# Not UTF-8 (a lone byte, a cut character, half a surrogate pair), C1, bidirectional, unassigned.
 ODD = (b"\xff", b"\xe2\x82", b"\xed\xa0\x80", b"\xc2\x9b31m", b"\xe2\x80\xae", b"\xf4\x8f\xbf\xbf")
 HEADERS = (
     "Host",
@@ -44,7 +44,7 @@ TARGETS = (b"/v1/models/%s", b"/ui/requests/%s", b"/ui/requests/x?tenant=%s", b"
 
 
 def _requests(key: str) -> list[bytes]:
-    """Each header on each path, and each target, with each of the odd bytes."""
+    """Return requests with each of the odd bytes in each header of each path, and each target."""
     own = f"Authorization: Bearer {key}\r\n".encode() if key else b""
     body = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 0}).encode()
     tail = b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -70,7 +70,7 @@ def _requests(key: str) -> list[bytes]:
 
 
 async def _statuses(url: str, requests: list[bytes]) -> dict[bytes, bytes]:
-    """Return the answers' status lines; each request has a connection of its own."""
+    """Return the answers' status lines; each request has its own connection."""
     host, port = url.removeprefix("http://").split(":")
     answers = {}
     for request in requests:
