@@ -183,7 +183,7 @@ async def watched_stream(client: AsyncClient) -> AsyncIterator[Watched]:
 
 @dataclass(slots=True)
 class Start:
-    """What was measured of one fresh system."""
+    """Measurements of one fresh system."""
 
     ready_s: float
     status: int
@@ -244,7 +244,7 @@ def fresh_start(model: Path) -> Start:
 
 @dataclass(slots=True)
 class Dear:
-    """What was measured of costly grammars, all at once, beside one stream."""
+    """Measurements of costly grammars, all at once, beside one stream."""
 
     num_grammars: int
     longest_gap_s: float

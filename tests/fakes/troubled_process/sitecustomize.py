@@ -4,7 +4,7 @@ A Python process with this folder in PYTHONPATH imports this module when it star
 what the environment asks for:
 
     BATON_TEST_TROUBLE=FILE      when the file holds a line, such as ``no descriptors, engine``:
-                                 take that resource away, and have that thread raise
+                                 take that resource away, and have that thread raise soon
     BATON_TEST_READ_ONLY=1       see all files read-only, as in a container with a read-only root
     BATON_TEST_AUDIT=FILE        log what the threads that must not fail ask the system for
 """
