@@ -36,6 +36,7 @@ class _Room:
     node: Node
     owner: object | None  # None: between two suspects
     kept_since: float
+    is_told: bool = False  # in the log: requests are moved
 
 
 class TrialRooms:
@@ -73,7 +74,9 @@ class TrialRooms:
                 return ""
             mine.owner = owner
         if mine.node.num_open and self._pool.clock() >= mine.kept_since + QUIESCE_S:
-            logger.info("%s: requests are moved for a trial", mine.node.name)
+            if not mine.is_told:
+                mine.is_told = True
+                logger.info("%s: requests are moved for a trial", mine.node.name)
             mine.node.preempt_legs("is kept for a trial")
         return "" if mine.node.num_open else mine.node.engine_id
 
