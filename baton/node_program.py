@@ -37,7 +37,7 @@ from baton.link.words import (
 from baton.node_admin import NodeAdmin
 from baton.processes.process import END_AFTER_DEATH_S, end_dead, end_within, stop_event
 from baton.serving.call_gate import CallGate
-from baton.serving.rpc import RpcServer
+from baton.serving.rpc import FEW_STREAMS, RpcServer
 from baton.telemetry.ledger import Ledger
 from baton.telemetry.logs import close_logging
 
@@ -147,6 +147,7 @@ async def run_node_program(
         CallGate(access),
         tls=files,
         require_client_certs=tls.verifies_clients,
+        max_streams=FEW_STREAMS,
     )
     serving = _Serving(server.set_serving, needs_peer=ready_with_peer)
     admin = NodeAdmin(node, node.registration("").num_blocks, access)

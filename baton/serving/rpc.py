@@ -36,6 +36,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 # What a client sends grows on its way to a node: text becomes token ids, and more.
 MAX_CLIENT_MESSAGE_BYTES = 8 * 2**20
 MAX_STREAMS = 2048  # of one connection, at once
+# The same where nobody has much to ask: a call takes 25 to 40 KiB while its answer is not read.
+FEW_STREAMS = 64
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -59,7 +61,6 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
     # A message of a few kilobytes would become megabytes, and many of them gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-    ("grpc.max_concurrent_streams", MAX_STREAMS),
     # Equal to the guard's limit. Between a soft and a hard limit, gRPC refuses calls at random.
     ("grpc.max_metadata_size", FrameLimits().max_header_bytes),
     ("grpc.absolute_max_metadata_size", FrameLimits().max_header_bytes),
@@ -100,6 +101,7 @@ class RpcServer:
         tls: what the server shows; None: no TLS.
         require_client_certs: whether only those are served that show a certificate of a CA in
             ``tls``; else nobody is asked for one.
+        max_streams: calls of one connection at once.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class RpcServer:
         limits: RpcLimits | None = None,
         tls: TlsFiles | None = None,
         require_client_certs: bool = False,
+        max_streams: int = MAX_STREAMS,
     ) -> None:
         limits = limits or RpcLimits()
         self._credentials: grpc.ServerCredentials | None = None
@@ -125,6 +128,7 @@ class RpcServer:
         options = [
             *_SERVER_OPTIONS,
             *limits.channel_arguments(),
+            ("grpc.max_concurrent_streams", max_streams),
             ("grpc.so_reuseport", int(reuse_port)),
         ]
         gate = (gate or CallGate()).with_stall_timeout(limits.stall_timeout_s)
