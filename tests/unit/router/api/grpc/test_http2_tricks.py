@@ -80,6 +80,19 @@ async def asking(client: AsyncClient) -> AsyncIterator[list[float]]:
             await task
 
 
+async def until_served(client: AsyncClient) -> None:
+    """Ask until the places of an attacker that has gone, who shares our address, are free."""
+    end_at = time.monotonic() + SOON_S
+    while True:
+        try:
+            await client.models()
+        except OverloadedError:
+            assert time.monotonic() < end_at
+            await asyncio.sleep(0.02)
+        else:
+            return
+
+
 @pytest.mark.parametrize("trick", TRICKS, ids=lambda trick: trick.name)
 def test_a_trick_is_refused_or_slowed_down_and_others_are_served(trick: Trick) -> None:
     @asynchronous
@@ -94,7 +107,7 @@ def test_a_trick_is_refused_or_slowed_down_and_others_are_served(trick: Trick) -
             assert max(took_s) < SOON_S
             assert num_bytes < MAX_BYTES or trick.is_bulk, "neither refused nor slowed down"
             await raw.close()
-            await client.models()
+            await until_served(client)
 
     run()
 
