@@ -175,7 +175,7 @@ def compare(architecture: str, number: int, folder: Path) -> tuple[int, int]:
 def architectures() -> list[Any]:
     """List families; `make test` keeps some that together have every kind of layer."""
     return [
-        pytest.param(name, marks=() if name.startswith(KEPT) else pytest.mark.thorough)
+        pytest.param(name, marks=() if name.startswith(KEPT) else pytest.mark.large)
         for name in MODELS.names()
     ]
 
