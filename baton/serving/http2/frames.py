@@ -17,10 +17,14 @@ from baton.serving.http2.header_blocks import HeaderBlockError, HeaderMeter
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEAD_BYTES = 9
-_DATA, _HEADERS, _SETTINGS, _PUSH_PROMISE, _GOAWAY, _CONTINUATION = 0, 1, 4, 5, 7, 9
-_END_HEADERS, _PADDED, _PRIORITY = 0x4, 0x8, 0x20
+_DATA, _HEADERS, _SETTINGS, _PUSH_PROMISE, _PING, _GOAWAY, _CONTINUATION = 0, 1, 4, 5, 6, 7, 9
+_ACK, _END_HEADERS, _PADDED, _PRIORITY = 0x1, 0x4, 0x8, 0x20
+# Costs, in WINDOW_UPDATE frames. gRPC answers PING and SETTINGS, and for new settings looks at each
+# open stream. A client sends both a few times a second.
+_COSTS = {_SETTINGS: 32.0, _PING: 4.0}
 # A node tells its router of every step, thousands of times a second: of one token in 16 bytes.
-_SMALL_DATA_BYTES = 16
+_TINY_DATA_BYTES, _SHORT_DATA_BYTES = 16, 256
+_SHORT_DATA_COST = 1 / 8
 _PROTOCOL_ERROR = 1
 
 
@@ -32,19 +36,20 @@ class Http2Error(Exception):
 class FrameLimits:
     """Limits of what one client may send.
 
-    A small frame is DATA of less than 16 bytes, or a frame that is neither DATA nor part of a
-    header block. Reading a small frame costs more than sending it. What a node says of a step is
-    longer.
+    A small frame is DATA of less than 256 bytes, or a frame that is neither DATA nor part of a
+    header block. Reading a small frame costs more than sending it. The unit of cost is one
+    WINDOW_UPDATE, or DATA of less than 16 bytes. Longer DATA costs an eighth, as a node sends one
+    message of 16 bytes or more for each step. PING costs 4, SETTINGS 32, an acknowledgement 1.
 
     Attributes:
         max_block_bytes: bytes of a header block as sent, with the heads of its frames.
         max_header_bytes: bytes of the decoded headers, plus 32 for each header.
         max_continuations: CONTINUATION frames of one block.
         max_control_bytes: payload of a frame that is neither DATA nor part of a header block.
-        small_burst: small frames that may come at once.
-        small_per_s: small frames that may come each second after that.
-        sent_bytes_per_small: for so many bytes from the server the client may send one more small
-            frame, as clients answer data with WINDOW_UPDATE.
+        small_burst: cost of the small frames that may come at once.
+        small_per_s: cost of the small frames that may come each second after that.
+        sent_bytes_per_small: for so many bytes from the server the client may send small frames of
+            cost 1 more, as clients answer data with WINDOW_UPDATE.
     """
 
     max_block_bytes: int = 2**14
@@ -92,7 +97,7 @@ class FrameGuard:
         self._held = b""
         self._last_stream = 0  # highest id of an opened stream
         self._num_data_bytes = 0  # still to come of a DATA frame
-        self._num_small = float(self._limits.small_burst)  # small frames that may come now
+        self._budget = float(self._limits.small_burst)  # cost of small frames that may come now
         self._refilled_at = clock()
 
     def feed(self, data: bytes) -> bytes:
@@ -117,8 +122,8 @@ class FrameGuard:
     def note_sent(self, num_bytes: int) -> None:
         """Allow the client more small frames for what the server sent to it."""
         limits = self._limits
-        allowed = self._num_small + num_bytes / limits.sent_bytes_per_small
-        self._num_small = min(allowed, limits.small_burst)
+        allowed = self._budget + num_bytes / limits.sent_bytes_per_small
+        self._budget = min(allowed, limits.small_burst)
 
     def _check_preface(self, data: bytes) -> int:
         """Return the length of the preface, or 0 while the preface is incomplete."""
@@ -154,7 +159,8 @@ class FrameGuard:
                     break
             elif int.from_bytes(data[at + 5 : at + 9], "big") > self._last_stream:
                 raise Http2Error("sent DATA of a stream that was not opened")
-            if (kind != _DATA or num_bytes < _SMALL_DATA_BYTES) and not self._may_pass_small():
+            cost = _cost(kind, data[at + 4], num_bytes)
+            if cost and not self._may_spend(cost):
                 self.hold = Hold.RATE
                 break
             self.is_up = True
@@ -173,15 +179,15 @@ class FrameGuard:
                 f"{limits.max_control_bytes}"
             )
 
-    def _may_pass_small(self) -> bool:
-        """Count a small frame and return True, or return False if too many came lately."""
-        if self._num_small < 1:
+    def _may_spend(self, cost: float) -> bool:
+        """Take the cost of a small frame from the budget, or return False if too little is left."""
+        if self._budget < cost:
             limits, now = self._limits, self._clock()
-            allowed = self._num_small + (now - self._refilled_at) * limits.small_per_s
-            self._num_small, self._refilled_at = min(allowed, limits.small_burst), now
-            if self._num_small < 1:
+            allowed = self._budget + (now - self._refilled_at) * limits.small_per_s
+            self._budget, self._refilled_at = min(allowed, limits.small_burst), now
+            if self._budget < cost:
                 return False
-        self._num_small -= 1
+        self._budget -= cost
         return True
 
     def _read_block(self, data: bytes, at: int) -> tuple[int, bytes] | None:
@@ -211,6 +217,15 @@ class FrameGuard:
             self._meter.measure(block, self._limits.max_header_bytes)
         except HeaderBlockError as error:
             raise Http2Error(f"sent {error}") from None
+
+
+def _cost(kind: int, flags: int, num_bytes: int) -> float:
+    """Return what a frame costs, see `FrameLimits`; 0 for long DATA."""
+    if kind == _DATA:
+        if num_bytes < _TINY_DATA_BYTES:
+            return 1.0
+        return _SHORT_DATA_COST if num_bytes < _SHORT_DATA_BYTES else 0.0
+    return 1.0 if flags & _ACK else _COSTS.get(kind, 1.0)
 
 
 def _fragment(frame: bytes) -> bytes:

@@ -8,8 +8,8 @@ from baton.api.outputs import RequestDelta
 from baton.link.wire import node_event_to_proto
 from baton.serving.http2.frames import FrameGuard, FrameLimits, Hold, Http2Error
 from baton.serving.http2.header_blocks import HeaderBlockError, HeaderMeter
-from tests.fakes.http2_tricks import block, flood, headers, integer, literal
-from tests.fakes.raw_http2 import DATA, HEADERS, PING, PREFACE, SETTINGS, frame
+from tests.fakes.http2_tricks import ACK, block, flood, headers, integer, literal
+from tests.fakes.raw_http2 import DATA, HEADERS, PING, PREFACE, SETTINGS, WINDOW_UPDATE, frame
 
 MOST = 2**15
 BEGIN = PREFACE + frame(SETTINGS)
@@ -127,22 +127,44 @@ def test_padding_and_priority_are_no_part_of_a_block() -> None:
         guard().feed(frame(HEADERS, 4 | 8, 1, b"\xff"))
 
 
+UPDATES = flood(WINDOW_UPDATE, bytes([0, 0, 0, 1]))
+UPDATE_BYTES = 13
+
+
 def test_small_frames_beyond_a_rate_wait() -> None:
     clock = Clock()
-    one = guard(FrameLimits(small_burst=11, small_per_s=10), clock)  # settings were the first
-    pings = next(flood(PING, bytes(8)))
-    assert len(one.feed(pings)) == 10 * 17
+    one = guard(FrameLimits(small_burst=42, small_per_s=10), clock)  # settings cost 32
+    assert len(one.feed(next(UPDATES))) == 10 * UPDATE_BYTES
     assert one.hold is Hold.RATE
     assert one.feed(b"") == b""
     clock.now_s = 1.0
-    assert len(one.feed(b"")) == 10 * 17
+    assert len(one.feed(b"")) == 10 * UPDATE_BYTES
 
 
 def test_what_the_server_sends_allows_small_frames() -> None:
-    one = guard(FrameLimits(small_burst=11, small_per_s=1, sent_bytes_per_small=32))
-    one.feed(next(flood(PING, bytes(8))))
+    one = guard(FrameLimits(small_burst=42, small_per_s=1, sent_bytes_per_small=32))
+    one.feed(next(UPDATES))
     one.note_sent(160)
-    assert len(one.feed(b"")) == 5 * 17
+    assert len(one.feed(b"")) == 5 * UPDATE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("one_frame", "num_at_once"),
+    [
+        (frame(SETTINGS), 63),  # and those that the client began with
+        (frame(SETTINGS, ACK), 63 * 32),
+        (frame(PING, 0, 0, bytes(8)), 63 * 8),
+        (frame(PING, ACK, 0, bytes(8)), 63 * 32),
+        (frame(WINDOW_UPDATE, 0, 0, bytes([0, 0, 0, 1])), 63 * 32),
+        (frame(DATA, 0, 1, bytes(15)), 63 * 32),
+        (frame(DATA, 0, 1, bytes(255)), 63 * 256),
+    ],
+    ids=["SETTINGS", "SETTINGS ack", "PING", "PING ack", "WINDOW_UPDATE", "tiny DATA", "DATA"],
+)
+def test_frames_that_cost_more_come_less_often(one_frame: bytes, num_at_once: int) -> None:
+    one = guard()
+    one.feed(headers(1, block()))
+    assert len(one.feed(one_frame * 17_000)) == num_at_once * len(one_frame)
 
 
 def test_a_node_may_tell_of_any_number_of_steps() -> None:
