@@ -363,6 +363,10 @@ class Engine:
             self._scheduler.drafts.keep(result.outputs, drafts)
         return result
 
+    def do_idle_work(self) -> bool:
+        """Do a little work that can wait; return whether there is more of it now."""
+        return self.executor.do_idle_work(self.block_pool.num_made)
+
     @property
     def step_in_flight(self) -> bool:
         """Whether a step runs whose result nobody has seen yet; never without async scheduling."""

@@ -31,7 +31,6 @@ from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics
 from engine.core.metrics import EngineMetrics
 from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
-from engine.worker.host.pages_ahead import PagesAhead
 from node_runtime.collector import NodeCollector
 from node_runtime.engine_loop import EngineLoop
 from node_runtime.kv_event_feed import KVEventFeed
@@ -113,11 +112,10 @@ class NodeThreads:
         self._hang_at, self._num_busy, self._poison = hang_at, 0, poison
         self._kv_events = KVEventFeed(loaded.engine.block_pool, emit)
         self._calls: deque[Callable[[], None]] = deque()
-        pages, pool = PagesAhead(loaded.engine.kv_memory.tensor), loaded.engine.block_pool
         self._loop = EngineLoop(
             *(self._step, on_death),
             name=ENGINE_THREAD,
-            when_idle=lambda: pages.find(pool.num_made),
+            when_idle=loaded.engine.do_idle_work,
             after_death=self.dump,
         )
         loaded.engine.wake_with(self._loop.wake)

@@ -211,6 +211,9 @@ class SimExecutor:
     def rest(self) -> None:
         pass
 
+    def do_idle_work(self, num_used_blocks: int) -> bool:
+        return False
+
     def check_health(self) -> None:
         pass
 

@@ -74,6 +74,13 @@ class Executor(Protocol):
     def rest(self) -> None:
         """There is nothing to submit for now: cores that are shared may compute for others."""
 
+    def do_idle_work(self, num_used_blocks: int) -> bool:
+        """Do a little work that can wait; return whether there is more of it now.
+
+        Args:
+            num_used_blocks: blocks of the KV cache that any request has had.
+        """
+
     def check_health(self) -> None:
         """Raise EngineDeadError when a worker is gone, a step has failed, or a call was late."""
 

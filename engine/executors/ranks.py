@@ -226,6 +226,10 @@ class RanksExecutor:
     def rest(self) -> None:
         """Ranks keep their cores."""
 
+    def do_idle_work(self, num_used_blocks: int) -> bool:
+        """Return False: ranks find memory when they write to it."""
+        return False
+
     def check_health(self) -> None:
         if self._others.failure is not None:
             raise self._others.failure

@@ -84,6 +84,9 @@ class UniprocExecutor:
     def rest(self) -> None:
         self.worker.rest()
 
+    def do_idle_work(self, num_used_blocks: int) -> bool:
+        return self.worker.do_idle_work(num_used_blocks)
+
     def check_health(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(self._failure)

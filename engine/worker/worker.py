@@ -39,6 +39,7 @@ from engine.worker.host.cores import use_cores
 from engine.worker.host.host_memory import read_host_memory
 from engine.worker.host.lent_cores import LentCores, lent_cores
 from engine.worker.host.memory_check import check_memory
+from engine.worker.host.pages_ahead import PagesAhead
 from engine.worker.input_batch import PreparedStep
 from engine.worker.kv_cache import (
     KVCacheSpec,
@@ -133,6 +134,7 @@ class Worker:
         if ranks.everyone.size == 1:
             check_numbers(model, spec, config, device, backends)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
+        self._pages_ahead = PagesAhead(self.kv_memory.tensor)
         self.runner = self._make_runner(model, drafter, backends, ranks)
         self._lent_cores: LentCores | None = lent_cores(config) if device.type == "cpu" else None
 
@@ -191,6 +193,16 @@ class Worker:
         """There is nothing to launch for now."""
         if self._lent_cores is not None:
             self._lent_cores.rest()
+
+    def do_idle_work(self, num_used_blocks: int) -> bool:
+        """Find memory for a few blocks to come; return whether more can be found now.
+
+        Finds none while another node computes on the cores of this node: writing zeros would slow
+        its steps.
+        """
+        if self._lent_cores is not None and self._lent_cores.are_taken():
+            return False
+        return self._pages_ahead.find(num_used_blocks)
 
     def close(self) -> None:
         """Nothing is launched any more."""

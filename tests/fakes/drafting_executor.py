@@ -106,6 +106,9 @@ class DraftingExecutor:
     def rest(self) -> None:
         self._executor.rest()
 
+    def do_idle_work(self, num_used_blocks: int) -> bool:
+        return self._executor.do_idle_work(num_used_blocks)
+
     def check_health(self) -> None:
         self._executor.check_health()
 

@@ -49,6 +49,7 @@ class LentCores:
         self._own = parse_cpu_list(own)
         self._num_own_threads = torch.get_num_threads()
         self._busy = _open(folder / f"{own}{_BUSY}")
+        self._lent = _open(folder / f"{own}{_LENT}")
         self._is_busy = False
         self._may_borrow = True
         self._has_failed = False
@@ -73,6 +74,13 @@ class LentCores:
             fcntl.flock(self._busy, fcntl.LOCK_UN)
             self._is_busy = False
 
+    def are_taken(self) -> bool:
+        """Return whether another node computes on the own cores."""
+        if not _lock(self._lent, fcntl.LOCK_SH):
+            return True
+        fcntl.flock(self._lent, fcntl.LOCK_UN)
+        return False
+
     def between_layers(self, after_layer: AfterLayer | None) -> AfterLayer:
         """Return what calls `borrow` after each layer, and what is called there anyway."""
 
@@ -87,6 +95,7 @@ class LentCores:
         """Give back and lend everything, for good."""
         self.rest()
         os.close(self._busy)
+        os.close(self._lent)
         for share in self._others.values():
             share.close()
         self._others.clear()

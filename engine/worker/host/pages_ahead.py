@@ -1,4 +1,4 @@
-"""PagesAhead: memory of KV blocks that nobody has had yet, found while there is nothing else to do.
+"""PagesAhead: find memory for KV blocks that nobody has had yet, while a node idles.
 
 The kernel gives a block its memory, and clears it, when it is first written. A prompt on such
 blocks takes up to a quarter longer, and on both sides of a hand-off.
@@ -16,14 +16,14 @@ from engine.worker.host.host_memory import read_host_memory
 
 logger = logging.getLogger(__name__)
 
-AHEAD_BYTES = 2**29  # of blocks to come: no more is taken than is soon used,
-SHARE = 8  # nor than this part of what the machine has left
+AHEAD_BYTES = 2**27  # at most, beyond the used blocks: a node that serves little stays small
+SHARE = 8  # at most this part of the memory that the machine has left
 STEP_BYTES = 2**21  # a huge page, a fraction of a millisecond
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14; Python's mmap does not name it
 
 
 class PagesAhead:
-    """Of one cache, whose blocks are given out for the first time in their order.
+    """Find memory for one cache, whose blocks are given out for the first time in their order.
 
     Args:
         cache: `[num_blocks, ...]` as `allocate_kv_cache` gives it, from a page's beginning on.
@@ -31,15 +31,15 @@ class PagesAhead:
 
     def __init__(self, cache: Tensor) -> None:
         self._cache, self._block_bytes = cache, cache[0].nbytes
-        self._next = 0 if cache.is_cpu else cache.nbytes  # what is before it has memory
+        self._next = 0 if cache.is_cpu else cache.nbytes  # bytes before this offset have memory
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def find(self, num_used: int) -> bool:
-        """Find memory for a little of what comes next; whether there is more to do now.
+        """Find memory for the next 2 MiB; return whether there is more to do now.
 
         Args:
-            num_used: blocks that somebody has had.
+            num_used: blocks that any request has had.
         """
         used = num_used * self._block_bytes
         self._next = max(self._next, used // STEP_BYTES * STEP_BYTES)

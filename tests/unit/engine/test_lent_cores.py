@@ -16,8 +16,13 @@ import torch
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton_kernels.dispatch import native_ops
+from baton_kernels.huge_pages import huge_pages
+from engine.engine import Engine
 from engine.worker.host.lent_cores import LentCores, lent_cores
+from engine.worker.host.pages_ahead import PagesAhead
 
+DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
+FIRST_CORE = str(min(os.sched_getaffinity(0)))
 Placed = tuple[int, frozenset[int], int, frozenset[int]]
 
 
@@ -35,10 +40,11 @@ class FakeOps:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+    before, cores = torch.get_num_threads(), os.sched_getaffinity(0)
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    os.sched_setaffinity(0, cores)  # an engine with a `cpu_list` changes them
 
 
 def node(folder: Path, cores: str, ops: FakeOps | None = None) -> LentCores:
@@ -147,6 +153,29 @@ def test_what_is_no_nodes_cores_is_left_alone(tmp_path: Path) -> None:
     assert torch.get_num_threads() == 1
 
 
+def test_a_node_sees_whether_another_one_computes_on_its_cores(tmp_path: Path) -> None:
+    own, other = node(tmp_path, "0"), node(tmp_path, "1")
+    assert not own.are_taken()
+    other.borrow()
+    assert own.are_taken()
+    other.rest()
+    assert not own.are_taken()
+
+
+@pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
+def test_memory_is_found_ahead_only_while_no_other_node_uses_the_cores(tmp_path: Path) -> None:
+    if not PagesAhead(huge_pages(2**22).view(2, -1)).find(0):
+        pytest.skip("a kernel without MADV_POPULATE_WRITE")
+    config = EngineConfig(core_locks=str(tmp_path), cpu_list=FIRST_CORE, kv_cache_bytes=2**26)
+    engine, other = Engine(DEMO_MODEL, config), node(tmp_path, "4000")
+    assert engine.do_idle_work()
+    other.borrow()
+    assert not engine.do_idle_work()
+    other.rest()
+    assert engine.do_idle_work()
+    engine.close()
+
+
 @pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
 def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     config = EngineConfig(core_locks=str(tmp_path / "nowhere"), cpu_list="0")
@@ -163,6 +192,7 @@ PLACES = """
 import os, torch
 from pathlib import Path
 from baton_kernels.dispatch import native_ops
+from baton_kernels.huge_pages import huge_pages
 first, second = sorted(os.sched_getaffinity(0))[:2]
 ops = native_ops()
 assert ops.place_threads(1, frozenset({first}), 1, frozenset({second}))
