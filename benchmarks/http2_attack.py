@@ -19,6 +19,8 @@ from tests.fakes.http2_tricks import TRICKS
 from tests.fakes.raw_http2 import RawHttp2
 
 NUM_CONNECTIONS = 8
+# Limits of a caller go by its address: the attackers are not to use up those of other clients.
+SOURCE = "127.0.0.2" if sys.platform == "linux" else None
 
 
 async def attack(address: str, number: int | None, seconds: float) -> dict[str, int]:
@@ -32,7 +34,7 @@ async def attack(address: str, number: int | None, seconds: float) -> dict[str, 
             trick = next(tricks) if number is None else TRICKS[number]
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(left_s if number is not None else min(left_s, 3)):
-                    raw = await RawHttp2.connect(address, window=trick.window)
+                    raw = await RawHttp2.connect(address, window=trick.window, source=SOURCE)
                     sent["connections"] += 1
                     try:
                         if not trick.reads:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+from collections.abc import Sequence
 
 from baton.api.errors import ConfigError, InvalidRequestError
 from baton.link import wire
@@ -130,3 +131,21 @@ class NodeEnd:
             return None
         self.joined = False
         return AbortAll("the link to the router broke", self.router_id)
+
+
+def merge_steps(events: Sequence[NodeEvent]) -> list[NodeEvent]:
+    """Return the events with consecutive steps merged into one, so that fewer messages are sent.
+
+    A slow event loop sends one message in each round. Steps must not pile up in front of beats.
+    Only the last step of a merged one has more than plain tokens: a router reads these first.
+    """
+    merged = list[NodeEvent]()
+    is_open = False  # the last event is a step of plain tokens
+    for event in events:
+        if is_open and isinstance(event, tuple):
+            last = merged.pop()
+            assert isinstance(last, tuple)
+            event = (*last, *event)
+        merged.append(event)
+        is_open = isinstance(event, tuple) and all(map(wire.is_plain, event))
+    return merged

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from baton.access.tls import NO_TLS, TlsOptions, read_tls
 from baton.access.tls_refusal import why_refused
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.link.admin_answers import AdminAnswers, Answer
-from baton.link.node_end import NodeEnd
+from baton.link.node_end import NodeEnd, merge_steps
 from baton.link.words import (
     BEAT_INTERVAL_S,
     AbortAll,
@@ -237,7 +238,10 @@ class RouterLink:
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
-            for message in self._end.say(await self._events.get()):
+            events = [await self._events.get()]
+            while isinstance(events[-1], tuple) and not self._events.empty():
+                events.append(self._events.get_nowait())
+            for message in chain.from_iterable(map(self._end.say, merge_steps(events))):
                 try:
                     await call.write(message)
                 except asyncio.InvalidStateError:  # the router ended the call: we were dead to it

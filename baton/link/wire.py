@@ -191,14 +191,18 @@ def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
     )
 
 
+def is_plain(delta: link.RequestDelta) -> bool:
+    """Return whether a delta holds tokens and nothing else."""
+    return delta == link.RequestDelta(
+        delta.request_id, delta.output_index, delta.token_ids, epoch=delta.epoch
+    )
+
+
 def split_step(deltas: tuple[link.RequestDelta, ...]) -> link.StepDeltas:
     """Pack plain tokens of several deltas into rows, which cost a thirtieth to read."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
-        is_plain = delta == link.RequestDelta(
-            delta.request_id, delta.output_index, delta.token_ids, epoch=delta.epoch
-        )
-        if not is_plain:
+        if not is_plain(delta):
             others.append(delta)
             continue
         for index, token_id in enumerate(delta.token_ids, delta.output_index):

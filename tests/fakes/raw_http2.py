@@ -72,15 +72,23 @@ class RawHttp2:
 
     @classmethod
     async def connect(
-        cls, address: str, *, window: int = 2**16 - 1, tls: ssl.SSLContext | None = None
+        cls,
+        address: str,
+        *,
+        window: int = 2**16 - 1,
+        tls: ssl.SSLContext | None = None,
+        source: str | None = None,
     ) -> RawHttp2:
         """Connect to a server.
 
         Args:
             window: initial window of a stream, in bytes.
+            source: the client's own IP address; None: whichever leads to the server.
         """
         host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+        reader, writer = await asyncio.open_connection(
+            host, int(port), ssl=tls, local_addr=(source, 0) if source else None
+        )
         initial_window_size = struct.pack(">HI", 4, window)
         writer.write(PREFACE + frame(SETTINGS, payload=initial_window_size))
         self = cls(reader, writer)

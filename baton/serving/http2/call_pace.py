@@ -8,21 +8,24 @@ from collections.abc import Callable
 
 # 64 calls in 20 ms are 3,200 a second, more than a router can serve. A burst begins within a few
 # intervals.
-MAX_AT_ONCE = 64
+MAX_AT_ONCE, MIN_AT_ONCE = 64, 16
 INTERVAL_S = 0.02
+_MORE_AT_ONCE = 8
 
 
 class CallPace:
-    """Hand out turns to begin a call, at most a given number in each interval.
+    """Hand out turns to begin or to cancel a call, at most a given number in each interval.
 
     The event loop's other work runs between two intervals, however many calls there are.
     Connections take turns, so many calls on one connection hardly delay a call on another one.
+    When the loop is late, the next interval has half as many turns, but at least `MIN_AT_ONCE`.
     """
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE, interval_s: float = INTERVAL_S) -> None:
         self._max_at_once = max_at_once
         self._interval_s = interval_s
-        self._num_left = max_at_once
+        self._num_at_once = self._num_left = max_at_once
+        self._began_at = 0.0
         self._waiting: deque[Callable[[], None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -35,7 +38,7 @@ class CallPace:
         return True
 
     def wait_turn(self, begin: Callable[[], None]) -> None:
-        """Call ``begin`` once, when one more call may begin."""
+        """Call ``begin`` once, when one more call may begin or be cancelled."""
         self._waiting.append(begin)
         self._start_timer()
 
@@ -46,16 +49,23 @@ class CallPace:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _start_timer(self) -> None:
+    def _start_timer(self, began_at: float | None = None) -> None:
+        """Begin an interval now, unless one has begun, or take the one that began at a time."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
+            self._began_at = loop.time() if began_at is None else began_at
             self._timer = loop.call_later(self._interval_s, self._begin_interval)
 
     def _begin_interval(self) -> None:
-        self._timer = None
-        self._num_left = self._max_at_once
+        now = asyncio.get_running_loop().time()
+        if now - self._began_at > 1.5 * self._interval_s:
+            self._num_at_once = max(self._num_at_once // 2, min(MIN_AT_ONCE, self._max_at_once))
+        else:
+            self._num_at_once = min(self._num_at_once + _MORE_AT_ONCE, self._max_at_once)
+        self._num_left = self._num_at_once
         while self._waiting and self._num_left:
             self._num_left -= 1
             self._waiting.popleft()()
-        if self._waiting or self._num_left < self._max_at_once:
-            self._start_timer()
+        self._timer = None
+        if self._waiting or self._num_left < self._num_at_once:
+            self._start_timer(now)

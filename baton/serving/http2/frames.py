@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,15 +18,17 @@ from baton.serving.http2.header_blocks import HeaderBlockError, HeaderMeter
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEAD_BYTES = 9
-_DATA, _HEADERS, _SETTINGS, _PUSH_PROMISE, _PING, _GOAWAY, _CONTINUATION = 0, 1, 4, 5, 6, 7, 9
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE = 0, 1, 3, 4, 5
+_PING, _GOAWAY, _CONTINUATION = 6, 7, 9
 _ACK, _END_HEADERS, _PADDED, _PRIORITY = 0x1, 0x4, 0x8, 0x20
 # Costs, in WINDOW_UPDATE frames. gRPC answers PING and SETTINGS, and for new settings looks at each
 # open stream. A client sends both a few times a second.
 _COSTS = {_SETTINGS: 32.0, _PING: 4.0}
 # A node tells its router of every step, thousands of times a second: of one token in 16 bytes.
 _TINY_DATA_BYTES, _SHORT_DATA_BYTES = 16, 256
-_SHORT_DATA_COST = 1 / 8
-_PROTOCOL_ERROR = 1
+_SHORT_DATA_COST = 1 / 4
+_PROTOCOL_ERROR, _CANCEL = 1, 8
+_KEPT_STREAMS = 2048  # as many as may be open at once
 
 
 class Http2Error(Exception):
@@ -38,7 +41,7 @@ class FrameLimits:
 
     A small frame is DATA of less than 256 bytes, or a frame that is neither DATA nor part of a
     header block. Reading a small frame costs more than sending it. The unit of cost is one
-    WINDOW_UPDATE, or DATA of less than 16 bytes. Longer DATA costs an eighth, as a node sends one
+    WINDOW_UPDATE, or DATA of less than 16 bytes. Longer DATA costs a quarter, as a node sends one
     message of 16 bytes or more for each step. PING costs 4, SETTINGS 32, an acknowledgement 1.
 
     Attributes:
@@ -79,6 +82,7 @@ class FrameGuard:
     Attributes:
         hold: why the next frame is held back; None when all whole frames have passed.
         is_up: whether the client's preface and settings have passed.
+        streams: ids of the latest streams that the client opened; some may have ended.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class FrameGuard:
         self._meter = HeaderMeter()
         self._has_preface = False
         self._held = b""
+        self.streams = deque[int](maxlen=_KEPT_STREAMS)
         self._last_stream = 0  # highest id of an opened stream
         self._num_data_bytes = 0  # still to come of a DATA frame
         self._budget = float(self._limits.small_burst)  # cost of small frames that may come now
@@ -149,7 +154,9 @@ class FrameGuard:
                     self.hold = Hold.CALL
                     break
                 stream = int.from_bytes(data[at + 5 : at + 9], "big")
-                self._last_stream = max(self._last_stream, stream)
+                if stream > self._last_stream:  # else trailers
+                    self._last_stream = stream
+                    self.streams.append(stream)
                 at, block = found
                 self._measure(block)
                 continue
@@ -249,3 +256,8 @@ def goodbye(why: str) -> bytes:
     payload = struct.pack(">II", 0, _PROTOCOL_ERROR) + why.encode()
     head = struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", _GOAWAY, 0, 0)
     return bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)) + head + payload
+
+
+def cancel_frame(stream: int) -> bytes:
+    """Return the frame by which a client cancels the call of a stream."""
+    return struct.pack(">I", 4)[1:] + struct.pack(">BBII", _RST_STREAM, 0, stream, _CANCEL)

@@ -26,7 +26,7 @@ from baton.api.errors import ConfigError
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 from baton.serving.connections import Listener
 from baton.serving.http2.call_pace import CallPace
-from baton.serving.http2.frames import FrameGuard, Hold, Http2Error, goodbye
+from baton.serving.http2.frames import FrameGuard, Hold, Http2Error, cancel_frame, goodbye
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ _MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # of the folder: macOS allows 104 in al
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
 _MAX_SENT_BYTES = 2**17  # bytes that wait for a client before gRPC must wait
+_FEW_STREAMS = 16  # gRPC may cancel so many calls at once
 
 
 class RpcFront:
@@ -179,7 +180,7 @@ class _ClientSide(asyncio.Protocol):
         self._client = None
         self._at_work.close()
         if self._server is not None:
-            self._server.abort()
+            self._cancel_calls()
         elif self._connecting is None:
             self._front.remove(self)
 
@@ -281,6 +282,23 @@ class _ClientSide(asyncio.Protocol):
             self._client.close()
         else:
             self._client.abort()
+
+    # ------------------------------------------------------------------ a client that is gone
+
+    def _cancel_calls(self) -> None:
+        """Cancel the calls of a client that is gone one by one, then close gRPC's side.
+
+        gRPC cancels all calls of a closed connection at once. Thousands of them would stop the
+        event loop for seconds.
+        """
+        if self._server is None:
+            return
+        streams = self._guard.streams
+        if len(streams) <= _FEW_STREAMS:
+            self._server.abort()
+            return
+        self._server.write(cancel_frame(streams.pop()))
+        self._front.pace.wait_turn(self._cancel_calls)
 
     # ------------------------------------------------------------------ the connection to gRPC
 

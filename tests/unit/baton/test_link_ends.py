@@ -10,12 +10,13 @@ from baton.api.errors import ConfigError
 from baton.api.outputs import FinishReason, RequestDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
-from baton.link.node_end import MAX_MISSED_BEATS, NodeEnd
+from baton.link.node_end import MAX_MISSED_BEATS, NodeEnd, merge_steps
 from baton.link.router_end import read_event, registered, write_command
 from baton.link.words import (
     AbortAll,
     CancelCommand,
     DecodeCommand,
+    NodeBeat,
     NodeRole,
     RouterBeat,
     StepDeltas,
@@ -115,3 +116,13 @@ def test_a_broken_link_ends_what_its_router_had_placed_once() -> None:
     assert not end.joined
     end.take_first(registered("", "r2"))  # a router of another process start
     assert end.leave() == AbortAll("the link to the router broke", "r2")
+
+
+def test_steps_that_wait_become_one_message_and_keep_their_order() -> None:
+    plain = [(RequestDelta("a", index, (7,), epoch=1),) for index in range(4)]
+    last = (RequestDelta("a", 4, (8,), FinishReason.LENGTH, epoch=1),)
+    beat = NodeBeat()
+    events = [plain[0], plain[1], last, plain[2], beat, plain[3]]
+    merged = merge_steps(events)
+    assert merged == [(*plain[0], *plain[1], *last), plain[2], beat, plain[3]]
+    assert merge_steps([beat]) == [beat]

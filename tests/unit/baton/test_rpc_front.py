@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
+import time
 
 import pytest
 
 from baton.serving.connection_limits import RpcLimits
+from baton.serving.http2.call_pace import INTERVAL_S, MAX_AT_ONCE, CallPace
+from baton.serving.http2.frames import cancel_frame
 from baton.serving.http2.rpc_front import RpcFront
+from tests.fakes.http2_tricks import block, headers
 from tests.fakes.http_scene import until
 from tests.fakes.raw_http2 import PREFACE, SETTINGS, frame
 from tests.fakes.router_scene import asynchronous
@@ -61,3 +66,56 @@ async def test_all_addresses_are_those_of_both_families() -> None:
         client.close()
         await until(lambda: not front._sides)
     await front.close()
+
+
+@asynchronous
+async def test_calls_of_a_client_that_is_gone_are_cancelled_a_few_at_a_time() -> None:
+    """gRPC cancelled thousands of calls at once, which stopped the event loop for seconds."""
+    front = RpcFront(RpcLimits())
+    passed, has_ended = bytearray(), asyncio.Event()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            passed.extend(data)
+        writer.close()
+        has_ended.set()
+
+    grpc = await asyncio.start_unix_server(take, front.private_address.removeprefix("unix:"))
+    host, _, port = (await front.start("127.0.0.1:0")).rpartition(":")
+    _, client = await asyncio.open_connection(host, int(port))
+    calls = b"".join(headers(stream, block()) for stream in range(1, 401, 2))
+    client.write(PREFACE + frame(SETTINGS) + calls)
+    await until(lambda: passed.endswith(headers(399, block())))
+    del passed[:]
+    began_at = asyncio.get_running_loop().time()
+    client.transport.abort()
+    await has_ended.wait()
+    cancelled = range(399, 2 * 16, -2)  # the last 16 end with the connection
+    assert bytes(passed) == b"".join(map(cancel_frame, cancelled))
+    num_intervals = len(cancelled) / MAX_AT_ONCE - 1
+    assert asyncio.get_running_loop().time() - began_at > num_intervals * INTERVAL_S
+    grpc.close()
+    await front.close()
+
+
+@asynchronous
+async def test_fewer_calls_begin_while_the_event_loop_is_late() -> None:
+    pace = CallPace(64, 0.02)
+    turns: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    def begin() -> None:
+        turns.append(loop.time())
+        time.sleep(0.002)
+
+    for _ in range(400):
+        pace.wait_turn(begin)
+    await until(lambda: len(turns) == 400)
+    sizes = [1]
+    for before, after in itertools.pairwise(turns):
+        if after - before > 0.01:  # another interval
+            sizes.append(0)
+        sizes[-1] += 1
+    assert max(sizes) <= 64
+    assert min(sizes[:-1]) <= 16
+    pace.close()
