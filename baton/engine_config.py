@@ -34,11 +34,13 @@ _BATCH_LIMITS = {
         "max_num_requests": 64,
         "max_num_batched_tokens": 1024,
         "long_prefill_token_threshold": 512,
+        "prefill_tokens_beside_decodes": 64,
     },
     "cuda": {
         "max_num_requests": 256,
         "max_num_batched_tokens": 8192,
         "long_prefill_token_threshold": 4096,
+        "prefill_tokens_beside_decodes": 2048,
     },
 }
 
@@ -179,6 +181,12 @@ class EngineConfig:
         least=0,
         help="Most tokens of one prompt in a step (its chunk), so that a long one leaves room for "
         "others; 0: 512 on a CPU, 4096 on a GPU.",
+    )
+    prefill_tokens_beside_decodes: int = option(
+        0,
+        least=0,
+        help="Most prompt tokens in a step that also decodes: fewer keep the gaps between a "
+        "stream's tokens short, more end prompts sooner; 0: 64 on a CPU, 2048 on a GPU.",
     )
     preemption: str = option(
         "recompute",
@@ -330,9 +338,10 @@ class EngineConfig:
         return max(min(most, self.max_num_batched_tokens), self.max_num_requests)
 
     def for_device(self, device_type: str) -> EngineConfig:
-        """The same with a number for every limit of a batch: 64 requests, 1,024 tokens and 512 of
-        one prompt on a CPU; 256, 8,192 and 4,096 on a GPU, whose steps cost much the same until
-        they are as large. A limit that is given moves the others that do not fit it.
+        """Return a copy with a number for every limit of a batch, see `_BATCH_LIMITS`.
+
+        A GPU's steps cost much the same until they are large, so its limits are higher. A limit
+        that is given moves the others that do not fit it.
         """
         limits = _BATCH_LIMITS[device_type]
         tokens = self.max_num_batched_tokens or max(
@@ -344,6 +353,8 @@ class EngineConfig:
             max_num_batched_tokens=tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold
             or limits["long_prefill_token_threshold"],
+            prefill_tokens_beside_decodes=self.prefill_tokens_beside_decodes
+            or limits["prefill_tokens_beside_decodes"],
         )
 
 

@@ -104,6 +104,7 @@ class Engine:
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            prefill_tokens_beside_decodes=config.prefill_tokens_beside_decodes,
             preemption=config.preemption,
             guesses_in_steps=config.num_lookahead_drafts > 0,
             drafter_reads=config.drafter_reads,

@@ -46,6 +46,7 @@ class Scheduler:
         max_num_requests: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         long_prefill_token_threshold: most tokens of one request in a step.
+        prefill_tokens_beside_decodes: most tokens of prompts in a step in which a request decodes.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         guesses_in_steps: whoever computes steps guesses what comes behind them, too.
         drafter_reads: see `EngineConfig.drafter_reads`.
@@ -69,6 +70,7 @@ class Scheduler:
         max_num_requests: int,
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int,
+        prefill_tokens_beside_decodes: int = ALL,
         preemption: str = "recompute",
         guesses_in_steps: bool = False,
         drafter_reads: bool = False,
@@ -85,6 +87,8 @@ class Scheduler:
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
         self._long_prefill_token_threshold = long_prefill_token_threshold
+        self._prefill_tokens_beside_decodes = prefill_tokens_beside_decodes
+        self._num_prefill_tokens_left = ALL  # that the step being scheduled may still have
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom()
         self._planner = StepPlanner(max_num_requests, tells_behind=guesses_in_steps)
@@ -248,6 +252,8 @@ class Scheduler:
         self.awaits_masks = False
         if not self._num_steps_in_flight:
             self._masks.wait()
+        is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
+        self._num_prefill_tokens_left = self._prefill_tokens_beside_decodes if is_mixed else ALL
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
@@ -383,7 +389,7 @@ class Scheduler:
             if budget <= 0:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # the step in flight samples its last token, or behind drafts
+            if num_tokens <= 0:  # waits for the step in flight, or for room beside decodes
                 continue
             if request.grammar is not None and not self._may_run(request, num_tokens):
                 continue
@@ -393,8 +399,7 @@ class Scheduler:
                 if self._num_steps_in_flight:
                     return None
                 break  # the request itself was preempted: it was the last
-            scheduled.append(ScheduledRequest(request, num_tokens))
-            budget -= num_tokens
+            budget -= self._add(request, num_tokens, scheduled)
         return budget
 
     def _admit_arrived(self, scheduled: list[ScheduledRequest], budget: int) -> int:
@@ -404,6 +409,8 @@ class Scheduler:
             if request is None:
                 break
             num_tokens = self._num_tokens_next(request, budget)
+            if num_tokens <= 0:  # a long part is not computed, and the step has no room for it
+                break
             target = request.num_computed_tokens + num_tokens
             if self.kv_cache_manager.allocate(request, target) is None:
                 if self._running:
@@ -418,7 +425,10 @@ class Scheduler:
         self, scheduled: list[ScheduledRequest], budget: int, num_draft_for: int
     ) -> int:
         """Start waiting requests, from their cached prefix on."""
-        while budget > 0 and len(self._running) < self._max_num_requests:
+        max_num_running = self._max_num_requests
+        while (
+            min(budget, self._num_prefill_tokens_left) > 0 and len(self._running) < max_num_running
+        ):
             request = self._room.peek()
             if request is None:
                 break
@@ -447,7 +457,13 @@ class Scheduler:
         bisect.insort(self._running, request, key=lambda r: r.rank)
         if not self._may_run(request, num_tokens):
             return 0
+        return self._add(request, num_tokens, scheduled)
+
+    def _add(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> int:
+        """Add a request to the step; return its number of tokens."""
         scheduled.append(ScheduledRequest(request, num_tokens))
+        if num_tokens > 1:
+            self._num_prefill_tokens_left -= num_tokens
         return num_tokens
 
     # ------------------------------------------------------------------ inside
@@ -492,7 +508,10 @@ class Scheduler:
                 return 0
             if request.request_id in self.drafts.kept:  # out of date; others come with its token
                 return 0
-        return 1 if missing == 1 else min(missing, budget, self._long_prefill_token_threshold)
+        if missing == 1:
+            return 1
+        left = self._num_prefill_tokens_left
+        return min(missing, budget, self._long_prefill_token_threshold, left)
 
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
         """Have a running request hold ``target`` tokens, if need be at the cost of the last."""
@@ -545,3 +564,11 @@ class Scheduler:
     def _free_when_idle(self, request: Request) -> None:
         if not request.num_tokens_in_flight:  # else `update` does, when nothing writes there
             self.kv_cache_manager.free(request)
+
+
+def _is_decoding(request: Request) -> bool:
+    """Return whether a request computes one token in its next step."""
+    num_known = request.num_tokens + request.num_tokens_pending
+    if num_known >= request.max_num_tokens:  # the step in flight samples its last token
+        return False
+    return num_known - request.num_computed_tokens - request.num_tokens_in_flight <= 1

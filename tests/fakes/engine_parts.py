@@ -53,6 +53,7 @@ def make_scheduler(
     max_num_requests: int = 8,
     max_num_batched_tokens: int = 64,
     long_prefill_token_threshold: int = 64,
+    prefill_tokens_beside_decodes: int = 64,
     prefix_cache: bool = False,
     sliding_windows: Sequence[int | None] = (None,),
 ) -> Scheduler:
@@ -68,6 +69,7 @@ def make_scheduler(
         max_num_requests=max_num_requests,
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_token_threshold=long_prefill_token_threshold,
+        prefill_tokens_beside_decodes=prefill_tokens_beside_decodes,
     )
 
 

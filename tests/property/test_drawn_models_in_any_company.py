@@ -150,6 +150,7 @@ def compare(architecture: str, number: int, folder: Path) -> tuple[int, int]:
             "max_num_requests": GROUP,
             "max_num_batched_tokens": draw.choice([11, 40, 300]),
             "long_prefill_token_threshold": draw.choice([7, 20, 64]),
+            "prefill_tokens_beside_decodes": draw.choice([3, 13, 300]),
             "prefix_cache": draw.random() < 0.6,
             "async_scheduling": draw.random() < 0.5,
             **options,

@@ -147,6 +147,7 @@ class InputBatchMachine(RuleBasedStateMachine):
     @initialize(
         max_num_batched_tokens=st.integers(4, 20),
         long_prefill_token_threshold=st.integers(1, 20),
+        prefill_tokens_beside_decodes=st.integers(1, 20),
         prefix_cache=st.booleans(),
         windows=st.sampled_from([[None], [3], [5], [None, 3], [3, None, 5]]),
         num_drafts=st.integers(0, 3),
@@ -155,6 +156,7 @@ class InputBatchMachine(RuleBasedStateMachine):
         self,
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int,
+        prefill_tokens_beside_decodes: int,
         prefix_cache: bool,
         windows: list[int | None],
         num_drafts: int,
@@ -173,6 +175,7 @@ class InputBatchMachine(RuleBasedStateMachine):
             max_num_requests=MAX_NUM_REQUESTS,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            prefill_tokens_beside_decodes=prefill_tokens_beside_decodes,
             prefix_cache=prefix_cache,
             sliding_windows=windows,
         )

@@ -54,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_requests=st.integers(1, 4),
         max_num_batched_tokens=st.integers(4, 20),
         long_prefill_token_threshold=st.integers(1, 20),
+        prefill_tokens_beside_decodes=st.integers(1, 20),
         prefix_cache=st.booleans(),
         sliding_windows=st.sampled_from([(None,), (1,), (2,), (5,), (8,)])
         | st.lists(st.sampled_from([None, 1, 2, 3, 5, 8]), min_size=1, max_size=3),
@@ -64,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_requests: int,
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int,
+        prefill_tokens_beside_decodes: int,
         prefix_cache: bool,
         sliding_windows: Sequence[int | None],
         num_drafts: int,
@@ -72,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_num_requests = max_num_requests
         self.budget = max_num_batched_tokens
         self.threshold = long_prefill_token_threshold
+        self.beside_decodes = prefill_tokens_beside_decodes
         self.windows, self.num_groups = sliding_windows, len(sliding_windows)
         self.num_blocks = NUM_BLOCKS * self.num_groups
         self.num_null_blocks = int(any(window is not None for window in sliding_windows))
@@ -84,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_requests=max_num_requests,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            prefill_tokens_beside_decodes=prefill_tokens_beside_decodes,
             prefix_cache=prefix_cache,
             sliding_windows=sliding_windows,
         )
@@ -290,6 +294,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes = [item.num_scheduled_tokens for item in scheduled.scheduled]
         assert scheduled.num_scheduled_tokens == sum(sizes) <= self.budget
         assert all(1 <= size <= self.threshold for size in sizes)
+        missing = {
+            item.request.request_id: item.request.num_tokens - item.request.num_computed_tokens
+            for item in scheduled.scheduled
+        }
+        if any(missing[one] == 1 for one in ids if one in running or one in arrived):
+            prompts = [
+                item.num_scheduled_tokens - len(item.draft_token_ids)
+                for item in scheduled.scheduled
+                if missing[item.request.request_id] > 1
+            ]
+            assert sum(prompts) <= self.beside_decodes
         for item in scheduled.scheduled:
             request = item.request
             assert request.status is RequestStatus.RUNNING

@@ -360,3 +360,46 @@ def test_the_same_id_twice_at_once_is_a_programmers_error() -> None:
     scheduler.add(make_request("a"))
     with pytest.raises(AssertionError, match="a"):
         scheduler.park(make_request("a"))
+
+
+# ---------------------------------------------------------------- prompts beside decodes
+
+
+def test_prompts_get_few_tokens_in_a_step_that_also_decodes() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=100, prefill_tokens_beside_decodes=6)
+    scheduler.add(make_request("old", 20, 5))
+    assert step(scheduler)[0] == {"old": 20}  # nobody decodes yet
+    for name in "ab":
+        scheduler.add(make_request(name, 8, 1))
+    assert step(scheduler)[0] == {"old": 1, "a": 6}
+    assert step(scheduler)[0] == {"old": 1, "a": 2, "b": 4}
+    assert step(scheduler)[0] == {"old": 1, "b": 4}
+
+
+def test_a_prompt_alone_is_computed_in_whole_chunks() -> None:
+    """Requests of a prefill node sample one token and never decode."""
+    scheduler = make_scheduler(max_num_batched_tokens=100, prefill_tokens_beside_decodes=6)
+    for name in "ab":
+        scheduler.add(make_request(name, 50, 1))
+    assert step(scheduler)[0] == {"a": 50, "b": 50}
+    assert not scheduler.has_work
+
+
+def test_a_request_whose_kv_has_come_counts_as_one_that_decodes() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=100, prefill_tokens_beside_decodes=6)
+    request = make_request("remote", 8, 3)
+    scheduler.park(request)
+    assert scheduler.grant("remote") is not None
+    scheduler.commit("remote", 7)
+    scheduler.add(make_request("here", 40, 2))
+    assert step(scheduler)[0] == {"remote": 1, "here": 6}
+
+
+def test_a_preempted_request_is_computed_again_in_small_parts_beside_decodes() -> None:
+    scheduler = make_scheduler(num_blocks=9, block_size=4, prefill_tokens_beside_decodes=3)
+    scheduler.add(make_request("a", 12, 14))
+    scheduler.add(make_request("b", 12, 14))
+    outputs = run_to_end(scheduler)
+    assert scheduler.num_preemptions
+    assert_complete(outputs, "a", 14)
+    assert_complete(outputs, "b", 14)
