@@ -74,7 +74,7 @@ class Watch:
 
     def __init__(self, deployment: LocalDeployment, url: str) -> None:
         self.held = Held()
-        self._deployment = deployment
+        self.deployment = deployment
         self._url = url
         self._base: dict[str, float] = {}
 
@@ -95,7 +95,7 @@ class Watch:
     async def stream(self) -> None:
         """One long output after the other; a gap is between two of its messages."""
         params = SamplingParams(max_tokens=1500, temperature=0.7, ignore_eos=True)
-        async with AsyncClient(self._deployment.config.listen) as client:
+        async with AsyncClient(self.deployment.config.listen) as client:
             while True:
                 last_at = None
                 try:
@@ -118,7 +118,7 @@ class Watch:
     def sizes(self) -> dict[str, float]:
         """MiB of each program, and of the largest of its worker processes."""
         sizes: dict[str, float] = {}
-        for child in self._deployment.children:
+        for child in self.deployment.children:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(child.process.pid)
                 sizes[child.name] = process.memory_info().rss / 2**20
@@ -130,7 +130,7 @@ class Watch:
 
     def begin(self) -> None:
         self._base = self.sizes()
-        for child in self._deployment.children:  # one that starts with this shape
+        for child in self.deployment.children:  # one that starts with this shape
             self._base.setdefault(f"{child.name} worker", 60.0)
         self.held = Held()
 

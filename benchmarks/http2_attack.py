@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 from tests.fakes.http2_tricks import TRICKS
 from tests.fakes.raw_http2 import RawHttp2
@@ -54,8 +55,16 @@ async def attack(address: str, number: int | None, seconds: float) -> dict[str, 
     return sent
 
 
+def _take_spare_cores_only() -> None:
+    """Lower this process's priority, and that of its session where the kernel shares by session."""
+    os.nice(10)
+    with contextlib.suppress(OSError):
+        os.setsid()
+        Path("/proc/self/autogroup").write_text("10", "ascii")
+
+
 def main() -> None:
-    os.nice(5)
+    _take_spare_cores_only()
     address, part, seconds = sys.argv[1:]
     number = None if part == "all" else int(part)
     print(json.dumps(asyncio.run(attack(address, number, float(seconds)))))

@@ -7,13 +7,15 @@ These run at low priority: on a small machine they would take cores that no atta
 could take. Each trick goes to the router's gRPC port and to a decode node's port for some seconds,
 over 8 connections each; then all tricks at once. Meanwhile a probe asks the router's /health and
 another client streams. The goals are those of `hostile_shapes.py`, and that no link to a node is
-lost. Rows that miss a goal are printed, and the exit code is 1.
+lost. Rows that miss a goal are printed, and the exit code is 1. `starved_ms` is how long the main
+thread of a program waited for a core: a machine without spare cores misses goals by that alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -48,6 +50,7 @@ class Outcome:
     sent_mib: float
     num_connections: int
     lost: list[str]
+    starved_ms: float
     failed: list[str]
 
     def misses(self) -> list[str]:
@@ -73,6 +76,17 @@ def lost_lines(folder: Path) -> list[str]:
     return [line for line in lines if any(word in line for word in _LOST)]
 
 
+def cpu_waits(deployment: LocalDeployment) -> dict[str, float]:
+    """Return for how many seconds each program's main thread has waited for a core so far."""
+    waits = {"": 0.0}
+    for child in deployment.children:
+        pid = child.process.pid
+        with contextlib.suppress(OSError):  # another kernel than Linux, or the program has ended
+            stat = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text("ascii")
+            waits[child.name] = int(stat.split()[1]) / 1e9
+    return waits
+
+
 async def measure(
     watch: Watch,
     folder: Path,
@@ -83,6 +97,7 @@ async def measure(
 ) -> Outcome:
     """Attack all these ports at once, and return the worst that was seen."""
     lost = set(lost_lines(folder))
+    waited = cpu_waits(watch.deployment)
     watch.begin()
     attackers = [start_attack(address, number, seconds) for address in addresses.values()]
     try:
@@ -93,6 +108,7 @@ async def measure(
         for one in attackers:
             one.kill()
     await asyncio.sleep(SETTLE_S)
+    starved = {name: s - waited.get(name, s) for name, s in cpu_waits(watch.deployment).items()}
     sent = [json.loads(out) if out else {"bytes": 0, "connections": 0} for out, _ in answers]
     held = watch.held
     grown = max(held.growth_mib, key=lambda one: held.growth_mib[one], default="")
@@ -101,7 +117,8 @@ async def measure(
         round(held.growth_mib.get(grown, 0.0), 1), grown,
         round(sum(one["bytes"] for one in sent) / 2**20, 1),
         sum(one["connections"] for one in sent),
-        [line for line in lost_lines(folder) if line not in lost], list(held.failed),
+        [line for line in lost_lines(folder) if line not in lost],
+        round(1000 * max(starved.values()), 1), list(held.failed),
     )  # fmt: skip
 
 
