@@ -1,0 +1,191 @@
+"""Compare the gaps of served streams with the steps of an engine alone, by number of threads.
+
+    python benchmarks/served_steps.py [--threads 1,2,4] [--rounds 3] [--model FOLDER]
+
+An engine in a process of its own, loaded and stepped by one thread, gives the shortest time for a
+token. A colocated and a split deployment, whose nodes have as many threads, serve the same request;
+the gap between two tokens (ITL, inter-token latency) should hardly be longer. A node whose threads
+sleep in barriers, or wait for cores, shows here. Then four users at a time send prompts of 512
+tokens for 64 tokens each: the 99th percentile of the gaps shows what prompts cost other streams.
+
+Numbers of threads beyond the machine's cores are left out. Engines take turns in each round, and
+medians of the rounds count. Exit code 1: a stream alone is more than 1.25 times slower than a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.api.sampling_params import SamplingParams
+from baton.client.client import AsyncClient
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.processes.free_address import free_address
+from environment import record_environment, write_results
+
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
+SHAPES = {"colocated": (0, 1), "split": (1, 1)}  # prefill and decode nodes
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
+NUM_USERS, NUM_REQUESTS = 4, 24
+BUSY_PROMPT_TOKENS, BUSY_OUTPUT_TOKENS = 512, 64
+READY_TIMEOUT_S = 120.0
+MOST = 1.25  # a gap of a stream alone, over a step of an engine alone
+
+ENGINE_ALONE = """
+import json, statistics, sys, time
+from baton.api.sampling_params import SamplingParams
+from engine.offline.llm import LLM
+model, threads, prompt, num_tokens = sys.argv[1:]
+llm = LLM(model, num_threads=int(threads), kv_cache_bytes=2**28)
+times, step = [], llm.engine.step
+def timed():
+    began_at = time.perf_counter()
+    result = step()
+    times.append(time.perf_counter() - began_at)
+    return result
+llm.engine.step = timed
+for _ in range(3):
+    llm.generate(json.loads(prompt), SamplingParams(max_tokens=int(num_tokens), ignore_eos=True))
+print(1000 * statistics.median(times))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Milliseconds between two tokens of a stream: half of them, and 99 of 100, are shorter."""
+
+    p50: float
+    p99: float
+
+
+def draw_prompt(seed: int, num_tokens: int) -> list[int]:
+    """Return a prompt of random tokens of the demo model's vocabulary."""
+    drawn = random.Random(seed)
+    return [drawn.randrange(300, 1000) for _ in range(num_tokens)]
+
+
+def step_alone(model: str, threads: int) -> float:
+    """Return the median milliseconds of a step of an engine in a process of its own."""
+    prompt = json.dumps(draw_prompt(0, PROMPT_TOKENS))
+    words = ["-c", ENGINE_ALONE, model, str(threads), prompt, str(OUTPUT_TOKENS)]
+    done = subprocess.run([sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+async def stream_gaps(client: AsyncClient, prompt: list[int], num_tokens: int) -> list[float]:
+    """Return the milliseconds between the tokens of one stream."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    times = list[float]()
+    async for delta in client.stream(prompt, params):
+        times += [time.perf_counter()] * len(delta.token_ids)
+    return [1000 * (after - before) for before, after in itertools.pairwise(times)]
+
+
+async def measure(address: str, seed: int) -> dict[str, Gaps]:
+    """Return the gaps of a stream alone, and of several users at a time."""
+    prompts = iter(range(seed, seed + 10_000))
+    async with AsyncClient(address) as client:
+        for _ in range(2):
+            await stream_gaps(client, draw_prompt(next(prompts), PROMPT_TOKENS), 16)
+        alone = list[float]()
+        for _ in range(3):
+            prompt = draw_prompt(next(prompts), PROMPT_TOKENS)
+            alone += await stream_gaps(client, prompt, OUTPUT_TOKENS)
+        busy = list[float]()
+
+        async def use() -> None:
+            for _ in range(NUM_REQUESTS // NUM_USERS):
+                prompt = draw_prompt(next(prompts), BUSY_PROMPT_TOKENS)
+                busy.extend(await stream_gaps(client, prompt, BUSY_OUTPUT_TOKENS))
+
+        await asyncio.gather(*(use() for _ in range(NUM_USERS)))
+    return {"alone": percentiles(alone), "busy": percentiles(busy)}
+
+
+def percentiles(gaps: list[float]) -> Gaps:
+    """Return the percentiles of these gaps."""
+    ordered = sorted(gaps)
+    return Gaps(statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))])
+
+
+def serve(model: str, shape: str, threads: int, node_args: list[str], seed: int) -> dict[str, Gaps]:
+    """Start a deployment, and measure its streams."""
+    num_prefill, num_decode = SHAPES[shape]
+    config = LocalDeploymentConfig(
+        model=model, listen=free_address(), num_prefill=num_prefill, num_decode=num_decode,
+        node_args=["--num-threads", str(threads), *node_args], lend_cores=False,
+    )  # fmt: skip
+    with LocalDeployment(config) as deployment:
+        deployment.wait_ready(READY_TIMEOUT_S)
+        return asyncio.run(measure(config.listen, seed))
+
+
+def median_of(rounds: list[dict[str, Gaps]], load: str) -> Gaps:
+    """Return the medians of the rounds."""
+    found = [one[load] for one in rounds]
+    return Gaps(
+        *(statistics.median(getattr(one, name) for one in found) for name in ("p50", "p99"))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", default="1,2,4")
+    parser.add_argument("--shapes", default="colocated,split")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--node-args", default="", help="more options of all nodes, as one string")
+    parser.add_argument("--save", action="store_true", help="write JSON in benchmarks/results")
+    options = parser.parse_args()
+    environment = record_environment()
+    wanted = [int(one) for one in options.threads.split(",")]
+    num_cores = len(os.sched_getaffinity(0))
+    counts = [one for one in wanted if one <= num_cores]
+    shapes = options.shapes.split(",")
+    steps: dict[int, list[float]] = {threads: [] for threads in counts}
+    served: dict[tuple[str, int], list[dict[str, Gaps]]] = {}
+    for number, threads in itertools.product(range(options.rounds), counts):
+        steps[threads].append(step_alone(options.model, threads))
+        for shape in shapes:
+            found = serve(
+                options.model, shape, threads, options.node_args.split(), 1000 * number + threads
+            )
+            served.setdefault((shape, threads), []).append(found)
+    table = Table("threads", "shape", "step ms", "ITL alone", "over step", "4 users p50", "p99")
+    rows, is_slow = list[dict[str, object]](), False
+    for (shape, threads), rounds in served.items():
+        step = statistics.median(steps[threads])
+        alone, busy = median_of(rounds, "alone"), median_of(rounds, "busy")
+        ratio = alone.p50 / step
+        is_slow = is_slow or ratio > MOST
+        rows.append({
+            "threads": threads, "shape": shape, "step_ms": step, "itl_alone_ms": alone.p50,
+            "itl_over_step": ratio, "busy_itl_p50_ms": busy.p50, "busy_itl_p99_ms": busy.p99,
+        })  # fmt: skip
+        table.add_row(
+            str(threads), shape, f"{step:.2f}", f"{alone.p50:.2f}", f"{ratio:.2f}",
+            f"{busy.p50:.1f}", f"{busy.p99:.1f}",
+        )  # fmt: skip
+    Console().print(table)
+    if len(counts) < len(wanted):
+        print(f"left out, as the machine has {num_cores} cores: more threads")
+    if options.save:
+        write_results("served_steps", environment, {"most": MOST, "rows": rows})
+    sys.exit(is_slow)
+
+
+if __name__ == "__main__":
+    main()
