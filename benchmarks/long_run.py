@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
@@ -62,6 +63,22 @@ class Usage:
 def look(site: Site) -> dict[str, Usage]:
     """Read the usage of the processes that survive."""
     return {name: Usage.of(site.deployment.child(name).process.pid) for name in SURVIVORS}
+
+
+def open_files(site: Site) -> dict[str, Counter[str]]:
+    """Return what the survivors' descriptors are, and of sockets who is at the other end."""
+    found = {}
+    for name in SURVIVORS:
+        pid = site.deployment.child(name).process.pid
+        links = [str(one.readlink()) for one in Path(f"/proc/{pid}/fd").iterdir()]
+        files = Counter(link for link in links if not link.startswith("socket:"))
+        for one in psutil.Process(pid).net_connections("all"):
+            ends = [
+                str(end.port) if hasattr(end, "port") else end for end in (one.laddr, one.raddr)
+            ]
+            files[f"{one.family.name} {one.status} {ends[0]} {ends[1]}"] += 1
+        found[name] = files
+    return found
 
 
 async def look_at_rest(site: Site) -> dict[str, Usage]:
@@ -129,7 +146,7 @@ async def measure(
     """Do one run under load, and compare the survivors' usage before and after."""
     await stand_still_often(site, NUM_WARM_UP)
     await warm_up(site)
-    before = await look_at_rest(site)
+    before, files = await look_at_rest(site), open_files(site)
     samples: list[dict[str, Usage]] = []
     load = Load(site.address, site.cases, CONCURRENCY, arguments.seed, leaving=0.05)
     running = asyncio.create_task(load.run())
@@ -143,7 +160,7 @@ async def measure(
         load.stop()
         await running
         sampling.cancel()
-    after = await look_at_rest(site)
+    after, opened = await look_at_rest(site), open_files(site)
     found: dict[str, object] = {
         "faults": dict(Counter(faults)),
         "requests": dict(sorted(load.counts().items())),
@@ -157,6 +174,8 @@ async def measure(
             for name in SURVIVORS
         },
         "grown": grown(before, after),
+        "opened": {name: sorted((now - files[name]).elements()) for name, now in opened.items()},
+        "closed": {name: sorted((files[name] - now).elements()) for name, now in opened.items()},
         "broken": {name: load.counts()[name] for name in BROKEN if load.counts()[name]},
     }
     console.print(f"{what}:", found)
