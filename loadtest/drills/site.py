@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from baton.api.errors import ConfigError
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
+from baton.processes.held_folder import HeldFolder
 from loadtest.drills.faults import Fault, FaultEvent
 from loadtest.load.clock import RunClock
 
@@ -155,15 +155,16 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
         if stop.is_set():
             raise ConfigError("up: stopped before all nodes were ready")
 
-    with tempfile.TemporaryDirectory(prefix="baton-faults-") as folder:
-        files = _fault_files(options, Path(folder))
+    with HeldFolder("baton-faults-") as folder:
+        files = _fault_files(options, folder.path)
+        faults = ["--inject-faults", f"@{folder.path}"] if files else []
         config = LocalDeploymentConfig(
             model=options.model,
             listen=free_address(),
             num_prefill=options.num_prefill,
             num_decode=options.num_decode,
             router_args=options.router_args,
-            node_args=(*options.node_args, *(["--inject-faults", f"@{folder}"] if files else [])),
+            node_args=(*options.node_args, *faults),
             admin_token=options.admin_token,
         )
         deployment = LocalDeployment(config)

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import shutil
 import socket
 import ssl
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import cast
 
 from baton.api.errors import ConfigError
+from baton.processes.held_folder import HeldFolder
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 from baton.serving.connections import Listener
 from baton.serving.http2.call_pace import CallPace
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 # For the names of connections to the private socket; the longest is an IPv6 address with a number.
 _MAX_NAME_CHARS = 60
+_PREFIX = "baton-rpc-"
 _MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # of the folder: macOS allows 104 in all, Linux 108
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
@@ -75,7 +76,7 @@ class RpcFront:
 
     @property
     def _path(self) -> str:
-        return f"{self._folder}/grpc"
+        return f"{self._folder.path}/grpc"
 
     async def start(self, listen: str, *, reuse_port: bool = False) -> str:
         """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
@@ -100,7 +101,7 @@ class RpcFront:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._is_empty.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def add(self, side: _ClientSide) -> None:
         """Remember a connection that has come up."""
@@ -119,7 +120,7 @@ class RpcFront:
         Args:
             address: the client's IP address, without a port.
         """
-        name = f"{self._folder}/[{address}]:{next(self._numbers)}"
+        name = f"{self._folder.path}/[{address}]:{next(self._numbers)}"
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.setblocking(False)
@@ -322,14 +323,14 @@ class _ServerSide(asyncio.Protocol):
         self._client.end()
 
 
-def _make_folder() -> Path:
+def _make_folder() -> HeldFolder:
     """Make a folder that only this user can read; raises ConfigError."""
     problem = "no folder for temporary files can be found"
     for parent in _parents():
-        if len(parent) > _MAX_PATH_CHARS - len("/baton-12345678"):
+        if len(f"{parent}/{_PREFIX}12345678") > _MAX_PATH_CHARS:
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix="baton-", dir=parent))
+            return HeldFolder(_PREFIX, parent)
         except OSError as error:
             problem = f"{parent}: {error.strerror}"
     raise ConfigError(f"listen: gRPC needs a folder for a socket, and none can be made ({problem})")
