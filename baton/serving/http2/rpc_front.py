@@ -37,6 +37,8 @@ _MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # of the folder: macOS allows 104 in al
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
 _MAX_SENT_BYTES = 2**17  # bytes that wait for a client before gRPC must wait
+# Read behind a call that waits for its turn, so that an acknowledgement there is found.
+_MAX_HELD_BYTES = 2**18
 
 
 class RpcFront:
@@ -138,8 +140,9 @@ class RpcFront:
 class _ClientSide(asyncio.Protocol):
     """A client's connection: frames pass the guard, and then go to gRPC.
 
-    While gRPC does not read or the guard holds back a frame, nothing more is read from the client.
-    While the client does not read, none of its calls begins.
+    While gRPC does not read or small frames come too fast, nothing more is read from the client.
+    While a call waits for its turn, some more is read, for frames that may overtake the call. While
+    the client does not read, none of its calls begins.
     """
 
     def __init__(self, front: RpcFront) -> None:
@@ -151,7 +154,7 @@ class _ClientSide(asyncio.Protocol):
         self._connecting: asyncio.Task[None] | None = None
         self._unsent = b""  # waits for the connection to gRPC
         self._is_client_full = self._is_server_full = False
-        self._has_turn = self._is_refused = False
+        self._has_turn = self._waits_turn = self._is_refused = False
         self._at_work = contextlib.ExitStack()
 
     # ------------------------------------------------------------------ said by the client's side
@@ -247,11 +250,12 @@ class _ClientSide(asyncio.Protocol):
         if self._guard.hold is Hold.RATE:
             loop = asyncio.get_running_loop()
             loop.call_later(_RATE_PAUSE_S, self._pass_on, b"")
-        elif self._guard.hold is Hold.CALL and not self._is_client_full:
+        elif self._guard.hold is Hold.CALL and not (self._is_client_full or self._waits_turn):
+            self._waits_turn = True
             self._front.pace.wait_turn(self._use_turn)
 
     def _use_turn(self) -> None:
-        self._has_turn = True
+        self._waits_turn, self._has_turn = False, True
         self._pass_on(b"")
         self._has_turn = False
 
@@ -267,7 +271,9 @@ class _ClientSide(asyncio.Protocol):
         if self._client is None:
             return
         is_ready = self._server is not None or not self._guard.is_up
-        if is_ready and not self._is_server_full and self._guard.hold is None:
+        hold, num_held_bytes = self._guard.hold, self._guard.num_held_bytes
+        may_read = hold is None or (hold is Hold.CALL and num_held_bytes < _MAX_HELD_BYTES)
+        if is_ready and not self._is_server_full and may_read:
             self._client.resume_reading()
         else:
             self._client.pause_reading()
