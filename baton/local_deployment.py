@@ -14,7 +14,6 @@ import os
 import secrets
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from baton.access.tls import read_tls
 from baton.access.tls_options import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.processes.child_processes import PARENT_PIPE_VARIABLE, PYTHON_MODULE, fleet_environment
+from baton.processes.held_folder import HeldFolder
 from baton.processes.ray_processes import RayCluster
 from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
@@ -149,7 +149,7 @@ class LocalDeployment:
             check_is_free("http_listen", self.config.http_listen)
         folder = self.config.log_folder
         if folder is None:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+            folder = self._stack.enter_context(HeldFolder("baton-up-")).path
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "router.log").touch()
@@ -322,8 +322,7 @@ class LocalDeployment:
         are_shared = max(num_ranks) > 1 or len(set(every)) < len(every)
         if not config.lend_cores or are_placed or are_shared or len(cores) == 1:
             return ""
-        folder = tempfile.TemporaryDirectory(prefix="baton-cores-")
-        return self._stack.enter_context(folder)
+        return str(self._stack.enter_context(HeldFolder("baton-cores-")).path)
 
     def _start(self, name: str, arguments: list[str], cores: list[int] | None) -> None:
         self.children.append(self._spawn(name, arguments, cores))

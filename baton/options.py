@@ -209,15 +209,18 @@ def check_limits(owner: Any) -> None:
         said, value = one.metadata.get(_KEY), getattr(owner, one.name)
         if not isinstance(said, Declaration) or value is None:
             continue
+        name = said.name or one.name
         if why := said.problem(value):
-            raise ConfigError(f"{one.name}: {why}")
-        if one.name.endswith("_s") and value > LONGEST_S:
-            raise ConfigError(f"{one.name}: must be {LONGEST_S:g} or less, got {value:g}")
+            raise ConfigError(f"{name}: {why}")
+        if one.name.endswith("_s") and isinstance(value, int | float) and value > LONGEST_S:
+            raise ConfigError(f"{name}: must be {LONGEST_S:g} or less, got {value:g}")
 
 
 def parse_bytes(name: str, text: str) -> int:
     """``512M``, ``2GiB``, ``1000000``; raises ConfigError naming the option."""
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ConfigError(f"{name}: must be a number of bytes such as 512M or 2G, got {text!r}")
+        raise ConfigError(
+            f"{name}: must be a number of bytes such as 512M or 2G, got {text!r:.100}"
+        )
     return int(match[1]) * _UNITS[match[2].upper()]

@@ -9,7 +9,6 @@ import asyncio
 import os
 import random
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -18,8 +17,10 @@ import grpc
 from baton.api.errors import BatonError
 from baton.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
+from baton.processes.held_folder import abandoned_folders
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from chaos_load import Case
+from engine.executors.multiproc import RANKS_PREFIX
 
 READY_TIMEOUT_S = 60.0
 FREE_TIMEOUT_S = 10.0  # "within seconds"
@@ -175,9 +176,7 @@ def is_running(pid: int) -> bool:
 
 def left_behind() -> set[str]:
     """Files in shared memory, and folders where ranks of processes met that have ended."""
-    folders = Path(tempfile.gettempdir()).glob("baton-ranks-*-*")
-    dead = (path for path in folders if not is_running(int(path.name.split("-")[2])))
-    return {str(path) for path in (*Path("/dev/shm").iterdir(), *dead)}
+    return {str(path) for path in (*Path("/dev/shm").iterdir(), *abandoned_folders(RANKS_PREFIX))}
 
 
 def flush_caches(router: str) -> None:

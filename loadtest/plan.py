@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.api.errors import ConfigError
+from baton.options import LONGEST_S, check_limits, option
 from loadtest.load.generate import Lengths
-from loadtest.load.lengths import LengthDistribution
+from loadtest.load.lengths import MAX_LENGTH, LengthDistribution
 from loadtest.slo import NO_SLO, Slo
 
 ARRIVALS = ("constant", "poisson", "gamma")
+# Each user is a task, and each request a message that is made ahead of its time.
+MAX_USERS, MAX_RATE_PER_S = 100_000, 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +33,22 @@ class OpenLoop:
             above are bursts.
     """
 
-    rate_per_s: float
-    arrivals: str = "poisson"
-    burstiness: float = 1.0
+    rate_per_s: float = option(
+        name="rate",
+        above=0,
+        most=MAX_RATE_PER_S,
+        help="Open loop: requests per second, whatever the answers do.",
+    )
+    arrivals: str = option("poisson", choices=ARRIVALS, help=f"Open loop: {', '.join(ARRIVALS)}.")
+    burstiness: float = option(
+        1.0,
+        above=0,
+        most=100,
+        help="Gamma arrivals: standard deviation of the gaps over their mean.",
+    )
 
     def __post_init__(self) -> None:
-        if not self.rate_per_s > 0:
-            raise ConfigError(f"rate: must be above 0, got {self.rate_per_s!r}")
-        if self.arrivals not in ARRIVALS:
-            raise ConfigError(
-                f"arrivals: must be one of {', '.join(ARRIVALS)}, got {self.arrivals!r}"
-            )
-        if not self.burstiness > 0:
-            raise ConfigError(f"burstiness: must be above 0, got {self.burstiness!r}")
+        check_limits(self)
         if self.arrivals != "gamma" and self.burstiness != 1.0:
             raise ConfigError(f"burstiness: is of gamma arrivals, got {self.arrivals!r}")
 
@@ -55,14 +61,15 @@ class ClosedLoop:
         think_s: mean pause between an answer and the next request, exponential.
     """
 
-    concurrency: int
-    think_s: float = 0.0
+    concurrency: int = option(
+        least=1, most=MAX_USERS, help="Closed loop: users who wait for their answers."
+    )
+    think_s: float = option(
+        0.0, least=0, help="Closed loop: mean pause before the next request, exponential."
+    )
 
     def __post_init__(self) -> None:
-        if not self.concurrency >= 1:
-            raise ConfigError(f"concurrency: must be 1 or more, got {self.concurrency!r}")
-        if not self.think_s >= 0:
-            raise ConfigError(f"think_s: must be 0 or more, got {self.think_s!r}")
+        check_limits(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +77,10 @@ class TraceReplay:
     """The requests of a trace file, at its times multiplied by ``slowdown``."""
 
     path: Path
-    slowdown: float = 1.0
+    slowdown: float = option(1.0, above=0, most=1e6, help="Replay: times are multiplied by this.")
 
     def __post_init__(self) -> None:
-        if not self.slowdown > 0:
-            raise ConfigError(f"slowdown: must be above 0, got {self.slowdown!r}")
+        check_limits(self)
 
 
 ONE_TURN = Lengths(1)
@@ -111,49 +117,59 @@ class LoadPlan:
     load: Load
     input_lengths: LengthDistribution
     output_lengths: LengthDistribution
-    prefix_groups: int = 0
-    prefix_tokens: int = 0
-    cancel_rate: float = 0.0
+    prefix_groups: int = option(
+        0,
+        least=0,
+        most=10**6,
+        help="Prompts are of so many groups that begin alike; 0: none do.",
+    )
+    prefix_tokens: int = option(
+        0,
+        least=0,
+        most=MAX_LENGTH,
+        help="Tokens of a group's beginning, before those of --input-tokens.",
+    )
+    cancel_rate: float = option(
+        0.0, least=0, most=1, help="Share of requests that the client gives up on the way."
+    )
     turns: LengthDistribution = ONE_TURN
-    turn_pause_s: float = 0.0
+    turn_pause_s: float = option(
+        0.0,
+        least=0,
+        help="Mean pause between an answer and the next turn, seconds, exponential.",
+    )
     dataset: Path | None = None
     tokenizer: Path | None = None
     seed: int = 0
     round: int = 0
-    warmup_s: float = 0.0
-    duration_s: float | None = None
-    num_requests: int | None = None
-    vocab_size: int = 1000
-    timeout_s: float = 600.0
-    drain_timeout_s: float = 60.0
+    warmup_s: float = option(
+        0.0, least=0, help="What is scheduled before is not measured, seconds."
+    )
+    duration_s: float | None = option(
+        None, above=0, help="Nothing is sent after, seconds; warm-up included."
+    )
+    num_requests: int | None = option(None, least=1, most=10**9, help="Send at most so many.")
+    vocab_size: int = option(
+        1000, least=1, most=2**31, help="Prompts are made of the token ids below this."
+    )
+    timeout_s: float = option(600.0, above=0, help="Of one request, seconds.")
+    drain_timeout_s: float = option(
+        60.0, least=0, help="What has no answer so long after the last is sent is given up."
+    )
     max_lag_s: float = 0.01
     slo: Slo = NO_SLO
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("prefix_groups", 0),
-            ("prefix_tokens", 0),
-            ("cancel_rate", 0),
-            ("turn_pause_s", 0),
-            ("warmup_s", 0),
-            ("num_requests", 1),
-            ("vocab_size", 1),
-            ("drain_timeout_s", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ConfigError(f"{name}: must be {least} or more, got {value!r}")
-        if not self.cancel_rate <= 1:
-            raise ConfigError(f"cancel_rate: must be at most 1, got {self.cancel_rate!r}")
+        check_limits(self)
+        if not 0 < self.max_lag_s <= LONGEST_S:
+            raise ConfigError(
+                f"max_lag_ms: must be above 0 and at most {LONGEST_S * 1e3:g}, "
+                f"got {self.max_lag_s * 1e3:g}"
+            )
         if (self.prefix_groups > 0) != (self.prefix_tokens > 0):
             raise ConfigError(
                 "prefix_groups, prefix_tokens: must both be 0 or both be above, "
                 f"got {self.prefix_groups}, {self.prefix_tokens}"
-            )
-        if not (self.timeout_s > 0 and self.max_lag_s > 0):
-            raise ConfigError(
-                "timeout_s, max_lag_ms: must be above 0, "
-                f"got {self.timeout_s!r}, {self.max_lag_s * 1e3:g}"
             )
         if self.duration_s is not None and not self.duration_s > self.warmup_s:
             raise ConfigError(

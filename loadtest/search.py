@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from baton.api.errors import ConfigError
+from baton.options import check_limits, option
 from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.report.confidence import MAX_REPEATS, Interval, bracket_interval, mean_interval
 from loadtest.steps import OnStep, Play, Step, with_load
@@ -32,17 +33,24 @@ class Search:
             highest that holds.
     """
 
-    attainment: float = 0.9
-    repeats: int = 3
-    precision: float = 0.1
+    attainment: float = option(
+        0.9, above=0, most=1, help="Search: share of requests that must keep the SLO."
+    )
+    repeats: int = option(
+        3,
+        least=1,
+        most=MAX_REPEATS,
+        help="Search: so many times, for a confidence interval.",
+    )
+    precision: float = option(
+        0.1,
+        least=0.001,
+        most=1,
+        help="Search: ends when what fails is so much above what holds.",
+    )
 
     def __post_init__(self) -> None:
-        if not 0 < self.attainment <= 1:
-            raise ConfigError(f"attainment: must be above 0, at most 1, got {self.attainment!r}")
-        if not 1 <= self.repeats <= MAX_REPEATS:
-            raise ConfigError(f"repeats: must be 1 to {MAX_REPEATS}, got {self.repeats!r}")
-        if not 0.001 <= self.precision <= 1:
-            raise ConfigError(f"precision: must be 0.001 to 1, got {self.precision!r}")
+        check_limits(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.api.errors import ConfigError
+from baton.options import LONGEST_S
 
 LIMITED = ("ttft", "tpot", "gap", "e2e")
 
@@ -30,10 +31,11 @@ class Slo:
                 limit = float(number)
             except ValueError:
                 limit = 0.0
-            if name not in LIMITED or name in limits or not limit > 0:
+            if name not in LIMITED or name in limits or not 0 < limit <= LONGEST_S:
                 raise ConfigError(
-                    f"slo: must be like ttft=0.5,tpot=0.05 with seconds above 0 and names of "
-                    f"{', '.join(LIMITED)}, got {text!r}"
+                    f"slo: must be like ttft=0.5,tpot=0.05 with seconds above 0, "
+                    f"at most {LONGEST_S:g}, and names of "
+                    f"{', '.join(LIMITED)}, got {text!r:.100}"
                 )
             limits[name] = limit
         return cls(tuple(limits.items()))

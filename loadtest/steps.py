@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from baton.api.errors import ConfigError
-from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop
+from loadtest.plan import MAX_RATE_PER_S, MAX_USERS, ClosedLoop, LoadPlan, OpenLoop
 from loadtest.run import RunResult
 
 VARIABLES = ("rate", "concurrency")
@@ -53,12 +53,13 @@ class Sweep:
             values = tuple(float(value) for value in listed.split(","))
         except ValueError:
             values = ()
-        in_limits = 1 <= len(values) <= MAX_STEPS and all(0 < value < 1e9 for value in values)
+        most = MAX_RATE_PER_S if variable == "rate" else MAX_USERS
+        in_limits = 1 <= len(values) <= MAX_STEPS and all(0 < value <= most for value in values)
         is_whole = variable == "rate" or all(value.is_integer() for value in values)
         if variable not in VARIABLES or not in_limits or not is_whole:
             raise ConfigError(
                 f"sweep: must be like rate=0.5,1,2 or concurrency=1,8,64 with 1 to {MAX_STEPS} "
-                f"numbers above 0, got {text!r}"
+                f"numbers above 0, at most {most:g}, got {text!r:.100}"
             )
         return cls(variable, values)
 

@@ -99,7 +99,7 @@ def _one(name: str, role: str, tenant: str, hosts: tuple[str, ...]) -> Holder:
         if not _NAME.fullmatch(text) or text in ("ca", ".", ".."):
             raise ConfigError(
                 f"{option}: must be 1 to 64 letters, digits, '.', '_' or '-' (and not 'ca'), "
-                f"got {text!r}"
+                f"got {text!r:.100}"
             )
     if role == ROUTER:
         return Holder(name=name, hosts=hosts)

@@ -110,7 +110,7 @@ def _expiry(text: str) -> str:
     try:
         return datetime.date.fromisoformat(text).isoformat() if text else ""
     except ValueError:
-        raise ConfigError(f"expires: must be like 2027-01-31 or 90d, got {text!r}") from None
+        raise ConfigError(f"expires: must be like 2027-01-31 or 90d, got {text!r:.100}") from None
 
 
 def _append(path: Path, entry: str) -> None:

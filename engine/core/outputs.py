@@ -57,12 +57,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         return bool(self.scheduled)
 
     def without_finished(self) -> SchedulerOutput:
-        """What is still to be computed of a step that was scheduled ahead."""
-        return self.without(lambda request: request.status.is_finished)
+        """Return this step, which was scheduled ahead, without requests that have ended since."""
+        return self.without(lambda item: item.request.status.is_finished)
 
-    def without(self, is_left_out: Callable[[Request], bool]) -> SchedulerOutput:
-        """Return this step without some of its requests."""
-        left = tuple(item for item in self.scheduled if not is_left_out(item.request))
+    def without(self, is_left_out: Callable[[ScheduledRequest], bool]) -> SchedulerOutput:
+        """Return this step without the parts that a predicate leaves out."""
+        left = tuple(item for item in self.scheduled if not is_left_out(item))
         num_tokens = sum(item.num_scheduled_tokens for item in left)
         return SchedulerOutput(left, num_tokens, self.has_drafts, self.num_drafts)
 

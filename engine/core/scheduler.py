@@ -275,10 +275,12 @@ class Scheduler:
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Return a step that was scheduled ahead, without requests whose masks are not ready.
 
-        The previous step has ended meanwhile, and its tokens need new masks.
+        The previous step has ended meanwhile, and its tokens need new masks. So every request that
+        is left out has sampled a token: no chunk of a prompt is left out, for which hooks may
+        already be made that push the prompt's blocks after each layer.
         """
         self._masks.wait()
-        return scheduled.without(lambda request: not self._may_run(request, request.num_tokens))
+        return scheduled.without(self._lacks_mask)
 
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
@@ -481,6 +483,14 @@ class Scheduler:
         if grammar is None or grammar.has_mask or request.num_tokens_pending:
             return True  # `with_masks` checks again if a step in flight samples its token
         return request.num_computed_tokens + num_tokens < request.num_tokens
+
+    def _lacks_mask(self, item: ScheduledRequest) -> bool:
+        """Return whether a part of a step samples a token whose mask is not ready."""
+        if self._may_run(item.request, item.num_scheduled_tokens):
+            return False
+        request = item.request
+        assert request.num_computed_tokens >= request.num_initial_tokens, "leaves out a prompt"
+        return True
 
     def _accept(self, grammar: GrammarState, token_ids: list[int]) -> bool:
         """Advance a grammar by tokens of the output, and begin the mask of the next token."""

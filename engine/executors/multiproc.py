@@ -6,20 +6,18 @@ Each inherits two socket pairs, which nobody else can write to, and a pipe as li
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import torch
 
 from baton.engine_config import EngineConfig
+from baton.processes.held_folder import HeldFolder
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import PendingStep
 from engine.executors.rank_process import ENCODER, Start
@@ -28,6 +26,8 @@ from engine.executors.ranks import OtherRanks, RanksExecutor
 from engine.worker.host.cores import cores_of_rank, on_cores
 from models.parallel.shared_group import open_shared
 from models.parallel.torch_group import connect
+
+RANKS_PREFIX = "baton-ranks-"  # of the folders where an engine's ranks meet
 
 
 class RankProcess:
@@ -77,15 +77,16 @@ class MultiprocExecutor(RanksExecutor):
     """See `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
-        folder = tempfile.mkdtemp(prefix=f"baton-ranks-{os.getpid()}-")
+        folder = HeldFolder(RANKS_PREFIX)
+        meeting = str(folder.path)
         level = logging.getLogger().getEffectiveLevel()
         shared = open_shared(config.pipeline_parallel_size, config.tensor_parallel_size)
         ranks = [
-            RankProcess(Start(str(model_folder), config, rank, folder, level, shared))
+            RankProcess(Start(str(model_folder), config, rank, meeting, level, shared))
             for rank in range(config.num_ranks)
             if rank != config.leader
         ]
-        others = OtherRanks(ranks, functools.partial(shutil.rmtree, folder, ignore_errors=True))
+        others = OtherRanks(ranks, folder.close)
         size, stage_size = config.num_ranks, config.tensor_parallel_size
         # The thread is whoever's wants an answer: it is elsewhere only as long as it computes.
         self._cores = cores_of_rank(config, config.leader)
@@ -93,7 +94,7 @@ class MultiprocExecutor(RanksExecutor):
             super().__init__(
                 *(model_folder, config, others),
                 lambda: connect(
-                    config.leader, size, stage_size, folder, torch.device("cpu"), shared
+                    config.leader, size, stage_size, meeting, torch.device("cpu"), shared
                 ),
             )
         if shared is not None:

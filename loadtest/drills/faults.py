@@ -56,18 +56,18 @@ class Fault:
         words = " ".join(text.split())
         match = _FAULT.fullmatch(words)
         if match is None:
-            raise ConfigError(f"fault: must be {NOTATION}, got {text!r}")
+            raise ConfigError(f"fault: must be {NOTATION}, got {text!r:.100}")
         begin_s = float(match["begin"])
         end_s = begin_s if match["end"] is None else float(match["end"])
         act = match["act"] or "inject"
         if (act in ("stop", "inject")) != (end_s > begin_s):
             wanted = "a time of its end" if act in ("stop", "inject") else "one time"
-            raise ConfigError(f"fault: {act} must have {wanted}, after @, got {text!r}")
+            raise ConfigError(f"fault: {act} must have {wanted}, after @, got {text!r:.100}")
         spec = match["spec"] or ""
         if match["percent"] is not None:
             share = float(match["percent"]) / 100
             if share > 1:
-                raise ConfigError(f"fault: must be at most 100%, got {text!r}")
+                raise ConfigError(f"fault: must be at most 100%, got {text!r:.100}")
             spec = f"{_WHAT[match['what']]}={share:g}"
         node = match["node"] or match["on"] or match["into"] or ""
         return cls(act=act, node=node, spec=spec, begin_s=begin_s, end_s=end_s, text=words)
@@ -97,6 +97,6 @@ def check_schedule(faults: Sequence[Fault], duration_s: float | None) -> tuple[F
     for fault in faults:
         if duration_s is None or fault.end_s >= duration_s:
             raise ConfigError(
-                f"fault: must end before duration_s ({duration_s}), got {fault.text!r}"
+                f"fault: must end before duration_s ({duration_s}), got {fault.text!r:.100}"
             )
     return tuple(sorted(faults, key=lambda fault: fault.begin_s))

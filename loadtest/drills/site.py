@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from baton.api.errors import ConfigError
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
+from baton.processes.held_folder import HeldFolder
 from loadtest.drills.faults import Fault, FaultEvent
 from loadtest.load.clock import RunClock
 
@@ -73,15 +73,17 @@ class Site:
             if fault.act in ("inject", "restart") and self._deployment is None:
                 raise ConfigError(
                     f"fault: only processes that the load test started (--up) can be made to "
-                    f"{fault.act}, got {fault.text!r}"
+                    f"{fault.act}, got {fault.text!r:.100}"
                 )
             if fault.node and fault.node not in known:
                 raise ConfigError(
                     f"fault: {fault.node} must be one of {', '.join(known) or 'nobody'} (--up or "
-                    f"--pid NAME=PID says who there is), got {fault.text!r}"
+                    f"--pid NAME=PID says who there is), got {fault.text!r:.100}"
                 )
             if fault.act == "inject" and fault.node and fault.node not in self._fault_files:
-                raise ConfigError(f"fault: {fault.node} moves no KV blocks, got {fault.text!r}")
+                raise ConfigError(
+                    f"fault: {fault.node} moves no KV blocks, got {fault.text!r:.100}"
+                )
 
     async def do(self, fault: Fault, clock: RunClock) -> FaultEvent:
         """Make a fault at its time and for its duration; also undo it when cancelled."""
@@ -134,8 +136,9 @@ def parse_pids(texts: Sequence[str]) -> dict[str, int]:
     pids: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")
-        if not name or not number.isdecimal() or int(number) < 2:
-            raise ConfigError(f"pid: must be NAME=PID, got {text!r}")
+        is_pid = number.isdecimal() and len(number) <= 10 and 2 <= int(number) < 2**31
+        if not name or not is_pid:
+            raise ConfigError(f"pid: must be NAME=PID, with 2 or more, got {text!r:.100}")
         try:
             os.kill(int(number), 0)
         except OSError as error:
@@ -155,15 +158,16 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
         if stop.is_set():
             raise ConfigError("up: stopped before all nodes were ready")
 
-    with tempfile.TemporaryDirectory(prefix="baton-faults-") as folder:
-        files = _fault_files(options, Path(folder))
+    with HeldFolder("baton-faults-") as folder:
+        files = _fault_files(options, folder.path)
+        faults = ["--inject-faults", f"@{folder.path}"] if files else []
         config = LocalDeploymentConfig(
             model=options.model,
             listen=free_address(),
             num_prefill=options.num_prefill,
             num_decode=options.num_decode,
             router_args=options.router_args,
-            node_args=(*options.node_args, *(["--inject-faults", f"@{folder}"] if files else [])),
+            node_args=(*options.node_args, *faults),
             admin_token=options.admin_token,
         )
         deployment = LocalDeployment(config)

@@ -117,7 +117,7 @@ def _plain_turn(entry: Any, role: str) -> DatasetTurn:
         text = _first(entry, PROMPT_FIELDS)
         length, pause_ms = _first(entry, LENGTH_FIELDS), entry.get("delay")
     if not isinstance(text, str) or not text:
-        raise ValueError(f"{PROMPT_FIELDS[0]}: must be a text, got {text!r}")
+        raise ValueError(f"{PROMPT_FIELDS[0]}: must be a text, got {text!r:.100}")
     if length is not None and not (type(length) is int and 1 <= length <= _MOST_OUTPUT):
         raise ValueError(f"{LENGTH_FIELDS[0]}: must be 1 to {_MOST_OUTPUT}, got {length!r}")
     if pause_ms is not None and not (

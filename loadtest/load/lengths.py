@@ -50,7 +50,9 @@ def parse_lengths(option: str, text: str) -> LengthDistribution:
                 return Lengths(_checked(mean), sigma)
     except ValueError:
         pass
-    raise ConfigError(f"{option}: must be {NOTATION} with 1 to {MAX_LENGTH} tokens, got {text!r}")
+    raise ConfigError(
+        f"{option}: must be {NOTATION} with 1 to {MAX_LENGTH} tokens, got {text!r:.100}"
+    )
 
 
 def _checked(length: float) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from baton.api.errors import ConfigError
 
 NOTATION = "colocated:N, P:D or P:D+local"
-_SHAPE = re.compile(r"colocated:(?P<num>\d+)|(?P<p>\d+):(?P<d>\d+)(?P<local>\+local)?")
+_SHAPE = re.compile(r"colocated:(?P<num>\d{1,4})|(?P<p>\d{1,4}):(?P<d>\d{1,4})(?P<local>\+local)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Deployment:
         match = _SHAPE.fullmatch(text)
         numbers = [int(one) for one in match.group("num", "p", "d") if one] if match else [0]
         if match is None or min(numbers) < 1:
-            raise ConfigError(f"deployments: must be of {NOTATION}, got {text!r}")
+            raise ConfigError(f"deployments: must be of {NOTATION}, got {text!r:.100}")
         is_colocated = match["num"] is not None
         return cls(
             name=text,

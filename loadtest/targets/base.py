@@ -11,7 +11,7 @@ import msgspec
 from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
 from baton.api.errors import BatonError
 from baton.api.outputs import Receipt
-from baton.options import group, option
+from baton.options import check_limits, group, option
 from loadtest.load.prompts import Prompt
 
 COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
@@ -71,7 +71,7 @@ class TargetOptions:
     )
     api_key: str = option("", is_secret=True, help="That the server wants; in no report.")
     model: str = option("", help="HTTP: name of the model; the first that is listed if empty.")
-    connections: int = option(1, least=1, help="gRPC: calls are spread over so many.")
+    connections: int = option(1, least=1, most=1000, help="gRPC: calls are spread over so many.")
     count_tokens_by: str = option(
         "auto",
         help="HTTP: what is asked for, to know how many tokens a frame has: "
@@ -81,6 +81,9 @@ class TargetOptions:
         False, help="HTTP: ask for Baton's receipts; other servers may refuse that."
     )
     tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
+
+    def __post_init__(self) -> None:
+        check_limits(self)
 
 
 class Target(Protocol):

@@ -14,7 +14,6 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs lack it
 from baton.access.exposure import split_address
 from baton.access.tls import channel_credentials, read_tls
 from baton.access.tls_refusal import why_refused
-from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.client.messages import credentials, models_from_proto
 from baton.serving.rpc import MAX_MESSAGE_BYTES
@@ -125,8 +124,6 @@ async def open_target(options: TargetOptions) -> Target:
     """Connect all channels; raises ConfigError or TargetError."""
     address = options.url.removeprefix("grpc://")
     split_address("target", address)
-    if not 1 <= options.connections <= 1000:
-        raise ConfigError(f"connections: must be 1 to 1000, got {options.connections}")
     metadata = credentials(options.api_key or None)
     tls = read_tls(options.tls)
     channels = [

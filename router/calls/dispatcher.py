@@ -18,6 +18,7 @@ from router.calls.placing import Placer
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.calls.recovery.suspects import Suspects
 from router.calls.request_log import Following, RequestLog
+from router.calls.turns import Turns
 from router.calls.wake_ups import WakeUps
 from router.fleet.call_errors import error_of
 from router.fleet.node_pool import NodePool
@@ -87,6 +88,7 @@ class Dispatcher:
         placer: picks nodes; has the policy, and why calls went where they went.
         log: what became of the last calls.
         suspects: which calls may be why nodes die.
+        turns: which calls may be checked or placed now.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Dispatcher:
         self.budget = budget or RetryBudget()
         self.log = RequestLog()
         self.wake_ups = WakeUps()
+        self.turns = Turns()
         self.admission = admission or Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
         self.placer = Placer(pool, policy, lambda: self.admission.num_queued)
         self.suspects = Suspects(pool)
@@ -126,6 +129,7 @@ class Dispatcher:
             DeadlineExceededError: the time is up.
             PoisonRequestError: it, or one like it before, is why nodes died.
         """
+        await self.turns.take()
         if self._stopped is not None:
             raise error_of(self._stopped)
         self.suspects.check(call)
@@ -177,6 +181,7 @@ class Dispatcher:
             options=self.options,
             budget=self.budget,
             wake_ups=self.wake_ups,
+            turns=self.turns,
             epochs=self.epochs,
         )
         try:

@@ -23,6 +23,7 @@ from router.calls.recovery.recovery import Recovery
 from router.calls.recovery.retry_budget import RetryBudget, RetryOptions
 from router.calls.recovery.suspects import Suspects
 from router.calls.request_log import Following
+from router.calls.turns import Turns
 from router.calls.wake_ups import WakeUps
 from router.fleet.call_errors import error_of
 from router.fleet.node import LegDelta
@@ -46,11 +47,12 @@ class OpenCall:
         options: RetryOptions,
         budget: RetryBudget,
         wake_ups: WakeUps,
+        turns: Turns,
         epochs: Iterator[int],
     ) -> None:
         self.following = following
         self._pool = pool
-        self._placer = placer
+        self._placer, self._turns = placer, turns
         self._pair_timeout_s = options.pair_timeout_s
         self._epochs = epochs
         self._call = call
@@ -185,6 +187,8 @@ class OpenCall:
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
         give_up_at = loop.time() + self._pair_timeout_s
         await self._recovery.wait_to_be_tried()
+        if self._num_attempts:  # else admission and placing are one turn
+            await self._turns.take()
         while (placement := self._place()) is None:
             self._remaining_s()
             if self._placer.num_waiting < MAX_EXPECTING:
@@ -192,6 +196,7 @@ class OpenCall:
             until = min(give_up_at, self._expires_at)
             await self._placer.wait_for_change(failure, num_tokens, until)
             await self._recovery.wait_to_be_tried()
+            await self._turns.take()
         self._remaining_s()
         return placement
 

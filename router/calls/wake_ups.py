@@ -8,11 +8,13 @@ and all that is behind would wait in the links, where nothing is merged.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 BUSY_SHARE = 0.6
 LONGEST_REST_S = 0.05
+WOKEN_AT_ONCE = 256  # readers; others' work comes between so many and the next ones
 
 
 class WakeUps:
@@ -52,6 +54,13 @@ class WakeUps:
             return
         self._began, self._cpu_began = self._clock(), self._cpu_clock()
         waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
+        self._wake(iter(waiters))
+
+    def _wake(self, waiters: Iterator[asyncio.Future[None]]) -> None:
+        """Wake the next readers of a wave, and the others in later rounds of the event loop."""
+        some = list(itertools.islice(waiters, WOKEN_AT_ONCE))
+        for waiter in some:
             if not waiter.done():
                 waiter.set_result(None)
+        if len(some) == WOKEN_AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._wake, waiters)

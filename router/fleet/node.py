@@ -5,9 +5,11 @@ Takes what the node says and hands it to who waits for it. Knows no other nodes.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,6 +44,8 @@ ROUND_FACTOR, LONGEST_ROUND_S = 3.0, 15.0
 # A node that missed so many beats is silent: that is why what others do with it fails. It is lost
 # a little later, when it missed some more, or it is heard again.
 SILENT_BEATS = 2
+# Attempts that a lost node ends in one round of the event loop; others' work comes in between.
+LEGS_AT_ONCE = 64
 
 
 class LegDelta(msgspec.Struct, frozen=True, gc=False):
@@ -173,14 +177,24 @@ class Node:
         error = RequestError(
             "UNAVAILABLE", f"{self.registration.role.value} node {self.name} {why}"
         )
-        for epoch, leg in list(self.legs.items()):
-            self.deliver(failed_delta(leg.request_id, epoch, error), node_lost=True)
+        self._fail_all(error, node_lost=True)
 
     def preempt_legs(self, why: str) -> None:
         """Move all attempts on this node elsewhere; neither they nor the node are at fault."""
         error = RequestError("PREEMPTED", f"{self.registration.role.value} node {self.name} {why}")
-        for epoch, leg in list(self.legs.items()):
-            self.deliver(failed_delta(leg.request_id, epoch, error))
+        self._fail_all(error)
+
+    def _fail_all(self, error: RequestError, *, node_lost: bool = False) -> None:
+        """End all attempts here; where there are many, in several rounds of the event loop."""
+        deltas = [failed_delta(leg.request_id, epoch, error) for epoch, leg in self.legs.items()]
+        self._fail_some(iter(deltas), node_lost)
+
+    def _fail_some(self, deltas: Iterator[RequestDelta], node_lost: bool) -> None:
+        some = list(itertools.islice(deltas, LEGS_AT_ONCE))
+        for delta in some:
+            self.deliver(delta, node_lost=node_lost)
+        if len(some) == LEGS_AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._fail_some, deltas, node_lost)
 
     def open_leg(
         self,

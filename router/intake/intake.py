@@ -152,6 +152,7 @@ class Intake:
     ) -> Call:
         principal = terms.principal
         self.check_key(principal)  # before anything costs time
+        await self._dispatcher.turns.take()
         check_name("request_id", request_id, MAX_REQUEST_ID_CHARS)
         check_name("session_id", terms.session_id, MAX_SESSION_ID_CHARS)
         check_name("cache_salt", terms.cache_word, MAX_CACHE_WORD_CHARS)

@@ -48,11 +48,12 @@ def parse_cores(text: str) -> tuple[int, ...]:
     try:
         for part in filter(None, text.split(",")):
             first, dash, last = part.partition("-")
-            cores |= set(range(int(first), int(last if dash else first) + 1))
+            one, other = int(first), int(last if dash else first)
+            cores |= set(range(one, min(other, max(allowed) + 1) + 1))
     except ValueError:
         cores = {-1}
     if not cores or not cores <= allowed:
-        raise ConfigError(f"cores: must be like 0-3,6 and of {sorted(allowed)}, got {text!r}")
+        raise ConfigError(f"cores: must be like 0-3,6 and of {sorted(allowed)}, got {text!r:.100}")
     return tuple(sorted(cores))
 
 

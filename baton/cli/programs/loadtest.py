@@ -14,7 +14,10 @@ from baton.cli.programs.loadtest_options import (
     ArrivalsOption,
     AttainmentOption,
     BurstinessOption,
+    CancelRateOption,
+    ConcurrencyOption,
     DrainTimeoutOption,
+    DurationOption,
     FindMaxGoodputOption,
     HtmlOption,
     InputTokensOption,
@@ -22,14 +25,18 @@ from baton.cli.programs.loadtest_options import (
     LogLevelOption,
     MaxLagOption,
     NodeArgsOption,
+    NumRequestsOption,
     OutputTokensOption,
     PngOption,
     PrecisionOption,
     PrefixGroupsOption,
     PrefixTokensOption,
+    RateOption,
     RouterArgsOption,
     SeedOption,
     SloOption,
+    SlowdownOption,
+    ThinkOption,
     TimeoutOption,
     TurnPauseOption,
     TurnsOption,
@@ -97,21 +104,15 @@ def run(
     decode: Annotated[int, typer.Option(help="Up: decode nodes.", min=1)] = 1,
     node_args: NodeArgsOption = "",
     router_args: RouterArgsOption = "",
-    rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests per second, whatever the answers do.")
-    ] = None,
+    rate: RateOption = None,
     arrivals: ArrivalsOption = "poisson",
     burstiness: BurstinessOption = 1.0,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Closed loop: users who wait for their answers.")
-    ] = None,
-    think_s: Annotated[
-        float, typer.Option(help="Closed loop: mean pause before the next request, exponential.")
-    ] = 0.0,
+    concurrency: ConcurrencyOption = None,
+    think_s: ThinkOption = 0.0,
     trace: Annotated[
         Path | None, typer.Option(help="Replay: a file in the format of Mooncake's traces.")
     ] = None,
-    slowdown: Annotated[float, typer.Option(help="Replay: times are multiplied by this.")] = 1.0,
+    slowdown: SlowdownOption = 1.0,
     sweep: Annotated[
         str,
         typer.Option(
@@ -145,9 +146,7 @@ def run(
     output_tokens: OutputTokensOption = "128",
     prefix_groups: PrefixGroupsOption = 0,
     prefix_tokens: PrefixTokensOption = 0,
-    cancel_rate: Annotated[
-        float, typer.Option(help="Share of requests that the client gives up on the way.")
-    ] = 0.0,
+    cancel_rate: CancelRateOption = 0.0,
     turns: TurnsOption = "1",
     turn_pause_s: TurnPauseOption = 0.0,
     dataset: Annotated[
@@ -166,10 +165,8 @@ def run(
     ] = None,
     seed: SeedOption = None,
     warmup_s: WarmupOption = 0.0,
-    duration_s: Annotated[
-        float | None, typer.Option(help="Nothing is sent after, seconds; warm-up included.")
-    ] = None,
-    num_requests: Annotated[int | None, typer.Option(help="Send at most so many.")] = None,
+    duration_s: DurationOption = None,
+    num_requests: NumRequestsOption = None,
     vocab_size: VocabSizeOption = 1000,
     timeout_s: TimeoutOption = 600.0,
     drain_timeout_s: DrainTimeoutOption = 60.0,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from baton.cli.declared import by_name, help_of_option
 from loadtest.exit_codes import EXIT_LAGGED
 from loadtest.load.lengths import NOTATION
-from loadtest.plan import ARRIVALS
+from loadtest.plan import ClosedLoop, LoadPlan, OpenLoop, TraceReplay
 
 MAX_FRESH_SEED = 2**31
 
@@ -20,21 +21,23 @@ def fresh_seed() -> int:
     return secrets.randbelow(MAX_FRESH_SEED)
 
 
-ArrivalsOption = Annotated[str, typer.Option(help=f"Open loop: {', '.join(ARRIVALS)}.")]
-BurstinessOption = Annotated[
-    float,
-    typer.Option(help="Gamma arrivals: standard deviation of the gaps over their mean."),
-]
+def _declared(kind: type[Any], name: str) -> Any:
+    """Return the settings of a declared option: its help, with its limits."""
+    return typer.Option(help=help_of_option(by_name(kind)[name]))
+
+
+RateOption = Annotated[float | None, _declared(OpenLoop, "rate")]
+ArrivalsOption = Annotated[str, _declared(OpenLoop, "arrivals")]
+BurstinessOption = Annotated[float, _declared(OpenLoop, "burstiness")]
+ConcurrencyOption = Annotated[int | None, _declared(ClosedLoop, "concurrency")]
+ThinkOption = Annotated[float, _declared(ClosedLoop, "think_s")]
+SlowdownOption = Annotated[float, _declared(TraceReplay, "slowdown")]
 NodeArgsOption = Annotated[str, typer.Option(help="More options of every node, as one string.")]
 RouterArgsOption = Annotated[str, typer.Option(help="More options of the router, as one string.")]
 InputTokensOption = Annotated[str, typer.Option(help=f"Prompts: {NOTATION}.")]
 OutputTokensOption = Annotated[str, typer.Option(help=f"Outputs: {NOTATION}.")]
-PrefixGroupsOption = Annotated[
-    int, typer.Option(help="Prompts are of so many groups that begin alike; 0: none do.")
-]
-PrefixTokensOption = Annotated[
-    int, typer.Option(help="Tokens of a group's beginning, before those of --input-tokens.")
-]
+PrefixGroupsOption = Annotated[int, _declared(LoadPlan, "prefix_groups")]
+PrefixTokensOption = Annotated[int, _declared(LoadPlan, "prefix_tokens")]
 SeedOption = Annotated[
     int | None,
     typer.Option(
@@ -48,18 +51,14 @@ TurnsOption = Annotated[
         help=f"Requests of a conversation, each of which goes on from the one before: {NOTATION}."
     ),
 ]
-TurnPauseOption = Annotated[
-    float,
-    typer.Option(help="Mean pause between an answer and the next turn, seconds, exponential."),
-]
-WarmupOption = Annotated[
-    float, typer.Option(help="What is scheduled before is not measured, seconds.")
-]
-VocabSizeOption = Annotated[int, typer.Option(help="Prompts are made of the token ids below this.")]
-TimeoutOption = Annotated[float, typer.Option(help="Of one request, seconds.")]
-DrainTimeoutOption = Annotated[
-    float, typer.Option(help="What has no answer so long after the last is sent is given up.")
-]
+TurnPauseOption = Annotated[float, _declared(LoadPlan, "turn_pause_s")]
+CancelRateOption = Annotated[float, _declared(LoadPlan, "cancel_rate")]
+DurationOption = Annotated[float | None, _declared(LoadPlan, "duration_s")]
+NumRequestsOption = Annotated[int | None, _declared(LoadPlan, "num_requests")]
+WarmupOption = Annotated[float, _declared(LoadPlan, "warmup_s")]
+VocabSizeOption = Annotated[int, _declared(LoadPlan, "vocab_size")]
+TimeoutOption = Annotated[float, _declared(LoadPlan, "timeout_s")]
+DrainTimeoutOption = Annotated[float, _declared(LoadPlan, "drain_timeout_s")]
 SloOption = Annotated[
     str, typer.Option(help="What a good request keeps, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10.")
 ]

@@ -3,7 +3,8 @@
 gRPC's core takes in headers of any length and answers every SETTINGS and PING before any Python
 code knows of a call. The guard stands before gRPC. Header blocks and control frames pass when they
 are whole and within limits; the bytes of messages pass unread. Frames that break a rule end the
-connection; frames that come too fast wait. The guard does no I/O, and knows no gRPC.
+connection; frames that come too fast wait. While a call waits for its turn, PING and WINDOW_UPDATE
+overtake it. The guard does no I/O, and knows no gRPC.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEAD_BYTES = 9
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE = 0, 1, 3, 4, 5
 _PING, _GOAWAY, _CONTINUATION = 6, 7, 9
+_WINDOW_UPDATE, _PING_BYTES, _WINDOW_UPDATE_BYTES = 8, 8, 4
 _ACK, _END_HEADERS, _PADDED, _PRIORITY = 0x1, 0x4, 0x8, 0x20
 # Costs, in WINDOW_UPDATE frames. gRPC answers PING and SETTINGS, and for new settings looks at each
 # open stream. A client sends both a few times a second.
@@ -76,7 +78,9 @@ class FrameGuard:
 
     Args:
         may_open: asked before each header block. After False the guard holds back the block and
-            all frames behind it until `feed` is called again.
+            the frames behind it until `feed` is called again. PING, and WINDOW_UPDATE of what is
+            open, still pass: without an answer to its PING each side ends the connection after a
+            minute, and without windows the answers to earlier calls stand still.
         clock: in seconds.
 
     Attributes:
@@ -100,6 +104,7 @@ class FrameGuard:
         self._has_preface = False
         self._held = b""
         self.streams = deque[int](maxlen=_KEPT_STREAMS)
+        self._num_searched = 0  # bytes of the held frames in which nothing may overtake
         self._last_stream = 0  # highest id of an opened stream
         self._num_data_bytes = 0  # still to come of a DATA frame
         self._budget = float(self._limits.small_burst)  # cost of small frames that may come now
@@ -121,8 +126,15 @@ class FrameGuard:
         if passed >= len(data):
             self._num_data_bytes = passed - len(data)
             return data
-        self._held = data[passed:]
+        self._held, self._num_searched = data[passed:], max(self._num_searched - passed, 0)
+        if self.hold is Hold.CALL:
+            return data[:passed] + self._take_overtaking()
         return data[:passed]
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes that are held back."""
+        return len(self._held)
 
     def note_sent(self, num_bytes: int) -> None:
         """Allow the client more small frames for what the server sent to it."""
@@ -173,6 +185,36 @@ class FrameGuard:
             self.is_up = True
             at += _HEAD_BYTES + num_bytes
         return at
+
+    def _take_overtaking(self) -> bytes:
+        """Remove the frames that may overtake a held call from the held ones, and return them."""
+        data, at, taken = self._held, self._num_searched, b""
+        while at + _HEAD_BYTES <= len(data):
+            end = at + _HEAD_BYTES + int.from_bytes(data[at : at + 3], "big")
+            if data[at + 3] in (_HEADERS, _CONTINUATION):
+                found = self._read_block(data, at)
+                if found is None:
+                    break
+                end = found[0]
+            elif end > len(data):
+                break
+            elif self._may_overtake(data[at:end]):
+                if not self._may_spend(_cost(data[at + 3], data[at + 4], end - at - _HEAD_BYTES)):
+                    break
+                data, taken = data[:at] + data[end:], taken + data[at:end]
+                continue
+            at = end
+        self._held, self._num_searched = data, at
+        return taken
+
+    def _may_overtake(self, one_frame: bytes) -> bool:
+        """Return whether a frame means the same before the held call as behind it."""
+        kind, num_bytes = one_frame[3], len(one_frame) - _HEAD_BYTES
+        if kind == _PING:
+            return num_bytes == _PING_BYTES
+        stream = int.from_bytes(one_frame[5:_HEAD_BYTES], "big")
+        is_update = kind == _WINDOW_UPDATE and num_bytes == _WINDOW_UPDATE_BYTES
+        return is_update and stream <= self._last_stream
 
     def _check_control(self, kind: int, num_bytes: int) -> None:
         limits = self._limits

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import shutil
 import socket
 import ssl
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import cast
 
 from baton.api.errors import ConfigError
+from baton.processes.held_folder import HeldFolder
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 from baton.serving.connections import Listener
 from baton.serving.http2.call_pace import CallPace
@@ -32,11 +32,14 @@ logger = logging.getLogger(__name__)
 
 # For the names of connections to the private socket; the longest is an IPv6 address with a number.
 _MAX_NAME_CHARS = 60
+_PREFIX = "baton-rpc-"
 _MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # of the folder: macOS allows 104 in all, Linux 108
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
 _MAX_SENT_BYTES = 2**17  # bytes that wait for a client before gRPC must wait
 _FEW_STREAMS = 16  # gRPC may cancel so many calls at once
+# Read behind a call that waits for its turn, so that an acknowledgement there is found.
+_MAX_HELD_BYTES = 2**18
 
 
 class RpcFront:
@@ -76,7 +79,7 @@ class RpcFront:
 
     @property
     def _path(self) -> str:
-        return f"{self._folder}/grpc"
+        return f"{self._folder.path}/grpc"
 
     async def start(self, listen: str, *, reuse_port: bool = False) -> str:
         """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
@@ -101,7 +104,7 @@ class RpcFront:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._is_empty.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def add(self, side: _ClientSide) -> None:
         """Remember a connection that has come up."""
@@ -120,7 +123,7 @@ class RpcFront:
         Args:
             address: the client's IP address, without a port.
         """
-        name = f"{self._folder}/[{address}]:{next(self._numbers)}"
+        name = f"{self._folder.path}/[{address}]:{next(self._numbers)}"
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.setblocking(False)
@@ -138,8 +141,9 @@ class RpcFront:
 class _ClientSide(asyncio.Protocol):
     """A client's connection: frames pass the guard, and then go to gRPC.
 
-    While gRPC does not read or the guard holds back a frame, nothing more is read from the client.
-    While the client does not read, none of its calls begins.
+    While gRPC does not read or small frames come too fast, nothing more is read from the client.
+    While a call waits for its turn, some more is read, for frames that may overtake the call. While
+    the client does not read, none of its calls begins.
     """
 
     def __init__(self, front: RpcFront) -> None:
@@ -151,7 +155,7 @@ class _ClientSide(asyncio.Protocol):
         self._connecting: asyncio.Task[None] | None = None
         self._unsent = b""  # waits for the connection to gRPC
         self._is_client_full = self._is_server_full = False
-        self._has_turn = self._is_refused = False
+        self._has_turn = self._waits_turn = self._is_refused = False
         self._at_work = contextlib.ExitStack()
 
     # ------------------------------------------------------------------ said by the client's side
@@ -247,11 +251,12 @@ class _ClientSide(asyncio.Protocol):
         if self._guard.hold is Hold.RATE:
             loop = asyncio.get_running_loop()
             loop.call_later(_RATE_PAUSE_S, self._pass_on, b"")
-        elif self._guard.hold is Hold.CALL and not self._is_client_full:
+        elif self._guard.hold is Hold.CALL and not (self._is_client_full or self._waits_turn):
+            self._waits_turn = True
             self._front.pace.wait_turn(self._use_turn)
 
     def _use_turn(self) -> None:
-        self._has_turn = True
+        self._waits_turn, self._has_turn = False, True
         self._pass_on(b"")
         self._has_turn = False
 
@@ -267,7 +272,9 @@ class _ClientSide(asyncio.Protocol):
         if self._client is None:
             return
         is_ready = self._server is not None or not self._guard.is_up
-        if is_ready and not self._is_server_full and self._guard.hold is None:
+        hold, num_held_bytes = self._guard.hold, self._guard.num_held_bytes
+        may_read = hold is None or (hold is Hold.CALL and num_held_bytes < _MAX_HELD_BYTES)
+        if is_ready and not self._is_server_full and may_read:
             self._client.resume_reading()
         else:
             self._client.pause_reading()
@@ -340,14 +347,14 @@ class _ServerSide(asyncio.Protocol):
         self._client.end()
 
 
-def _make_folder() -> Path:
+def _make_folder() -> HeldFolder:
     """Make a folder that only this user can read; raises ConfigError."""
     problem = "no folder for temporary files can be found"
     for parent in _parents():
-        if len(parent) > _MAX_PATH_CHARS - len("/baton-12345678"):
+        if len(f"{parent}/{_PREFIX}12345678") > _MAX_PATH_CHARS:
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix="baton-", dir=parent))
+            return HeldFolder(_PREFIX, parent)
         except OSError as error:
             problem = f"{parent}: {error.strerror}"
     raise ConfigError(f"listen: gRPC needs a folder for a socket, and none can be made ({problem})")

@@ -178,12 +178,64 @@ def test_a_node_may_tell_of_any_number_of_steps() -> None:
     assert one.hold is None
 
 
-def test_a_call_waits_for_its_turn_and_all_behind_it() -> None:
+def waiting_guard(limits: FrameLimits | None = None) -> tuple[FrameGuard, list[bool]]:
+    """Return a guard that lets a call pass for each True in the list."""
     turns: list[bool] = []
-    one = FrameGuard(lambda: bool(turns and turns.pop()), Clock())
-    call, ping = headers(1, block()), frame(PING, 0, 0, bytes(8))
-    assert one.feed(BEGIN + ping + call + ping) == BEGIN + ping
+    return FrameGuard(lambda: bool(turns and turns.pop()), Clock(), limits), turns
+
+
+def update(stream: int) -> bytes:
+    return frame(WINDOW_UPDATE, 0, stream, bytes([0, 0, 0, 1]))
+
+
+def test_a_call_waits_for_its_turn_and_messages_and_settings_behind_it() -> None:
+    one, turns = waiting_guard()
+    calls = [headers(stream, block()) + frame(DATA, 1, stream, bytes(300)) for stream in (1, 3)]
+    settings = frame(SETTINGS, ACK)
+    assert one.feed(BEGIN + calls[0] + settings + calls[1]) == BEGIN
     assert one.hold is Hold.CALL
     turns.append(True)
-    assert one.feed(b"") == call + ping
+    assert one.feed(b"") == calls[0] + settings
+    assert one.hold is Hold.CALL
+    turns.append(True)
+    assert one.feed(b"") == calls[1]
     assert one.hold is None
+
+
+def test_pings_and_windows_of_what_is_open_overtake_calls_that_wait() -> None:
+    """Before, the answer to a server's keepalive waited, and gRPC ended the connection."""
+    one, turns = waiting_guard()
+    turns.append(True)
+    begun = headers(1, block())
+    assert one.feed(BEGIN + begun) == BEGIN + begun
+    pings = [frame(PING, flags, 0, bytes([flags] * 8)) for flags in (0, ACK)]
+    calls = [headers(stream, block()) + frame(DATA, 1, stream, bytes(300)) for stream in (3, 5)]
+    held = b"".join([calls[0], update(0), pings[0], calls[1], update(1), update(3), pings[1]])
+    overtaking = update(0) + pings[0] + update(1) + pings[1]
+    passed = b""
+    for at in range(len(held)):  # however they are cut
+        passed += one.feed(held[at : at + 1])
+    assert passed == overtaking
+    assert one.num_held_bytes == len(held) - len(overtaking)
+    turns.append(True)
+    assert one.feed(pings[0]) == calls[0] + pings[0]
+    turns.append(True)
+    assert one.feed(b"") == calls[1] + update(3)
+    assert one.hold is None
+
+
+def test_what_overtakes_costs_as_much_as_in_its_turn() -> None:
+    one, turns = waiting_guard(FrameLimits(small_burst=42, small_per_s=10))  # settings cost 32
+    call, ping = headers(1, block()), frame(PING, 0, 0, bytes(8))
+    assert one.feed(BEGIN + call + 5 * ping) == BEGIN + 2 * ping
+    turns.append(True)
+    assert one.feed(b"") == call
+    assert one.hold is Hold.RATE
+    assert one.num_held_bytes == 3 * len(ping)
+
+
+def test_a_frame_amid_a_header_block_is_refused_behind_a_call_that_waits() -> None:
+    one, _ = waiting_guard()
+    torn = frame(HEADERS, 0, 3, block()[:20]) + frame(PING, 0, 0, bytes(8))
+    with pytest.raises(Http2Error, match="amid a header block"):
+        one.feed(BEGIN + headers(1, block()) + torn)

@@ -8,11 +8,16 @@ import socket
 import time
 
 import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from baton.serving import rpc
 from baton.serving.connection_limits import RpcLimits
+from baton.serving.http2 import rpc_front
 from baton.serving.http2.call_pace import INTERVAL_S, MAX_AT_ONCE, CallPace
 from baton.serving.http2.frames import cancel_frame
 from baton.serving.http2.rpc_front import RpcFront
+from baton.serving.rpc import RpcServer, open_channel
 from tests.fakes.http2_tricks import block, headers
 from tests.fakes.http_scene import until
 from tests.fakes.raw_http2 import PREFACE, SETTINGS, frame
@@ -119,3 +124,31 @@ async def test_fewer_calls_begin_while_the_event_loop_is_late() -> None:
     assert max(sizes) <= 64
     assert min(sizes[:-1]) <= 16
     pace.close()
+
+
+def test_a_healthy_connection_outlives_calls_that_wait_longer_than_a_ping_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, answers to pings waited behind the calls, and gRPC ended all streams after 60 s."""
+    pings = [
+        ("grpc.keepalive_time_ms", 300),
+        ("grpc.keepalive_timeout_ms", 300),
+        ("grpc.http2.ping_timeout_ms", 900),
+    ]
+    monkeypatch.setattr(rpc, "_SERVER_OPTIONS", [*rpc._SERVER_OPTIONS, *pings])
+    monkeypatch.setattr(rpc_front, "CallPace", lambda: CallPace(1, 0.1))
+
+    async def serve() -> None:
+        server = RpcServer([], lambda _: None)
+        address = await server.start("127.0.0.1:0")
+        async with open_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            open_stream = stub.Watch(HealthCheckRequest())
+            await open_stream.read()
+            calls = [asyncio.ensure_future(stub.Check(HealthCheckRequest())) for _ in range(40)]
+            await asyncio.gather(*calls)  # four seconds of turns
+            await server.set_serving(False)
+            assert (await open_stream.read()).status == HealthCheckResponse.NOT_SERVING
+        await server.stop(0)
+
+    asyncio.run(asyncio.wait_for(serve(), 60))

@@ -21,7 +21,7 @@ from engine.core.scheduler import Scheduler
 from engine.sampling import mask_threads
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
-from tests.fakes.engine_parts import FakeRunner, make_request, step
+from tests.fakes.engine_parts import FakeRunner, make_request, shares, step
 
 pytestmark = pytest.mark.medium
 
@@ -58,9 +58,9 @@ def make_scheduler() -> Scheduler:
     )
 
 
-def structured(name: str, regex: str = "[a-c]{6}") -> Request:
+def structured(name: str, regex: str = "[a-c]{6}", num_prompt_tokens: int = 4) -> Request:
     params = SamplingParams(max_tokens=20, structured_output=StructuredOutput(regex=regex))
-    request = make_request(name, params=params)
+    request = make_request(name, num_prompt_tokens, params=params)
     request.grammar = COMPILER.compile_now(params)
     return request
 
@@ -114,6 +114,26 @@ def test_a_mask_that_takes_long_holds_up_no_other_request_and_changes_no_token()
         step(scheduler, RUNNER)
     assert all(request.output_token_ids == alone.output_token_ids for request in requests)
     assert scheduler.kv_cache_manager.block_pool.num_free == 100
+
+
+def test_a_prompts_middle_needs_no_mask_in_a_step_that_was_scheduled_ahead() -> None:
+    """Before, the prompt's chunk was left out of the step until its first mask was ready."""
+    scheduler, dear = make_scheduler(), structured("dear", num_prompt_tokens=160)
+    assert dear.grammar is not None
+    held, dear.grammar.has_mask = hold(dear), False
+    decoding = structured("decoding")
+    for request in (decoding, dear):
+        scheduler.add(request)
+    first = scheduler.schedule()
+    scheduler.plan(first)
+    scheduler.begin(first)
+    ahead = scheduler.schedule()
+    assert shares(ahead) == {"decoding": 1, "dear": 64}
+    slow = hold(decoding)
+    scheduler.update(first, RUNNER.execute(first))
+    assert shares(scheduler.with_masks(ahead)) == {"dear": 64}
+    for one in (held, slow):
+        one.may_go_on.set()
 
 
 def test_one_whose_mask_is_not_ready_can_be_aborted() -> None:

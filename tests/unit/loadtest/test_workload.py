@@ -163,7 +163,7 @@ def test_a_trace_is_sent_as_it_is_only_slower(tmp_path: Path) -> None:
         ({"num_requests": None}, "duration_s, num_requests: one"),
         ({"num_requests": 0}, "num_requests: must be 1"),
         ({"duration_s": 5.0, "warmup_s": 5.0}, "duration_s: must be more than warmup_s"),
-        ({"cancel_rate": 1.5}, "cancel_rate: must be at most 1"),
+        ({"cancel_rate": 1.5}, "cancel_rate: must be 1 or less"),
         ({"prefix_groups": 2}, "prefix_groups, prefix_tokens"),
         ({"max_lag_s": 0.0}, "max_lag_ms: must be above 0"),
         ({"vocab_size": 0}, "vocab_size: must be 1"),
