@@ -115,6 +115,10 @@ def parse_ropes(
     if older.names():
         only_newer = [name for name in full.names() if name not in older.names()]
         full = older.with_values({name: full.get(name) for name in only_newer})
+    for section in (newer, full, sliding):
+        # transformers does not look for this field in a RoPE of one layer type.
+        if not section.boolean("truncate", True):
+            raise section.wrong("truncate", "only true is supported with this architecture")
     return parse(full, theta), parse(sliding, local_theta)
 
 

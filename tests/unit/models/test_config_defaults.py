@@ -34,6 +34,11 @@ VALUES: dict[str, Any] = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
 }
 NEMOTRON: dict[str, Any] = {"hybrid_override_pattern": "M-*-", "mamba_num_heads": 8}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 def parse(architecture: str, *left_out: str, **changes: Any) -> ModelConfig:
@@ -128,6 +133,18 @@ def test_time_steps_that_nothing_bounds(step: float) -> None:
         ("DeepseekV3ForCausalLM", "head_dim", {"head_dim": 2}),
         ("DeepseekV2ForCausalLM", "mlp_bias", {"mlp_bias": True}),
         ("Gemma3ForCausalLM", "type", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("Gemma3ForCausalLM", "truncate", {"rope_scaling": YARN | {"truncate": False}}),
+        ("Gemma3ForCausalLM", "truncate", {"rope_scaling": YARN | {"truncate": None}}),
+        (
+            "Olmo3ForCausalLM",
+            "truncate",
+            {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+        ),
+        (
+            "Olmo3ForCausalLM",
+            "truncate",
+            {"rope_parameters": {"full_attention": YARN, "truncate": False}},
+        ),
     ],
 )
 def test_what_is_refused(architecture: str, name: str, changes: dict[str, Any]) -> None:
