@@ -105,6 +105,8 @@ def parse_ropes(
 
     if not by_layer_type:
         return parse(older if older.names() else newer, theta), None
+    # transformers takes this field from within each layer type alone.
+    fields = fields.with_values({"original_max_position_embeddings": None})
     if older.has("type") and not older.has("rope_type") and not newer.names():
         raise older.wrong("type", "is not supported with this architecture, but rope_type is")
     local_theta = fields.number("rope_local_base_freq", theta)

@@ -74,6 +74,17 @@ def test_cwm_scales_rope_unless_its_file_says_how(changes: dict[str, Any]) -> No
     assert parse("CwmForCausalLM", rope_parameters={"rope_theta": 5.0}).rope.rope_type == "default"
 
 
+@pytest.mark.parametrize(
+    "ropes", [{"rope_scaling": YARN}, {"rope_parameters": {"full_attention": YARN}}]
+)
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+def test_the_original_length_of_each_layer_type(architecture: str, ropes: dict[str, Any]) -> None:
+    rope = parse(architecture, original_max_position_embeddings=32, **ropes).rope
+    assert rope.original_max_position_embeddings == YARN["original_max_position_embeddings"]
+    rope = parse("LlamaForCausalLM", original_max_position_embeddings=32, rope_scaling=YARN).rope
+    assert rope.original_max_position_embeddings == 32
+
+
 def test_deepseek_v3_chooses_among_groups_of_experts() -> None:
     moe = parse("DeepseekV3ForCausalLM").moe
     assert moe is not None
