@@ -245,7 +245,7 @@ def _read_in_child(read: Callable[[], None]) -> str:
         read()
     except BatonError as error:
         line = str(error)
-        is_one_line = len(line.splitlines()) == 1 and len(line) < _MAX_LINE
+        is_one_line = line.isprintable() and len(line) < _MAX_LINE
         if not is_one_line:
             return f"FINDING: {len(line)} characters: {line!r:.300}"
         return f"refused: {line}"
