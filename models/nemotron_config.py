@@ -95,8 +95,9 @@ def _in_newer_words(fields: Fields) -> Fields:
 def _refuse_time_step_min(fields: Fields) -> None:
     """Refuse a minimum time step other than 0 and the 0.001 of all published checkpoints.
 
-    transformers applies the minimum to a prompt's tokens and not to later tokens. Baton, like
-    training, bounds no steps, so results with 0.001 differ where a step is smaller.
+    Training and NVIDIA's own code use this field for initial weights alone, and Baton computes as
+    they do. transformers 5 raises the time steps of a prompt's tokens to the minimum, but not those
+    of later tokens.
     """
     name = "time_step_min"
     if fields.get(name) not in (None, 0.0, _TIME_STEP_MIN):

@@ -105,6 +105,8 @@ def parse_ropes(
 
     if not by_layer_type:
         return parse(older if older.names() else newer, theta), None
+    # transformers takes this field from within each layer type alone.
+    fields = fields.with_values({"original_max_position_embeddings": None})
     if older.has("type") and not older.has("rope_type") and not newer.names():
         raise older.wrong("type", "is not supported with this architecture, but rope_type is")
     local_theta = fields.number("rope_local_base_freq", theta)
@@ -115,6 +117,10 @@ def parse_ropes(
     if older.names():
         only_newer = [name for name in full.names() if name not in older.names()]
         full = older.with_values({name: full.get(name) for name in only_newer})
+    for section in (newer, full, sliding):
+        # transformers does not look for this field in a RoPE of one layer type.
+        if not section.boolean("truncate", True):
+            raise section.wrong("truncate", "only true is supported with this architecture")
     return parse(full, theta), parse(sliding, local_theta)
 
 

@@ -77,6 +77,8 @@ def header_of(file: BinaryIO, size: int) -> dict[str, TensorPlace]:
 
 
 def _place(name: str, described: Any, base: int, size: int) -> TensorPlace:
+    if not name.isprintable():
+        raise ValueError(f"a tensor's name is not printable: {name!r:.100}")
     if not isinstance(described, dict):
         raise ValueError(f"{name}: expected an object, found {described!r:.60}")
     dtype: Any = described.get("dtype")

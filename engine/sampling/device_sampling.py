@@ -60,7 +60,9 @@ def kernel_arrays(
 
 
 def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """`[num_requests]` int64 on the device of the logits, by the Triton kernel.
+    """Sample one token per row with the Triton kernel: `[num_requests]` int64, on the same device.
+
+    A row with NaN or plus infinity gives `NO_TOKEN`, which is no index: clamp it before use.
 
     Args:
         logits: `[num_requests, vocab_size]`, of any floating dtype.

@@ -42,7 +42,7 @@ def sample(
     sampling: SamplingInput,
     allowed_bits: Callable[[], Mapping[str, Sequence[npt.NDArray[np.uint8]]]] = dict,
 ) -> list[int]:
-    """Sample one next token per row; NO_TOKEN for a drawn row with NaN.
+    """Sample one next token per row; NO_TOKEN for a row with NaN, unless a CPU samples greedily.
 
     Args:
         logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
@@ -114,8 +114,10 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """`choose` where the logits are: all parameters go there in one copy, and token ids return."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    # Not widened where that was not the request's own wish: the kernel adds in another order then.
-    logits = logits.float() if logits.dtype == torch.float64 else logits
+    # float32 and narrower types stay: the kernel would add up a widened row in another order.
+    if logits.dtype == torch.float64:
+        # A large penalty may give numbers beyond float32, which must not turn into infinity.
+        logits = logits.clamp(max=torch.finfo(torch.float32).max).float()
     token_ids: TokenIds = sample_on_device(logits, tensors).cpu().numpy()
     return token_ids
 

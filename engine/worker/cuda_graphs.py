@@ -178,8 +178,8 @@ class StepGraphs:
 
         Returns:
             ``(hidden_states, token_ids)``, `[num_requests, hidden_size]` after the last norm and
-            `[num_requests]` int64, sampled without regard to penalties and grammars; overwritten
-            by the next replay.
+            `[num_requests]` int64, sampled without regard to penalties and grammars, NO_TOKEN
+            for a row with NaN; overwritten by the next replay.
         """
         self._inputs.upload(staged)
         self._replays[staged.size]()
@@ -213,7 +213,8 @@ class StepGraphs:
             input_ids = inputs.source.index_select(0, token_index)  # [size]
             hidden = context.model.forward(input_ids, forward_context)  # [size, hidden_size]
             token_ids = sample_on_device(context.model.compute_logits(hidden), sampling)
-            inputs.last_tokens.scatter_(0, rows, token_ids)
+            # The next step embeds these tokens, so NO_TOKEN must not be among them.
+            inputs.last_tokens.scatter_(0, rows, token_ids.clamp(min=0))
             self._hidden[:size].copy_(hidden)
             self._token_ids[:size].copy_(token_ids)
 

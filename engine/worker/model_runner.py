@@ -15,6 +15,7 @@ from baton_kernels.state_metadata import StateMetadata
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
+from engine.sampling.gumbel import NO_TOKEN
 from engine.sampling.logprobs import compute_logprobs, compute_prompt_logprobs
 from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import rows_without_numbers, sample
@@ -56,14 +57,20 @@ class LaunchedStep:
         if self.done is not None:
             self.done.synchronize()
         output, sampled = self.output, self.output.sampled_token_ids
+        without_numbers = output.without_numbers
         if self.token_ids is not None:
-            sampled = self.sampling.accept(self.token_ids.tolist())
+            drawn = self.token_ids.tolist()
+            if NO_TOKEN in drawn:
+                wrong = {row for row, token_id in enumerate(drawn) if token_id == NO_TOKEN}
+                without_numbers = frozenset(self.sampling.request_ids[row] for row in wrong)
+                drawn = self.token_ids.clamp(min=0).tolist()  # later code needs a valid token
+            sampled = self.sampling.accept(drawn)
         return ModelRunnerOutput(
             sampled,
             output.logprobs,
             output.prompt_logprobs,
             output.draft_token_ids,
-            output.without_numbers,
+            without_numbers,
             drafting_s=output.drafting_s,
             started_at=self.started_at,
             ended_at=self.ended_at or time.monotonic(),
@@ -197,6 +204,7 @@ class ModelRunner:
             tensors = upload_parameters(sampling.parameters, sampling.keys, self._device)
             token_ids = sample_on_device(logits, tensors)
             launched = self._launched(sampling, token_ids, prompt_logprobs, started_at)
+            token_ids = token_ids.clamp(min=0)  # the next step embeds them
         else:
             launched, token_ids = self._sampled_on_host(
                 sampling, logits, prompt_logprobs, hooks, started_at

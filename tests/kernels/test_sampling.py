@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import engine.sampling.sampler
 from baton_kernels.triton.sampling.tokens import GROUP, GUESS, MOST, PART, SEARCH_BLOCK
 from engine.sampling.device_sampling import sample_on_device, upload_parameters
-from engine.sampling.gumbel import noise_hashes
+from engine.sampling.gumbel import NO_TOKEN, noise_hashes
 from engine.sampling.philox import counter_words
 from engine.sampling.sampling_input import PARAMETERS
 from tests.kernels.conftest import DEVICE
@@ -193,15 +193,23 @@ def test_banned_tokens_are_not_drawn(filters: dict[str, float]) -> None:
     "filters", [{}, {"temperature": 0}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.2}], ids=str
 )
 @pytest.mark.filterwarnings("ignore:All-NaN")
-@pytest.mark.parametrize("num_nans", [1, PART + 1])
-def test_a_row_with_no_number_gives_token_0_and_harms_no_other(
-    filters: dict[str, float], num_nans: int
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("num_wrong", [1, PART + 1])
+def test_a_row_without_numbers_gives_no_token_and_harms_no_other(
+    filters: dict[str, float], num_wrong: int, value: float
 ) -> None:
+    """Before, the row gave token 0."""
     logits, keys = torch.randn(2, PART + 50), make_keys(2)
-    logits[1, 20 : 20 + num_nans] = torch.nan
+    logits[1, 20 : 20 + num_wrong] = value
     rows = parameters(2, **filters)
     found = on_device(logits, rows, keys)
-    assert found == [*on_cpu(logits[:1], rows[:1], keys[:1]), 0]
+    assert found == [*on_cpu(logits[:1], rows[:1], keys[:1]), NO_TOKEN]
+
+
+def test_a_penalty_beyond_float32_is_not_taken_for_infinity() -> None:
+    logits = torch.zeros(1, 40, dtype=torch.float64)
+    logits[0, 7] = 1e300
+    assert on_device(logits, parameters(1, temperature=0), make_keys(1)) == [7]
 
 
 def test_extremes_of_temperature_and_logits() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.api.outputs import Completion
+from baton.api.outputs import Completion, FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from engine import LLM
@@ -25,6 +25,7 @@ from engine.worker.graph_inputs import StagedStep
 from engine.worker.make_runner import make_model_runner
 from tests.fakes.drafting_executor import DraftingExecutor, outputs_of
 from tests.kernels.conftest import DEVICE
+from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = pytest.mark.large
 
@@ -46,10 +47,10 @@ def run_again(body: Callable[[], None]) -> Callable[[], None]:
     return body
 
 
-def make_llm(device: torch.device, *, graphs: bool, asynchronous: bool) -> LLM:
+def make_llm(device: torch.device, *, graphs: bool, asynchronous: bool, model: str = MODEL) -> LLM:
     """An engine whose steps are sampled by the kernel, on a CPU too."""
     options = {**SMALL, "device": str(device), "async_scheduling": asynchronous}
-    llm = LLM(MODEL, cuda_graphs=False, **options)
+    llm = LLM(model, cuda_graphs=False, **options)
     engine = llm.engine
     worker_of(engine.executor).runner = runner = make_model_runner(
         worker_of(engine.executor).runner._model,
@@ -129,3 +130,42 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
         return
     assert len(sizes) > 5
     assert any(num_requests < size for num_requests, size in sizes)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose embedding can be broken without breaking its output head."""
+    model = make_hugging_face_model("LlamaForCausalLM", tie_word_embeddings=False)
+    return save(model, tmp_path_factory.mktemp("untied"))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # of the interpreter
+def test_nan_logits_end_their_request_and_no_other(
+    untied: Path,
+    device: torch.device,
+    temperature: float,
+    asynchronous: bool,
+    graphs: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The request's third token has NaN for an embedding; before, token 0 came next."""
+    params = SamplingParams(max_tokens=8, temperature=temperature, seed=2, ignore_eos=True)
+    prompts = [[11, 12], [13]]
+    llm = make_llm(device, graphs=graphs, asynchronous=asynchronous, model=str(untied))
+    bad, good = llm.generate(prompts, params)
+    broken = bad.token_ids[2]
+    assert broken not in (*good.token_ids, *bad.token_ids[:2], *prompts[0], *prompts[1])
+    model = worker_of(llm.engine.executor).runner._model
+    assert isinstance(model, torch.nn.Module)
+    [embedding] = [p for name, p in model.named_parameters() if "embed_tokens" in name]
+    with torch.no_grad():
+        embedding[broken] = torch.nan
+    llm.engine.block_pool.reset_prefix_cache()
+    found, other = llm.generate(prompts, params)
+    assert (found.finish_reason, found.token_ids) == (FinishReason.ABORT, bad.token_ids[:3])
+    assert other.token_ids == good.token_ids
+    assert "the model's logits are not numbers" in caplog.text
+    assert llm.engine.block_pool.num_free == SMALL["num_blocks"]

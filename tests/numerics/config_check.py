@@ -14,6 +14,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Outcome(StrEnum):
     CONTRADICTS = "refused by another name"
     NO_REFERENCE = "transformers refuses"
     DIFFERENT = "different"
+    FAILED = "failed"  # with another error than a refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,7 @@ def _windows_of_theirs(model_class: type, text: Any) -> tuple[int | None, ...] |
     return tuple(text.sliding_window if one == "sliding_attention" else None for one in types)
 
 
+@cache
 def _windows_of_ours(config: ModelConfig) -> tuple[int | None, ...]:
     with torch.device("meta"):
         model = MODELS.load(config.architecture)(config)

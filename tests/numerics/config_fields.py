@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -189,7 +190,8 @@ def text_config_class(architecture: str) -> Any:
     return parts.get("text_config", config_class)
 
 
-def read_by_module(module: ModuleType) -> set[str]:
+@cache
+def read_by_module(module: ModuleType) -> frozenset[str]:
     """Find the attributes that a module's code takes from a config."""
     found = set[str]()
     for node in ast.walk(ast.parse(inspect.getsource(module))):
@@ -199,10 +201,11 @@ def read_by_module(module: ModuleType) -> set[str]:
             case ast.Call(ast.Name("getattr" | "hasattr"), [of, ast.Constant(str(name)), *_]):
                 if ast.unparse(of) in _CONFIGS:
                     found.add(name)
-    return found
+    return frozenset(found)
 
 
-def _popped(module: ModuleType) -> set[str]:
+@cache
+def _popped(module: ModuleType) -> frozenset[str]:
     """Find the fields that a configuration class takes from its keyword arguments."""
     found = set[str]()
     for node in ast.walk(ast.parse(inspect.getsource(module))):
@@ -216,7 +219,7 @@ def _popped(module: ModuleType) -> set[str]:
                 found.add(name)
             case ast.Subscript(ast.Name("kwargs"), ast.Constant(str(name))):
                 found.add(name)
-    return found
+    return frozenset(found)
 
 
 def _text_of(config: Config) -> Config:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from models.registry import MODELS
-from tests.numerics.config_check import ConfigCheck, Outcome
+from tests.numerics.config_check import ConfigCheck, Outcome, Verdict
 from tests.numerics.config_fields import (
     Change,
     base_configs,
@@ -51,22 +51,17 @@ def count(architecture: str, folder: Path, num_variants: int = 1) -> dict[str, A
     """Check all changes, print those that differ or fail, and count the outcomes."""
     check = ConfigCheck(architecture, folder)
     counts: Counter[tuple[str, str]] = Counter()
-    fields = set[str]()
-    num_failed = 0
     for change in all_changes(architecture, num_variants):
-        fields.add(change.field)
         try:
             verdict = check.check(change.config, change.names)
         except Exception as error:  # a traceback is a finding
-            num_failed += 1
-            _tell(architecture, change.field, change.kind, repr(error)[:300])
-            continue
+            verdict = Verdict(Outcome.FAILED, repr(error)[:300])
         counts[change.kind, verdict.outcome] += 1
-        if verdict.outcome in (Outcome.DIFFERENT, Outcome.CONTRADICTS):
+        if verdict.outcome in (Outcome.DIFFERENT, Outcome.CONTRADICTS, Outcome.FAILED):
             what = (change.field, change.kind, verdict.outcome, verdict.detail[-150:])
             _tell(architecture, *what)
     outcomes = {kind: {o: counts[kind, o] for o in Outcome if counts[kind, o]} for kind in KINDS}
-    return {"architecture": architecture, "fields": len(fields), "failed": num_failed, **outcomes}
+    return {"architecture": architecture, **outcomes}
 
 
 def _tell(*words: str) -> None:
@@ -74,20 +69,23 @@ def _tell(*words: str) -> None:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Return a table in Markdown."""
-    lines = [
-        "| architecture | fields | dropped | null | changed | "
-        "equal | refused | transformers refuses | different |",
-        "|---|---|---|---|---|---|---|---|---|",
+    """Return a table in Markdown, a row for each architecture, sorted by name."""
+    names = ("equal", "refused", "no reference", "different")
+    titles = [
+        f"{part}: {names[0]} | {' | '.join(names[1:])}" for part in ("left out or null", "changed")
     ]
+    lines = [f"| architecture | {' | '.join(titles)} |", f"|{'---|' * (1 + 2 * len(names))}"]
     for row in sorted(rows, key=lambda row: str(row["architecture"])):
-        found: Counter[str] = sum((Counter(row[kind]) for kind in KINDS), Counter())
-        sizes = [sum(row[kind].values()) for kind in KINDS]
-        refused = found[Outcome.REFUSED] + found[Outcome.CONTRADICTS]
-        cells = [f"`{row['architecture']}`", row["fields"], *sizes, found[Outcome.EQUAL], refused]
-        cells += [found[Outcome.NO_REFERENCE], found[Outcome.DIFFERENT] + row["failed"]]
+        left_out = Counter(row["dropped"]) + Counter(row["null"])
+        cells = [f"`{row['architecture']}`", *_cells(left_out), *_cells(Counter(row["changed"]))]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def _cells(found: Counter[str]) -> list[int]:
+    refused = found[Outcome.REFUSED] + found[Outcome.CONTRADICTS]
+    different = found[Outcome.DIFFERENT] + found[Outcome.FAILED]
+    return [found[Outcome.EQUAL], refused, found[Outcome.NO_REFERENCE], different]
 
 
 def main() -> None:

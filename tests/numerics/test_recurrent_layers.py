@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BambaConfig, Qwen3NextConfig
+from transformers import BambaConfig, NemotronHConfig, Qwen3NextConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from baton.api.errors import ModelLoadError
@@ -21,7 +22,13 @@ from models.fields import Fields
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.linear import RegroupedLinear
 from models.layers.mamba2 import Mamba2
-from models.recurrent_config import DeltaNetConfig, parse_delta_net, parse_mamba2
+from models.nemotron_config import parse_nemotron
+from models.recurrent_config import (
+    DeltaNetConfig,
+    Mamba2Config,
+    parse_delta_net,
+    parse_mamba2,
+)
 from tests.numerics.state_steps import random_cuts, steps_of
 
 HIDDEN_SIZE, EPS = 32, 1e-5
@@ -32,6 +39,10 @@ MAMBA = {
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
     "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 24,
+    "conv_kernel": 4, "chunk_size": 8, "layers_block_type": ["attention"] + 5 * ["mamba"],
 }  # fmt: skip
 LENGTHS = (1, 3, 40, 23)
 
@@ -68,7 +79,6 @@ def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:
 @torch.inference_mode()
 def check(theirs: Any, ours: nn.Module, state_shapes: Sequence[tuple[int, ...]]) -> None:
     """All texts at once, each cut at random; and a last step of single tokens."""
-    randomize(theirs)
     copy_weights(theirs, ours)
     texts = [torch.randn(length, HIDDEN_SIZE) for length in LENGTHS]
     expected = [theirs(text[None])[0] for text in texts]
@@ -94,9 +104,39 @@ def test_mamba2(bias: bool) -> None:
         BambaConfig(hidden_size=HIDDEN_SIZE, rms_norm_eps=EPS, num_hidden_layers=6, **values), 5
     )
     config = parse_mamba2(Fields(values, "config.json"), HIDDEN_SIZE, (True,))
+    randomize(theirs)
+    check_mamba2(theirs, config)
+
+
+def check_mamba2(theirs: Any, config: Mamba2Config) -> None:
     ours = Mamba2(config, HIDDEN_SIZE, EPS, 5)
     recurrent = (config.num_heads, config.state_dim, config.head_dim)
     check(theirs, ours, (ours.conv1d.state_shape, recurrent))
+
+
+def nemotron_mixer(time_step_min: float) -> Any:
+    """Return transformers' mixer of layer 5, whose time steps are all below 0.001."""
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        hidden_size=HIDDEN_SIZE, layer_norm_epsilon=EPS, time_step_min=time_step_min, **NEMOTRON
+    )
+    mixer = NemotronHMamba2Mixer(config, 5)
+    randomize(mixer)
+    mixer.dt_bias.data -= 12
+    return mixer
+
+
+def test_no_time_step_of_nemotron_h_is_raised() -> None:
+    """Baton computes as NVIDIA's own code: time_step_min is for initial weights alone.
+
+    transformers raises the time steps of a prompt's tokens to time_step_min, and leaves those of
+    later tokens alone. Once transformers stops that, the second check fails, and docs/models.md
+    can drop its note.
+    """
+    config = parse_nemotron(Fields(NEMOTRON | {"time_step_min": 0.001}, "config.json")).mamba2
+    check_mamba2(nemotron_mixer(0.0), config)
+    with pytest.raises(AssertionError, match="not close"):
+        check_mamba2(nemotron_mixer(0.001), config)
 
 
 def test_gated_delta_net() -> None:
@@ -108,6 +148,7 @@ def test_gated_delta_net() -> None:
     assert config == DeltaNetConfig(2, 6, 12, 8, 3, (True, True, True, False))
     ours = GatedDeltaNet(config, HIDDEN_SIZE, EPS, 5)
     recurrent = (config.num_value_heads, config.key_dim, config.value_dim)
+    randomize(theirs)
     check(theirs, ours, (ours.conv1d.state_shape, recurrent))
 
 

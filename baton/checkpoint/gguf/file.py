@@ -211,7 +211,7 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
     num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
-        key = cursor.text()
+        key = _printable(cursor.text())
         metadata[key] = cursor.value(cursor.scalar("I"))
     stored = list(_tensor_places(cursor, num_tensors))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -244,10 +244,17 @@ def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
             raise _BadFileError(f"{other}: overlaps {name}")
 
 
+def _printable(name: str) -> str:
+    """Return a name as it is; raise _BadFileError for one that would garble an error's line."""
+    if not name.isprintable():
+        raise _BadFileError(f"a name is not printable: {name!r:.100}")
+    return name
+
+
 def _tensor_places(cursor: _Cursor, number: int) -> Iterator[tuple[str, int, tuple[int, ...], int]]:
     """Read names, types, shapes, and offsets from where the tensors start."""
     for _ in range(number):
-        name, num_dimensions = cursor.text(), cursor.scalar("I")
+        name, num_dimensions = _printable(cursor.text()), cursor.scalar("I")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise _BadFileError(f"{name}: {num_dimensions} dimensions")
         shape = tuple(reversed([cursor.scalar("Q") for _ in range(num_dimensions)]))

@@ -188,6 +188,12 @@ def test_a_large_file_with_a_broken_header_is_sampled_all_the_same(tmp_path: Pat
     assert len(weights_digest(tmp_path)) == 16
 
 
+def test_a_tensors_name_is_printable(tmp_path: Path) -> None:
+    header = {"a\nb": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+    path = safetensors(tmp_path / "x.safetensors", header)
+    assert "a tensor's name is not printable: 'a\\nb'" in refused(lambda: read_header(path))
+
+
 def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     """Before, a hundred thousand tensors of the same bytes were all read."""
     tensor = {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}

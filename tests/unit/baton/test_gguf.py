@@ -261,6 +261,10 @@ HOSTILE: dict[str, tuple[dict[str, bytes], str]] = {
         r"architecture \['llama'\] is not supported",
     ),
     "no tensors": ({}, "weights are missing: token_embd.weight"),
+    "a name of two lines": (
+        {"a\nb": struct.pack("<IQ", 10, 5)},
+        r"a name is not printable: 'a\\nb'",
+    ),
     "long token": (
         {
             "tokenizer.ggml.model": struct.pack("<I", 8) + text("llama"),

@@ -34,6 +34,11 @@ VALUES: dict[str, Any] = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
 }
 NEMOTRON: dict[str, Any] = {"hybrid_override_pattern": "M-*-", "mamba_num_heads": 8}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 def parse(architecture: str, *left_out: str, **changes: Any) -> ModelConfig:
@@ -67,6 +72,17 @@ def test_cwm_scales_rope_unless_its_file_says_how(changes: dict[str, Any]) -> No
     rope = parse("CwmForCausalLM", **changes).rope
     assert (rope.rope_type, rope.factor, rope.theta) == ("llama3", 16.0, 1e6)
     assert parse("CwmForCausalLM", rope_parameters={"rope_theta": 5.0}).rope.rope_type == "default"
+
+
+@pytest.mark.parametrize(
+    "ropes", [{"rope_scaling": YARN}, {"rope_parameters": {"full_attention": YARN}}]
+)
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+def test_the_original_length_of_each_layer_type(architecture: str, ropes: dict[str, Any]) -> None:
+    rope = parse(architecture, original_max_position_embeddings=32, **ropes).rope
+    assert rope.original_max_position_embeddings == YARN["original_max_position_embeddings"]
+    rope = parse("LlamaForCausalLM", original_max_position_embeddings=32, rope_scaling=YARN).rope
+    assert rope.original_max_position_embeddings == 32
 
 
 def test_deepseek_v3_chooses_among_groups_of_experts() -> None:
@@ -128,6 +144,18 @@ def test_time_steps_that_nothing_bounds(step: float) -> None:
         ("DeepseekV3ForCausalLM", "head_dim", {"head_dim": 2}),
         ("DeepseekV2ForCausalLM", "mlp_bias", {"mlp_bias": True}),
         ("Gemma3ForCausalLM", "type", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("Gemma3ForCausalLM", "truncate", {"rope_scaling": YARN | {"truncate": False}}),
+        ("Gemma3ForCausalLM", "truncate", {"rope_scaling": YARN | {"truncate": None}}),
+        (
+            "Olmo3ForCausalLM",
+            "truncate",
+            {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+        ),
+        (
+            "Olmo3ForCausalLM",
+            "truncate",
+            {"rope_parameters": {"full_attention": YARN, "truncate": False}},
+        ),
     ],
 )
 def test_what_is_refused(architecture: str, name: str, changes: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 # Enough of the bits of a key for a lower bound that is at most 2**-11 too low.
 BITS_OF_BOUND = tl.constexpr(20)
 NO_TOKEN = tl.constexpr(2**31 - 1)
+NO_NUMBERS = tl.constexpr(-1)  # in place of a token: the row has NaN, or plus infinity
 
 
 @triton.jit
@@ -177,8 +178,10 @@ def choose_kernel(
     best = tl.max(bests, axis=0)
     total = tl.sum(totals * weigh(bests, best, tl.where(temperature > 0, temperature, 1.0)), axis=0)
     _, token = first_best(scores, tokens)
-    is_number = total == total
-    token = tl.where(is_number & (token < vocab_size), token, 0)
+    # One NaN makes the total NaN.
+    is_number = (total == total) & (best < float("inf"))
+    token = tl.where(token < vocab_size, token, 0)
+    token = tl.where(is_number, token, NO_NUMBERS)
     has_top_k = (top_k > 0) & (top_k < vocab_size)
     filtered = is_number & (temperature > 0) & (has_top_k | (top_p < 1) | (min_p > 0))
     decided = 1

@@ -54,7 +54,8 @@ def sample_tokens(
         keys: ``[num_rows, 2]`` int32, the bits of the random words of seed and position.
 
     Returns:
-        ``[num_rows]`` int64; 0 where every logit is minus infinity or one is no number.
+        ``[num_rows]`` int64; 0 where every logit is minus infinity, -1 where a logit is NaN or plus
+        infinity.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype.is_floating_point
