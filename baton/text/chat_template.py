@@ -32,7 +32,7 @@ _MAX_SHOWN_CHARS = 500  # of Jinja's message about a broken template
 _NOT_COMPILED = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 _MORE_TEMPLATES = "additional_chat_templates"
 # What a message's reasoning is called. Templates read the first one; those of gpt-oss the second.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
@@ -175,7 +175,7 @@ def _read(path: Path) -> str:
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out fields that are None, and give reasoning under each of its names."""
     plain = {name: value for name, value in message.items() if value is not None}
-    found = [plain[name] for name in _REASONING if name in plain]
+    found = [plain[name] for name in REASONING_FIELDS if name in plain]
     if found:
         plain = {"thinking": found[0], **plain, "reasoning_content": found[0]}
     return plain

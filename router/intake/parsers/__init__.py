@@ -18,11 +18,15 @@ class ParserKind(Protocol):
 
     Attributes:
         special_tokens: that it reads: they must be in the text.
+        inner_tokens: special tokens within an answer; no other ones are behind its beginning.
         takes_all: it finds reasoning and calls, both.
     """
 
     @property
     def special_tokens(self) -> tuple[str, ...]: ...
+
+    @property
+    def inner_tokens(self) -> tuple[str, ...]: ...
 
     @property
     def takes_all(self) -> bool: ...

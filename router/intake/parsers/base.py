@@ -56,7 +56,7 @@ class ParserContext:
 
     Attributes:
         tools: the parameters (a JSON schema) of each function that is offered, by its name.
-        prompt_end: the last characters of the prompt, special tokens included.
+        prompt_end: what the prompt already has of the answer, special tokens included.
     """
 
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

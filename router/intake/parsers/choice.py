@@ -22,6 +22,7 @@ _CALLS = (
 )
 _REASONING = (("<|channel|>", "openai_gptoss"), ("</think>", "qwen3"))
 _PROMPT_END_TOKENS = 8
+_MAX_PROMPT_END_TOKENS = 8_192  # a millisecond
 
 
 class OutputParsers:
@@ -53,6 +54,10 @@ class OutputParsers:
         self.reasoning_parser = _named(reasoning_parser, source, _REASONING, NONE)
         self._calls = _load(TOOL_CALL_PARSERS, self.tool_call_parser)
         self._reasoning = _load(REASONING_PARSERS, self.reasoning_parser)
+        self._marks: frozenset[int] = frozenset()  # special tokens that no answer has
+        if tokenizer is not None and self._reasoning is not None:
+            inner = map(tokenizer.special_token_id, self._reasoning.inner_tokens)
+            self._marks = tokenizer.special_token_ids.difference(inner)
 
     def shown_token_ids(self, *, with_tools: bool) -> frozenset[int]:
         """Special tokens that must be in an output's text, for they are what is parsed."""
@@ -62,10 +67,19 @@ class OutputParsers:
         return frozenset(token_id for token_id in found if token_id is not None)
 
     def prompt_end(self, prompt: list[int]) -> str:
-        """What a parser of reasoning looks at of a prompt."""
+        """Return what a prompt already has of the answer: a mark, or the beginning of a thought.
+
+        The answer begins behind the last special token that is none of the parser's own. A prompt
+        without one, apart from its first token, has a few tokens of the answer at most.
+        """
         if self._reasoning is None or self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+        start, first = len(prompt), max(len(prompt) - _MAX_PROMPT_END_TOKENS, 1)
+        while start > first and prompt[start - 1] not in self._marks:
+            start -= 1
+        if start <= first:
+            start = max(len(prompt) - _PROMPT_END_TOKENS, 0)
+        return self._tokenizer.decode(prompt[start:], skip_special_tokens=False)
 
     def make(
         self, context: ParserContext, *, is_forced: bool = False, is_constrained: bool = False

@@ -24,14 +24,18 @@ class Harmony(ScriptedParser):
     """Both a parser of reasoning and of calls, for they are one format."""
 
     special_tokens = _TAGS
+    inner_tokens = (CHANNEL, MESSAGE, "<|constrain|>")
     takes_all = True
 
     def __init__(self, context: ParserContext) -> None:
-        super().__init__(_script)
+        super().__init__(lambda source: _script(source, context.prompt_end))
 
 
-def _script(source: Source) -> Steps[None]:
-    begins_with_header = yield from _begins(source)
+def _script(source: Source, prompt_end: str) -> Steps[None]:
+    begun, mark, _ = prompt_end.rpartition(MESSAGE)
+    if mark and not (yield from _message(source, begun)):  # the prompt ends in a message
+        return
+    begins_with_header = bool(mark) or (yield from _begins(source))
     while True:
         header: list[str] = []
         if begins_with_header:

@@ -127,10 +127,12 @@ class ScriptedParser:
 
     Attributes:
         special_tokens: that it reads: they must be in the text.
+        inner_tokens: special tokens within an answer; no other ones are behind its beginning.
         takes_all: it finds reasoning and calls, both.
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
+    inner_tokens: ClassVar[tuple[str, ...]] = ()
     takes_all: ClassVar[bool] = False
 
     def __init__(self, script: Callable[[Source], Steps[None]]) -> None:

@@ -89,7 +89,7 @@ def test_a_forced_call_has_no_text_that_response_format_could_hold() -> None:
             },
             "structured_outputs: cannot be together with response_format",
         ),
-        ({"top_p": 2.0}, "top_p: must be in (0, 1], got 2.0"),
+        ({"top_p": 2.0}, "top_p: must be in [0, 1], got 2.0"),
     ],
 )
 def test_errors_name_the_field_that_the_client_wrote(fields: dict[str, Any], message: str) -> None:
