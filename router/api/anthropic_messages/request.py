@@ -35,7 +35,10 @@ FIELD_NAMES = {
     "chat": "messages",
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
+    "continue_final_message": "messages",
     "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
 }
 _Role = Literal["user", "assistant", "system"]
 _BLOCKS = {

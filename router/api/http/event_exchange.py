@@ -22,7 +22,7 @@ from router.api.http.chat import ChatDialect, open_chat
 from router.api.http.errors import ApiError
 from router.api.http.exchange import ENTRY, respond_in_events
 from router.api.http.responses import MessageDelta
-from router.api.http.sampling import as_client_wrote
+from router.api.http.sampling import TOGETHER, as_client_wrote
 from router.api.http.schema import ChatRequest
 from router.api.http.sse import EventStream
 from router.calls.call import Call
@@ -64,15 +64,30 @@ class AnswerEvents(Protocol):
 
 @contextmanager
 def as_fields(names: FieldNames) -> Iterator[None]:
-    """Errors about fields of the chat request name those that the client wrote."""
+    """Have errors about fields of the chat request name those that the client wrote.
+
+    Messages of the chat are not those of the client, who is told nothing of their numbers.
+    """
     try:
         yield
     except InvalidRequestError as error:
-        field = error.field
-        for ours, theirs in names.items():
-            if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
-                raise InvalidRequestError(theirs + field[len(ours) :], error.problem) from None
-        raise
+        field, problem = error.field, error.problem
+        if field.startswith("messages["):
+            field = "messages"
+        found, other = (_named(names, name) for name in (field, problem.removeprefix(TOGETHER)))
+        if problem.startswith(TOGETHER):
+            problem = TOGETHER + other
+        if (found, problem) == (error.field, error.problem):
+            raise
+        raise InvalidRequestError(found, problem) from None
+
+
+def _named(names: FieldNames, field: str) -> str:
+    """Return what the client calls a field of the chat request."""
+    for ours, theirs in names.items():
+        if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
+            return theirs + field[len(ours) :]
+    return field
 
 
 async def answer_in_events(

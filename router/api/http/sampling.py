@@ -11,6 +11,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from router.api.http.schema import ResponseFormat, SamplingRequest, StructuredOutputs
 
+TOGETHER = "cannot be together with "  # how an error begins that names another field
 # Names and meanings that OpenAI's or vLLM's requests and SamplingParams share.
 _SAME = (
     "n",
@@ -96,7 +97,7 @@ def _only_one(
         wanted["response_format"] = None  # of the text, which an output that is a call has not
     given = {name: value for name, value in wanted.items() if value is not None}
     if len(given) > 1:
-        raise InvalidRequestError(list(given)[1], f"cannot be together with {next(iter(given))}")
+        raise InvalidRequestError(list(given)[1], TOGETHER + next(iter(given)))
     return next(iter(given.values()), None)
 
 

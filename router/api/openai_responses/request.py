@@ -38,6 +38,8 @@ FIELD_NAMES = {
     "chat": "input",
     "max_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 
 

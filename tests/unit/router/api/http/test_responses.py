@@ -171,6 +171,18 @@ def test_errors_about_other_fields_stay_as_they_are() -> None:
         raise InvalidRequestError("maximum", "x")
 
 
+def test_errors_name_no_field_that_the_client_did_not_write() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^input: x$"), as_fields(FIELD_NAMES):
+        raise InvalidRequestError("messages[1].tool_calls[0].function.arguments", "x")
+    with (
+        pytest.raises(
+            InvalidRequestError, match=r"^structured_outputs: cannot be together with text.format$"
+        ),
+        as_fields(FIELD_NAMES),
+    ):
+        raise InvalidRequestError("structured_outputs", "cannot be together with response_format")
+
+
 # ---------------------------------------------------------------- what goes out
 
 
