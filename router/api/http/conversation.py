@@ -94,8 +94,13 @@ def forced_call(request: ChatRequest) -> StructuredOutput | None:
 
 def _call_schema(tool: Tool, index: int) -> dict[str, Any]:
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    kind = parameters.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        shown = tool.function.name[:MAX_SHOWN_CHARS]
+        raise InvalidRequestError("tools", f"parameters of {shown!r} must be of the type object")
     # An id makes them a document of their own: their references begin at it, not at the call.
-    parameters = {**parameters, "$id": f"urn:baton:tool:{index}"}
+    # Without a type a schema takes numbers, too; the arguments of a call are an object.
+    parameters = {**parameters, "type": "object", "$id": f"urn:baton:tool:{index}"}
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, "arguments": parameters},

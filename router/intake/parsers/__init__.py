@@ -5,6 +5,7 @@ The names are those of vLLM's options.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from baton.registry import Registry
@@ -20,6 +21,7 @@ class ParserKind(Protocol):
         special_tokens: that it reads: they must be in the text.
         inner_tokens: special tokens within an answer; no other ones are behind its beginning.
         takes_all: it finds reasoning and calls, both.
+        make_id: makes ids of calls as the model's templates take them.
     """
 
     @property
@@ -30,6 +32,9 @@ class ParserKind(Protocol):
 
     @property
     def takes_all(self) -> bool: ...
+
+    @property
+    def make_id(self) -> Callable[[], str]: ...
 
     def __call__(self, context: ParserContext) -> OutputParser: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.registry import Registry
 from baton.text.tokenizer import Tokenizer
 from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserKind
-from router.intake.parsers.base import OutputParser, ParserContext
+from router.intake.parsers.base import OutputParser, ParserContext, new_call_id
 from router.intake.parsers.plain import OneCall, PlainText
 from router.intake.parsers.think import ThinkFirst
 
@@ -91,7 +91,7 @@ class OutputParsers:
             is_constrained: a grammar holds it to something: then it does not think before.
         """
         if is_forced:
-            return OneCall()
+            return OneCall(new_call_id if self._calls is None else self._calls.make_id)
         calls = self._calls if context.tools else None
         reasoning = None if is_constrained else self._reasoning
         for kind in (reasoning, calls):

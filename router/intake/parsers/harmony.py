@@ -9,8 +9,14 @@ from __future__ import annotations
 
 import re
 
-from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, Reasoning
-from router.intake.parsers.json_call import SPACE, new_call_id
+from router.intake.parsers.base import (
+    CallArguments,
+    CallBegins,
+    ParserContext,
+    Reasoning,
+    new_call_id,
+)
+from router.intake.parsers.json_call import NO_ARGUMENTS, SPACE
 from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -51,6 +57,14 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
             return
 
 
+def _end(source: Source) -> Steps[str]:
+    """Consume the mark that ends a message, if one comes next; returns the mark, or nothing."""
+    for mark in _ENDS:
+        if (yield from source.take(mark)):
+            return mark
+    return ""
+
+
 def _begins(source: Source) -> Steps[bool]:
     """Whether the output begins with a header; one without is all text."""
     for text in _BEGINNINGS:
@@ -67,8 +81,13 @@ def _message(source: Source, header: str) -> Steps[str]:
         if (yield from source.peek()) == "{":
             yield CallBegins(recipient[1], new_call_id())
             return (yield from source.until(_ENDS, CallArguments))
-        if blanks:
-            yield blanks
+        written = "null" if (yield from source.take("null")) else ""
+        if ended := (yield from _end(source)):
+            yield CallBegins(recipient[1], new_call_id())
+            yield CallArguments(NO_ARGUMENTS)
+            return ended
+        if blanks or written:
+            yield blanks + written
     if "analysis" in header:
         return (yield from source.until(_ENDS, Reasoning))
     return (yield from source.until(_ENDS, as_text))

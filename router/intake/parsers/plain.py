@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from router.intake.parsers.base import Part
+from router.intake.parsers.base import Part, new_call_id
 from router.intake.parsers.json_call import call_steps
 from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_text
 
@@ -21,13 +21,16 @@ class PlainText:
 
 
 class OneCall(ScriptedParser):
-    """The whole output is one call: a grammar saw to it."""
+    """Reads an output that is one call: a grammar saw to it.
 
-    def __init__(self) -> None:
-        super().__init__(_one_call)
+    Args:
+        make_id: makes the call's id.
+    """
 
+    def __init__(self, make_id: Callable[[], str] = new_call_id) -> None:
+        def script(source: Source) -> Steps[None]:
+            if no_call := (yield from call_steps(source, make_id=make_id)):
+                yield no_call
+            yield from rest_as_text(source)
 
-def _one_call(source: Source) -> Steps[None]:
-    if no_call := (yield from call_steps(source)):
-        yield no_call
-    yield from rest_as_text(source)
+        super().__init__(script)

@@ -16,8 +16,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, Part
-from router.intake.parsers.json_call import SPACE, new_call_id
+from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, Part, new_call_id
+from router.intake.parsers.json_call import SPACE
 from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
