@@ -20,6 +20,10 @@ DS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 DS_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 XML = "<tool_call>\n<function=f>\n<parameter=x>\na\n</parameter>\n</function>\n</tool_call>"
 
+NOTHING: list[tuple[str, str, Found]] = [
+    ("hermes", f'<tool_call>{{"name": "g", "arguments": {written}}}</tool_call>', [("g", "{}")])
+    for written in ("null", '""', '" "', '"null"', '"{}"', "{}")
+]
 CASES: list[tuple[str, str, Found]] = [
     ("hermes", "no call", ["no call"]),
     ("hermes", "", []),
@@ -101,10 +105,7 @@ CASES: list[tuple[str, str, Found]] = [
     ("openai", "<|channel|>commentary to=functions.g<|message|><|call|>", [("g", "{}")]),
     ("openai", "<|channel|>commentary to=functions.g<|message|>nullable<|call|>", ["nullable"]),
     ("openai", "<|channel|>commentary to=functions.g<|message|>", []),
-    *(
-        ("hermes", f'<tool_call>{{"name": "g", "arguments": {written}}}</tool_call>', [("g", "{}")])
-        for written in ("null", '""', '" "', '"null"', '"{}"', "{}")
-    ),
+    *NOTHING,
     ("hermes", '<tool_call>{"arguments": null, "name": "g"}</tool_call>', [("g", "{}")]),
     ("hermes", '<tool_call>{"name": "g", "arguments": nil}</tool_call>',
      ['<tool_call>{"name": "g", "arguments": nil}</tool_call>']),
