@@ -110,8 +110,7 @@ def test_fields_arrive_under_the_names_of_chats() -> None:
     assert msgspec.to_builtins(chat.tools[0].function)["parameters"] == {"type": "object"}
     assert msgspec.to_builtins(chat.tool_choice)["function"] == {"name": "f"}
     assert chat.response_format is not None
-    assert chat.response_format.json_schema is not None
-    assert chat.response_format.json_schema.schema == schema
+    assert chat.response_format.schema == schema
     assert chat_request(given(tools=[TOOL], tool_choice={"type": "any"})).tool_choice == "required"
     off = chat_request(given(thinking={"type": "disabled"}))
     assert (off.reasoning_effort, off.chat_template_kwargs) == ("none", None)

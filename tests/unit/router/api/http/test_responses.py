@@ -101,8 +101,7 @@ def test_fields_arrive_under_the_names_of_chats() -> None:
     assert chat.tools[0].function.name == "f"
     assert msgspec.to_builtins(chat.tool_choice)["function"]["name"] == "f"
     assert chat.response_format is not None
-    assert chat.response_format.json_schema is not None
-    assert chat.response_format.json_schema.schema == schema
+    assert chat.response_format.schema == schema
 
 
 @pytest.mark.parametrize(
