@@ -12,7 +12,13 @@ from aiohttp import web
 
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
-from router.api.http.conversation import chat_prompt, forced_call, parser_context, takes_effort
+from router.api.http.conversation import (
+    answer_or_calls,
+    chat_prompt,
+    forced_call,
+    parser_context,
+    takes_effort,
+)
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
     PRINCIPAL,
@@ -200,6 +206,7 @@ async def open_chat(
         raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
         forced = forced_call(body)
+        either = answer_or_calls(body, intake.parsers)
     intake.check_key(request[PRINCIPAL])  # before anything costs time
     prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
     params = sampling_params(
@@ -208,7 +215,7 @@ async def open_chat(
         defaults=intake.sampling_defaults,
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
-        structured_output=forced,
+        structured_output=forced or either,
     )
     terms = terms_of(request, body, received_at)
     parsers, context = intake.parsers, parser_context(body, intake.parsers.prompt_end(prompt))
@@ -221,7 +228,11 @@ async def open_chat(
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
     is_constrained = params.structured_output is not None
     make = functools.partial(
-        parsers.make, context, is_forced=forced is not None, is_constrained=is_constrained
+        parsers.make,
+        context,
+        is_forced=forced is not None,
+        is_constrained=is_constrained,
+        is_either=either is not None,
     )
     return calls, ChatDialect([make() for _ in calls], texts)
 

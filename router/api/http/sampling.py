@@ -45,7 +45,8 @@ def sampling_params(
 
     Args:
         defaults: of what the request does not say.
-        structured_output: what something else than ``response_format`` asks for.
+        structured_output: what holds instead of ``response_format``, which is of texts: calls, or
+            calls beside such a text.
     """
     given: dict[str, Any] = dict(defaults or {})
     given.update({name: value for name in _SAME if (value := getattr(request, name)) is not None})
@@ -71,20 +72,35 @@ def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
         if outer != "structured_output":
             raise
         field = next(iter(_asked(request)), "tools")
-        if getattr(request, "tool_choice", None) not in (None, "none", "auto"):
+        if _must_call(request):
             field = "tools"
         elif field == "structured_outputs" and kind:
             field = f"{field}.{'json' if kind == 'json_schema' else kind}"
         raise InvalidRequestError(field, error.problem) from None
 
 
+def asked_format(request: SamplingRequest) -> StructuredOutput | None:
+    """Return what ``response_format`` asks for; raises InvalidRequestError."""
+    if request.response_format is None:
+        return None
+    found = _of_response_format(request.response_format)
+    return StructuredOutput(**next(iter(found.values()))) if found else None
+
+
+def _must_call(request: SamplingRequest) -> bool:
+    return getattr(request, "tool_choice", None) not in (None, "none", "auto")
+
+
 def _only_one(
     request: SamplingRequest, structured_output: StructuredOutput | None
 ) -> StructuredOutput | None:
     asked = _asked(request)
-    if structured_output is not None:  # of a call: a format is of texts
+    if structured_output is not None:
         asked = {f: how for f, how in asked.items() if not f.startswith("response_format")}
-        asked["tool_choice"] = {}
+        if _must_call(request):
+            asked["tool_choice"] = {}
+        else:
+            asked = {"response_format": {}, **asked}
     if len(asked) > 1:
         other, field, *_ = (name.partition(".")[0] for name in asked)
         raise InvalidRequestError(field, TOGETHER + other)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 from baton.registry import Registry
 from baton.text.tokenizer import Tokenizer
+from router.intake.call_forms import FORMS, Function, answer_or_calls
 from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserKind
 from router.intake.parsers.base import OutputParser, ParserContext, new_call_id
-from router.intake.parsers.plain import OneCall, PlainText
+from router.intake.parsers.plain import CallsOrText, OneCall, PlainText
 from router.intake.parsers.think import ThinkFirst
 
 # What a template says of its model, the first that it says.
@@ -81,14 +85,37 @@ class OutputParsers:
             start = max(len(prompt) - _PROMPT_END_TOKENS, 0)
         return self._tokenizer.decode(prompt[start:], skip_special_tokens=False)
 
+    def answer_or_calls(
+        self, answer: str, functions: Sequence[Function], *, several: bool
+    ) -> str | None:
+        """Make the grammar of an answer that fits a JSON schema, or calls of functions.
+
+        Returns None when no calls are looked for in outputs; raises what `answer_or_calls` does.
+        """
+        if self._calls is None:
+            return None
+        return answer_or_calls(
+            self.tool_call_parser, answer, functions, self._mark, several=several
+        )
+
+    def _mark(self, text: str) -> str:
+        token_id = self._tokenizer.special_token_id(text) if self._tokenizer else None
+        return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+
     def make(
-        self, context: ParserContext, *, is_forced: bool = False, is_constrained: bool = False
+        self,
+        context: ParserContext,
+        *,
+        is_forced: bool = False,
+        is_constrained: bool = False,
+        is_either: bool = False,
     ) -> OutputParser:
-        """A new parser, for one output.
+        """Make a new parser, for one output.
 
         Args:
             is_forced: a grammar holds the output to one call.
             is_constrained: a grammar holds it to something: then it does not think before.
+            is_either: the grammar is that of `answer_or_calls`.
         """
         if is_forced:
             return OneCall(new_call_id if self._calls is None else self._calls.make_id)
@@ -97,7 +124,9 @@ class OutputParsers:
         for kind in (reasoning, calls):
             if kind is not None and kind.takes_all:
                 return kind(context)
-        rest = PlainText() if calls is None else calls(context)
+        rest: OutputParser = PlainText() if calls is None else calls(context)
+        if is_either and (mark := FORMS[self.tool_call_parser].begins):
+            rest = CallsOrText(mark, rest)
         return rest if reasoning is None else ThinkFirst(reasoning(context), rest)
 
 

@@ -20,8 +20,9 @@ from router.intake.parsers.json_call import NO_ARGUMENTS, SPACE
 from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
-_TAGS = (START, CHANNEL, MESSAGE, "<|constrain|>", *_ENDS[:3])
+_TAGS = (START, CHANNEL, MESSAGE, CONSTRAIN, *_ENDS[:3])
 _RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
 _BEGINNINGS = (CHANNEL, START, " to=", "to=")
 
@@ -30,7 +31,7 @@ class Harmony(ScriptedParser):
     """Both a parser of reasoning and of calls, for they are one format."""
 
     special_tokens = _TAGS
-    inner_tokens = (CHANNEL, MESSAGE, "<|constrain|>")
+    inner_tokens = (CHANNEL, MESSAGE, CONSTRAIN)
     takes_all = True
 
     def __init__(self, context: ParserContext) -> None:

@@ -12,7 +12,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from router.api.http.sampling import sampling_params
-from router.api.http.schema import SamplingRequest
+from router.api.http.schema import ChatRequest, SamplingRequest
 
 SCHEMA = {"type": "object"}
 
@@ -97,9 +97,10 @@ def test_structured_output_is_asked_for_in_each_servers_way(
 
 def test_a_forced_call_has_no_text_that_response_format_could_hold() -> None:
     call = StructuredOutput(json_schema={"type": "object"})
-    both = request(response_format={"type": "json_object"})
+    chat = {"model": "m", "messages": [], "tool_choice": "required"}
+    both = msgspec.convert({**chat, "response_format": {"type": "json_object"}}, ChatRequest)
     assert sampling_params(both, max_tokens=5, structured_output=call).structured_output == call
-    wrong = request(structured_outputs={"regex": "a"})
+    wrong = msgspec.convert({**chat, "structured_outputs": {"regex": "a"}}, ChatRequest)
     with pytest.raises(InvalidRequestError, match="tool_choice: cannot be together with"):
         sampling_params(wrong, max_tokens=5, structured_output=call)
 
