@@ -44,6 +44,7 @@ from router.api.http.responses import (
 from router.api.http.sampling import as_client_wrote, sampling_params
 from router.api.http.schema import ChatRequest
 from router.calls.call import Call
+from router.intake.answers.divided_text import DividedDelta
 from router.intake.choices import accept_choices
 from router.intake.intake import Intake
 from router.intake.parsers.base import CallArguments, CallBegins, OutputParser, Part, Reasoning
@@ -113,8 +114,11 @@ class ChatDialect:
         self._begun = [False] * len(parsers)
         self._parts: list[list[Part]] = [[] for _ in parsers]  # of outputs that are told as a whole
 
+    def parser(self, index: int) -> OutputParser | None:
+        return self._parsers[index]
+
     def chunk(self, index: int, delta: TextDelta) -> ChatChunkChoice:
-        said = divide(self._parse(index, delta), self._num_calls[index])
+        said = divide(_parts(delta), self._num_calls[index])
         self._num_calls[index] += said.num_begun
         message = MessageDelta()
         if not self._begun[index]:
@@ -149,14 +153,9 @@ class ChatDialect:
         return ChatChoice(index, message, self._logprobs(delta), reason)
 
     def take(self, index: int, delta: TextDelta) -> None:
-        parts = self._parse(index, delta)
+        parts = _parts(delta)
         self._num_calls[index] += sum(isinstance(part, CallBegins) for part in parts)
         self._parts[index] += parts
-
-    def _parse(self, index: int, delta: TextDelta) -> list[Part]:
-        parser = self._parsers[index]
-        parts = list(parser.push(delta.text))
-        return parts if delta.finish_reason is None else [*parts, *parser.finish()]
 
     def _finish_reason(self, index: int, reason: FinishReason | None) -> str | None:
         if reason is FinishReason.STOP and self._num_calls[index]:
@@ -167,6 +166,11 @@ class ChatDialect:
         if self._texts is None or not delta.logprobs:
             return None
         return self._texts.chat(delta.token_ids, delta.logprobs)
+
+
+def _parts(delta: TextDelta) -> tuple[Part, ...]:
+    assert isinstance(delta, DividedDelta)  # the dialect has a parser
+    return delta.parts
 
 
 async def chat_completions(

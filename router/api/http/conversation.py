@@ -11,7 +11,7 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.chat_template import ChatTemplate
 from router.api.http.sampling import asked_format
 from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
-from router.intake.call_forms import Function
+from router.intake.answers.call_forms import Function
 from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import OutputParsers
 from router.intake.texts import ChatPrompt, check_num_messages

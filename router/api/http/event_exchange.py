@@ -151,7 +151,8 @@ class EventExchange:
         """From the first token on: what fails before it has a status of its own."""
         has_begun = False
         with as_fields(self.names), as_client_wrote(self.body):
-            async with contextlib.aclosing(self.intake.stream(self.call)) as deltas:
+            stream = self.intake.stream(self.call, self.dialect.parser(0))
+            async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:
                     if not has_begun:
                         has_begun = True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.registry import Registry
 from baton.text.tokenizer import Tokenizer
-from router.intake.call_forms import FORMS, Function, answer_or_calls
+from router.intake.answers.call_forms import FORMS, Function, answer_or_calls
 from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserKind
 from router.intake.parsers.base import OutputParser, ParserContext, new_call_id
 from router.intake.parsers.plain import CallsOrText, OneCall, PlainText

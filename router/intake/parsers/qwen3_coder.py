@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 
-from router.intake.argument_types import ArgumentTypes
+from router.intake.answers.argument_types import ArgumentTypes
 from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, Part, new_call_id
 from router.intake.parsers.json_call import SPACE
 from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text

@@ -82,3 +82,33 @@ async def test_what_a_grammar_holds_does_not_think(scene: HttpScene) -> None:
     message = (await (await answer).json())["choices"][0]["message"]
     assert message["content"] == "a"
     assert "reasoning" not in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "stop"),
+        ("/v1/responses", "stop"),
+        ("/v1/messages", "stop_sequences"),
+    ],
+)
+def test_a_stop_string_in_the_reasoning_ends_no_answer(path: str, field: str, stream: bool) -> None:
+    """An answer was empty where the model had a blank line in what it thought."""
+
+    @on_http(parsers=OutputParsers(TOKENIZER, reasoning_parser="qwen3"))
+    async def run(scene: HttpScene) -> None:
+        messages = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 90}
+        body: dict[str, Any] = {"input": "x"} if path == "/v1/responses" else messages
+        reply = scene.post(path, **body, **{field: ["\n\n"]}, stream=stream)
+        command = await scene.command()
+        text = "<think>One.\n\nTwo.</think>Yes.\n\nNo."
+        scene.say(command, 0, text, last=FinishReason.LENGTH)
+        said = await (await reply).text()
+        assert "Two" in said
+        assert "Yes" in said
+        assert "No." not in said
+        if path == "/v1/messages":
+            assert '"stop_sequence"' in said
+
+    run()

@@ -13,13 +13,13 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
 from baton.text.tokenizer import Tokenizer
-from router.intake.call_forms import FORMS, Function
+from router.intake.answers.call_forms import FORMS, Function
 from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import OutputParsers
 from tests.fakes.parsed_outputs import parse
 
-DEMO = Path(__file__).parents[4] / "examples" / "demo_model"
+DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
 EOS = 4095
 ANSWER = json.dumps(
     {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.intake.argument_types import ArgumentTypes
+from router.intake.answers.argument_types import ArgumentTypes
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 BOOLEAN, NUMBER = {"type": "boolean"}, {"type": "number"}
