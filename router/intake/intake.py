@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from baton.access.identity import ANYBODY, Principal
-from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.errors import BatonError, InvalidRequestError, PromptTooLongError
 from baton.api.outputs import FinishReason, TextDelta
 from baton.api.prompt import (
     check_priority,
@@ -235,9 +235,7 @@ class Intake:
         if not isinstance(prompt, str | ChatPrompt):
             limit = max_model_len - 1
             if len(prompt) > limit:
-                raise InvalidRequestError(
-                    "prompt", f"must have at most {limit} tokens, got {len(prompt)}"
-                )
+                raise PromptTooLongError("prompt", len(prompt), limit)
             return list(prompt)
         if self.tokenizer is None or self._texts is None:
             raise InvalidRequestError(

@@ -6,6 +6,7 @@ that goes through a chat template, in worker processes, within limits.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from baton.api.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError, PromptTooLongError
 from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
 from baton.processes.worker_template import Work
 from baton.text.call_arguments import read_arguments
@@ -136,11 +137,10 @@ class Texts:
         self._workers.close()
 
     def _check_num_chars(self, field: str, num_chars: int, max_model_len: int) -> None:
-        limit = self._max_chars(max_model_len)
-        if num_chars > limit:
-            raise InvalidRequestError(
-                field, f"must have at most {limit} characters for this model, got {num_chars}"
-            )
+        """Refuse a text that is too long however well it is tokenized, before that is tried."""
+        if num_chars > self._max_chars(max_model_len):
+            least = math.ceil(num_chars / self._tokenizer.longest_token_chars)
+            raise PromptTooLongError(field, least, max_model_len - 1)
 
     def _max_chars(self, max_model_len: int) -> int:
         """More cannot fit, however well they are tokenized."""

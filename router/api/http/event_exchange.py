@@ -77,9 +77,11 @@ def as_fields(names: FieldNames) -> Iterator[None]:
         found, other = (_named(names, name) for name in (field, problem.removeprefix(TOGETHER)))
         if problem.startswith(TOGETHER):
             problem = TOGETHER + other
-        if (found, problem) == (error.field, error.problem):
-            raise
-        raise InvalidRequestError(found, problem) from None
+        if problem != error.problem:
+            raise InvalidRequestError(found, problem) from None
+        if found != error.field:
+            raise error.of_field(found) from None
+        raise
 
 
 def _named(names: FieldNames, field: str) -> str:

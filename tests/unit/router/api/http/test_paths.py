@@ -85,7 +85,7 @@ def test_a_message_that_is_to_be_continued_ends_the_prompt(path: str) -> None:
         ("/tokenize", {}, "prompt: or messages is needed, and not both"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt: or messages is needed"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model: 'other' does not exist here"),
-        ("/tokenize", {"prompt": "x " * 500_000}, "prompt: must have at most"),
+        ("/tokenize", {"prompt": "x " * 500_000}, "prompt is too long: "),
         (
             "/tokenize",
             {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
