@@ -2,6 +2,7 @@
 
     BatonError
     ├── InvalidRequestError     a request's field is outside its limit          INVALID_ARGUMENT
+    │   └── PromptTooLongError  a prompt has more tokens than the model takes    INVALID_ARGUMENT
     ├── PoisonRequestError      nodes died of a request like it                  FAILED_PRECONDITION
     ├── UnauthenticatedError    a call brings no key that is known              UNAUTHENTICATED
     ├── PermissionDeniedError   the caller is known and may not do this          PERMISSION_DENIED
@@ -57,6 +58,35 @@ class InvalidRequestError(BatonError, ValueError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+    def of_field(self, field: str) -> InvalidRequestError:
+        """Return the same error about a field that the client calls otherwise."""
+        return InvalidRequestError(field, self.problem)
+
+
+class PromptTooLongError(InvalidRequestError):
+    """A prompt has more tokens than the model takes.
+
+    Agents know these words, and the code, and make their conversation shorter.
+
+    Args:
+        field: what the user calls the prompt.
+        num_tokens: tokens of the prompt.
+        limit: most tokens of a prompt.
+    """
+
+    code: ClassVar[str] = "context_length_exceeded"
+
+    def __init__(self, field: str, num_tokens: int, limit: int) -> None:
+        super().__init__(field, f"is too long: {num_tokens} tokens > {limit} maximum")
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"prompt {self.problem}"
+
+    def of_field(self, field: str) -> InvalidRequestError:
+        return PromptTooLongError(field, self.num_tokens, self.limit)
 
 
 def _shortened(text: str) -> str:
@@ -129,6 +159,7 @@ class EngineDeadError(BatonError):
 
 STATUS_OF_ERROR: dict[type[BatonError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
+    PromptTooLongError: "INVALID_ARGUMENT",
     PoisonRequestError: "FAILED_PRECONDITION",
     UnauthenticatedError: "UNAUTHENTICATED",
     PermissionDeniedError: "PERMISSION_DENIED",

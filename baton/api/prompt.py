@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from baton.api.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError, PromptTooLongError
 from baton.api.sampling_params import MAX_SEED, SamplingParams
 
 MAX_PRIORITY = 2**31 - 1
@@ -25,9 +25,7 @@ def check_prompt(
     if not token_ids:
         raise InvalidRequestError(field, "must have at least 1 token, got 0")
     if len(token_ids) >= max_model_len:
-        raise InvalidRequestError(
-            field, f"must have at most {max_model_len - 1} tokens, got {len(token_ids)}"
-        )
+        raise PromptTooLongError(field, len(token_ids), max_model_len - 1)
     check_token_ids(field, token_ids, vocab_size)
 
 

@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGPROBS = 20
 MAX_N = 128
+_LEAST_TOP_P = 5e-324  # keeps one token, as 0 is to do; samplers take no 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,8 @@ class SamplingParams:
         max_tokens: most output tokens, at least 1.
         temperature: 0 is greedy; larger is more random.
         top_k: keep the k most probable tokens; 0 is off.
-        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+        top_p: keep the smallest set of tokens whose probability reaches this, in [0, 1]; 0 keeps
+            the most probable token alone.
         min_p: keep tokens at least this times as probable as the best one, in [0, 1]; 0 is off.
         seed: the same seed gives the same tokens whatever the batch or the node; None draws one.
         repetition_penalty: above 0; logits of tokens in prompt or output are divided by it where
@@ -92,7 +94,9 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_number("temperature", self.temperature, "0 or more", 0, math.inf)
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_number("top_p", self.top_p, "in (0, 1]", 5e-324, 1)
+        _check_number("top_p", self.top_p, "in [0, 1]", 0, 1)
+        if not self.top_p:
+            self._keep("top_p", _LEAST_TOP_P)
         _check_number("min_p", self.min_p, "in [0, 1]", 0, 1)
         _check_number("repetition_penalty", self.repetition_penalty, "above 0", 5e-324, math.inf)
         _check_number("presence_penalty", self.presence_penalty, "in [-2, 2]", -2, 2)

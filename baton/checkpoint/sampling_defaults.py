@@ -26,8 +26,18 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
         return {}
     content = read_object(path)
     defaults = {name: content[name] for name in _NAMES if content.get(name) is not None}
+    if "top_k" in defaults:
+        defaults["top_k"] = _top_k(defaults["top_k"])
     try:
         SamplingParams(**defaults)
     except InvalidRequestError as error:
         raise ModelLoadError(f"model: {path}: {error}") from error
     return defaults
+
+
+def _top_k(value: Any) -> Any:
+    """Read a top-k as other libraries write it: -1 is off, and 20.0 is 20."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_off = isinstance(value, int) and not isinstance(value, bool) and value == -1
+    return 0 if is_off else value

@@ -22,6 +22,7 @@ from baton.api.errors import (
     OverloadedError,
     PermissionDeniedError,
     PoisonRequestError,
+    PromptTooLongError,
     RequestCancelledError,
     TransferError,
     UnauthenticatedError,
@@ -48,6 +49,7 @@ _KINDS: dict[str, type[BatonError]] = {
     "ENGINE_DEAD": EngineDeadError,
 }
 _INVALID_REQUEST = "INVALID_REQUEST"
+_MAX_DIGITS = 40  # of two numbers from the other side
 _REASONS = {kind: reason for reason, kind in _KINDS.items()} | {
     InvalidRequestError: _INVALID_REQUEST
 }
@@ -66,6 +68,10 @@ def details_trailer(code: int, message: str, error: BatonError) -> tuple[str, by
     status = status_pb2.Status(code=code, message=message)
     info = error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)
     info.metadata["retryable"] = str(error.retryable).lower()
+    if isinstance(error, PromptTooLongError):
+        info.metadata["code"] = error.code
+        info.metadata["num_tokens"] = str(error.num_tokens)
+        info.metadata["limit"] = str(error.limit)
     status.details.add().Pack(info)
     if error.retry_delay_s is not None:
         delay = Duration()
@@ -77,6 +83,16 @@ def details_trailer(code: int, message: str, error: BatonError) -> tuple[str, by
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     return DETAILS_KEY, status.SerializeToString()
+
+
+def _too_long(field: str, metadata: Mapping[str, str]) -> PromptTooLongError | None:
+    """Read the error of a prompt that is too long; None if the error is another one."""
+    num_tokens, limit = metadata.get("num_tokens", ""), metadata.get("limit", "")
+    if metadata.get("code") != PromptTooLongError.code or len(num_tokens + limit) > _MAX_DIGITS:
+        return None
+    if not (num_tokens.isdecimal() and limit.isdecimal()):
+        return None
+    return PromptTooLongError(field, int(num_tokens), int(limit))
 
 
 def receipt_trailer(receipt: Receipt) -> tuple[str, bytes]:
@@ -107,7 +123,7 @@ def error_from_trailers(message: str, trailers: Mapping[str, str | bytes]) -> Ba
             if isinstance(one, error_details_pb2.BadRequest) and one.field_violations:
                 violation = one.field_violations[0]
                 field, problem = violation.field, violation.description
-        error = InvalidRequestError(field, problem)
+        error = _too_long(field, infos[0].metadata) or InvalidRequestError(field, problem)
     else:
         error = _KINDS.get(infos[0].reason, BatonError)(message)
     for one in details:

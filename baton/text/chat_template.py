@@ -8,7 +8,9 @@ ended.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +34,12 @@ _MAX_SHOWN_CHARS = 500  # of Jinja's message about a broken template
 _NOT_COMPILED = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 _MORE_TEMPLATES = "additional_chat_templates"
 # What a message's reasoning is called. Templates read the first one; those of gpt-oss the second.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+# Mistral's refuse a call whose id has not nine letters and digits.
+_SHORT_IDS = re.compile(r"id\s*\|\s*length\s*(?:[!=<>]=|<|>)\s*9\b")
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class ChatTemplate:
@@ -64,6 +71,7 @@ class ChatTemplate:
             raise ModelLoadError(
                 f"tokenizer: the chat template in {origin} is broken: {why}"
             ) from error
+        self._has_short_ids = any(map(_SHORT_IDS.search, self.sources.values()))
         self.variables = asked
         self.takes_tools = "tools" in asked
 
@@ -90,7 +98,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": True,
             **(options or {}),
-            "messages": [_as_templates_read(message) for message in messages],
+            "messages": [self._as_read(message) for message in messages],
             "tools": list(tools) or None,  # templates ask whether there are any
         }
         try:
@@ -105,6 +113,11 @@ class ChatTemplate:
             RecursionError,
         ) as error:
             raise InvalidRequestError("chat", f"the chat template refused it: {error}") from error
+
+    def _as_read(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as the template reads it."""
+        plain = _as_templates_read(message)
+        return with_short_ids(plain) if self._has_short_ids else plain
 
     def _name(self, with_tools: bool) -> str:
         return TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
@@ -175,10 +188,29 @@ def _read(path: Path) -> str:
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out fields that are None, and give reasoning under each of its names."""
     plain = {name: value for name, value in message.items() if value is not None}
-    found = [plain[name] for name in _REASONING if name in plain]
+    found = [plain[name] for name in REASONING_FIELDS if name in plain]
     if found:
         plain = {"thinking": found[0], **plain, "reasoning_content": found[0]}
     return plain
+
+
+def with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite ids of calls to nine letters and digits, the same for a call and its result.
+
+    Other servers, and other models, make ids of other forms.
+    """
+    if "tool_call_id" in message:
+        message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    if calls := message.get("tool_calls"):
+        message = {**message, "tool_calls": [{**c, "id": _short_id(c.get("id"))} for c in calls]}
+    return message
+
+
+def _short_id(call_id: object) -> str:
+    text = str(call_id or "")
+    if _SHORT_ID.fullmatch(text):
+        return text
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 class _Generation(jinja2.ext.Extension):

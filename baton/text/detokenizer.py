@@ -79,7 +79,9 @@ class _JoinedPieces:
     def __init__(self, pieces: OutputPieces) -> None:
         self._pieces = pieces
         self._has_begun = False
+        self._replaced = [_ReplacedText(old, new) for old, new in pieces.replaced]
         self._num_to_strip = pieces.num_stripped
+        self._held: list[str] = []  # until all of the text is there
         errors = "surrogateescape" if pieces.has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
 
@@ -88,6 +90,11 @@ class _JoinedPieces:
         text = self._decoder.decode(first + self._pieces.later(token_ids), last)
         if self._pieces.has_byte_tokens and not text.isascii():
             text = _LONE_BYTE.sub(_REPLACEMENT, text)
+        if self._pieces.rewrite is not None:
+            self._held.append(text)
+            return self._pieces.rewrite("".join(self._held)) if last else ""
+        for replaced in self._replaced:
+            text = replaced.push(text, last=last)
         return self._strip(text) if self._num_to_strip and text else text
 
     def _begin(self, token_ids: list[int]) -> bytes:
@@ -110,6 +117,26 @@ class _JoinedPieces:
             start += 1
             self._num_to_strip -= 1
         return text[start:]
+
+
+class _ReplacedText:
+    """Replaces a string in a text that comes in pieces; holds back what may become the string."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old = old
+        self._new = new
+        self._held = ""
+
+    def push(self, text: str, *, last: bool) -> str:
+        *before, rest = (self._held + text).split(self._old)
+        num_held = 0 if last else self._num_begun(rest)
+        self._held = rest[len(rest) - num_held :]
+        return self._new.join([*before, rest[: len(rest) - num_held]])
+
+    def _num_begun(self, text: str) -> int:
+        """Return the length of the longest end of a text that the string begins with."""
+        lengths = range(min(len(text), len(self._old) - 1), 0, -1)
+        return next((length for length in lengths if self._old.startswith(text[-length:])), 0)
 
 
 class _Window:

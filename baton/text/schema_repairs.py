@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from baton.api.errors import InvalidRequestError
+from baton.text.schema_rewrites import rewritten
 
 _OF_NAMES = ("properties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples")
@@ -25,28 +26,39 @@ _CONTROL = "".join(map(chr, range(0x20)))
 
 def enforceable_schema(text: str) -> str:
     """Narrow a JSON schema to what can be enforced; raises InvalidRequestError if none is."""
-    return json.dumps(_repair(json.loads(text)), separators=(",", ":"))
+    root = json.loads(text)
+    try:
+        found = _repair(root, root)
+    except (TypeError, AttributeError) as error:  # a keyword has a value of another type
+        problem = f"is no JSON schema: {error}"
+        raise InvalidRequestError("structured_output.json_schema", problem) from None
+    if found is False:
+        raise InvalidRequestError("structured_output.json_schema", "no output can match it")
+    return json.dumps(found, separators=(",", ":"))
 
 
-def _repair(schema: Any) -> Any:
+def _repair(schema: Any, root: Any) -> Any:
     if isinstance(schema, list):
-        return [_repair(one) for one in schema]
+        return [_repair(one, root) for one in schema]
     if not isinstance(schema, dict):
         return schema
+    schema = rewritten(schema, root)
+    if isinstance(schema, bool):
+        return schema
     _check_min_properties(schema)
-    return {key: _repair_value(key, value) for key, value in schema.items()}
+    return {key: _repair_value(key, value, root) for key, value in schema.items()}
 
 
-def _repair_value(key: str, value: Any) -> Any:
+def _repair_value(key: str, value: Any, root: Any) -> Any:
     if key in _VALUES:
         return value
     if key == "pattern" and isinstance(value, str):
         return repair_pattern(value)
     if key in _OF_NAMES and isinstance(value, dict):
-        return {name: _repair(schema) for name, schema in value.items()}
+        return {name: _repair(schema, root) for name, schema in value.items()}
     if key == "patternProperties" and isinstance(value, dict):
-        return {repair_pattern(name): _repair(schema) for name, schema in value.items()}
-    return _repair(value)
+        return {repair_pattern(name): _repair(schema, root) for name, schema in value.items()}
+    return _repair(value, root)
 
 
 def _check_min_properties(schema: dict[str, Any]) -> None:

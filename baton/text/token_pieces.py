@@ -6,9 +6,12 @@ Vocabularies cannot write bytes, so they have alphabets of their own: that of GP
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
+
+import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Decoders that look at each token alone, or also at whether it is the first one.
@@ -39,8 +42,11 @@ class OutputPieces:
 
     Attributes:
         has_byte_tokens: some tokens are single bytes, of characters that no other token has.
-        stripped: this character, at most ``num_stripped`` of it, is taken from an output's
-            beginning.
+        replaced: texts and what takes their place, one after the other, in the joined output.
+        stripped: this character, at most ``num_stripped`` of it, is taken from the beginning of
+            the output after that.
+        rewrite: makes the output of the whole joined text, for decoders that no part of a text is
+            enough for; None: the three attributes above say all.
     """
 
     def __init__(
@@ -48,10 +54,14 @@ class OutputPieces:
         spell: Callable[[int, bool], bytes | None],
         *,
         has_byte_tokens: bool = False,
+        replaced: tuple[tuple[str, str], ...] = (),
         stripped: str = "",
         num_stripped: int = 0,
+        rewrite: Callable[[str], str] | None = None,
     ) -> None:
         self.has_byte_tokens = has_byte_tokens
+        self.replaced = replaced
+        self.rewrite = rewrite
         self.stripped = stripped
         self.num_stripped = num_stripped
         self._spell = spell
@@ -96,41 +106,71 @@ def output_pieces(
 
         return look_up
 
-    parts = [part for part in _parts(description) if part.get("type") != "Fuse"]
-    kinds = [str(part.get("type")) for part in parts]
     if description is None:  # then the library puts blanks between tokens
         return OutputPieces(by_id(lambda piece, first: f"{'' if first else ' '}{piece}".encode()))
-    if kinds == ["ByteLevel"]:
+    parts, behind = _around_fuse(list(_parts(description)))
+    kinds = [str(part.get("type")) for part in parts]
+    if kinds == ["ByteLevel"] and not behind:
         in_alphabet = _byte_level_bytes()
         return OutputPieces(by_id(lambda piece, first: in_alphabet(piece)))
-    strip = parts.pop() if kinds[-1:] == ["Strip"] and _is_behind_all(description) else {}
-    kinds = kinds[: len(parts)]
     has_bytes = kinds[-1:] == ["ByteFallback"]
-    decode = tokenizer.decoder.decode
-    looks_at_one = set(kinds[: len(kinds) - has_bytes]) <= _LOCAL
-    if not looks_at_one or strip.get("stop") or decode([_ANCHOR]) != _ANCHOR:
+    if not set(kinds[: len(kinds) - has_bytes]) <= _LOCAL:
+        return None
+    decode = _library_decoder(parts)
+    if decode([_ANCHOR]) != _ANCHOR:
         return None
 
     def spell(piece: str, is_first: bool) -> bytes:
         if has_bytes and (byte := _BYTE.fullmatch(piece)):
             return bytes.fromhex(byte[1])
-        # What is stripped is stripped from the text, not from its first token.
-        before = [] if is_first and not strip else [_ANCHOR]
-        text: str = decode([*before, piece])
-        return text[len(before) :].encode()
+        before = [] if is_first else [_ANCHOR]
+        return decode([*before, piece])[len(before) :].encode()
 
+    strip = behind.pop() if behind and behind[-1].get("type") == "Strip" else {}
+    texts = [_replaced_text(part) for part in behind]
+    if strip.get("stop") or None in texts:
+        whole = _library_decoder([*behind, *([strip] if strip else [])])
+        return OutputPieces(
+            by_id(spell), has_byte_tokens=has_bytes, rewrite=lambda text: whole([text])
+        )
     return OutputPieces(
         by_id(spell),
         has_byte_tokens=has_bytes,
+        replaced=tuple(text for text in texts if text is not None),
         stripped=strip.get("content", ""),
         num_stripped=strip.get("start", 0),
     )
 
 
-def _is_behind_all(description: Mapping[str, Any]) -> bool:
-    """Say whether the last decoder but one joins the tokens, so that the last one sees one text."""
-    kinds = [part.get("type") for part in _parts(description)]
-    return kinds[-2:-1] == ["Fuse"] and kinds.count("Fuse") == 1
+def _around_fuse(
+    parts: list[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Divide decoders into those that see tokens and those that see their joined text."""
+    kinds = [part.get("type") for part in parts]
+    if "Fuse" not in kinds:
+        return parts, []
+    fuse = kinds.index("Fuse")
+    return parts[:fuse], [part for part in parts[fuse:] if part.get("type") != "Fuse"]
+
+
+def _replaced_text(part: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a text and what takes its place; None for a decoder that does anything else."""
+    pattern = part.get("pattern")
+    text = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if part.get("type") != "Replace" or not text:
+        return None
+    return str(text), str(part.get("content", ""))
+
+
+def _library_decoder(parts: list[Mapping[str, Any]]) -> Callable[[list[str]], str]:
+    """Make the library's decoder of some parts of a ``decoder``."""
+    model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
+    decoder = {"type": "Sequence", "decoders": parts}
+    library = tokenizers.Tokenizer.from_str(
+        json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model})
+    )
+    decode: Callable[[list[str]], str] = library.decoder.decode
+    return decode
 
 
 def _parts(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from baton.text.chat_template import (
     load_chat_template,
     read_chat_template,
 )
-from baton.text.continued_message import up_to_mark, with_last_marked
+from baton.text.continued_message import left_out, up_to_mark, with_last_marked
 from baton.text.detokenizer import Detokenizer
 from baton.text.token_pieces import OutputPieces, output_pieces, piece_decoder
 from baton.text.tool_prompt import with_tools
@@ -123,16 +123,36 @@ class Tokenizer:
 
         Raises InvalidRequestError when there is no template or it refuses the messages.
         """
+        options: dict[str, Any] = {
+            "tools": tools,
+            "template_options": template_options,
+            "template": template,
+        }
         if continues_last:
-            messages = with_last_marked(messages)
-        text = self.render_chat(
-            messages, tools=tools, template_options=template_options, template=template
-        )
-        if continues_last:
-            text = up_to_mark(text)
+            text = self._render_continued(messages, options)
+        else:
+            text = self.render_chat(messages, **options)
         # The template writes the special tokens itself.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def _render_continued(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> str:
+        """Render a conversation up to the end of its last message's text, or thought.
+
+        Args:
+            options: of `render_chat`.
+        """
+        source = options["template"]
+        if source is None and self.chat_template is not None:
+            source = self.chat_template.source(with_tools=bool(options["tools"]))
+        thought_tag = "<think>" if "</think>" in (source or "") else ""
+        for marked in with_last_marked(messages, thought_tag=thought_tag):
+            text = up_to_mark(self.render_chat(marked, **options))
+            if text is not None:
+                return text
+        raise left_out()
 
     def render_chat(
         self,

@@ -8,7 +8,7 @@ Events that arrive in one read are one frame: nobody could have seen the first o
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import aiohttp
@@ -51,9 +51,29 @@ class _Logprobs(msgspec.Struct):
     content: list[msgspec.Raw] | None = None  # of a chat
 
 
+class _FunctionDelta(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallDelta(msgspec.Struct):
+    function: _FunctionDelta | None = None
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None  # the newer name; some servers put an object here
+    refusal: str | None = None
+    tool_calls: list[_CallDelta] | None = None
+
+    def texts(self) -> Iterator[str | None]:
+        """Yield each text that the model wrote, once; servers may give reasoning two names."""
+        reasoning = self.reasoning if isinstance(self.reasoning, str) else None
+        yield from (self.content, self.reasoning_content or reasoning, self.refusal)
+        for call in self.tool_calls or ():
+            if call.function is not None:
+                yield from (call.function.name, call.function.arguments)
 
 
 class _Choice(msgspec.Struct):
@@ -66,7 +86,7 @@ class _Choice(msgspec.Struct):
     def num_chars(self) -> int:
         """Count the characters of its text, wherever the server put it."""
         delta = self.delta or _Delta()
-        return sum(len(text or "") for text in (self.text, delta.content, delta.reasoning_content))
+        return sum(len(text or "") for text in (self.text, *delta.texts()))
 
 
 class _Receipts(msgspec.Struct):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import ssl
 import time
 import uuid
@@ -60,6 +61,7 @@ from router.intake.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
 from router.intake.metrics import RouterMetrics
 
 if TYPE_CHECKING:
+    from aiohttp.http_parser import RawRequestMessage
     from aiohttp.typedefs import Handler
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -68,6 +70,8 @@ _Serve = Callable[
     [web.Request, Intake, HttpOptions], Awaitable[web.StreamResponse | msgspec.Struct]
 ]
 _Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+_MakeRequest = Callable[..., web.BaseRequest]
+_SLASHES = re.compile("//+")
 # What clients ask of the model: a line and a module each.
 SERVED: dict[str, _Serve] = {
     "/v1/completions": completions,
@@ -197,6 +201,7 @@ class HttpServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None  # set up
+        server.request_factory = _with_plain_paths(server.request_factory)
         server.request_handler = _checking_expectations(server.request_handler)
         try:
             return await self._listener.start("http_listen", listen, ssl_context=self._tls)
@@ -424,6 +429,23 @@ def _checking_expectations(handle: _Handle) -> _Handle:
         return await handle(request)
 
     return check
+
+
+def _with_plain_paths(make_request: _MakeRequest) -> _MakeRequest:
+    """Read `/v1//models/` as `/v1/models`: clients join a base URL and a path with slashes of both.
+
+    A redirect would not do: many clients do not post a body twice.
+    """
+
+    def make(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
+        path = message.url.raw_path
+        plain = _SLASHES.sub("/", path).removesuffix("/") or "/"
+        if plain != path:
+            url = message.url.with_path(plain, encoded=True, keep_query=True)
+            message = message._replace(url=url, path=str(url))
+        return make_request(message, *rest)
+
+    return make
 
 
 def _logger_of_protocol() -> logging.Logger:

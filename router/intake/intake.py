@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from baton.access.identity import ANYBODY, Principal
-from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.errors import BatonError, InvalidRequestError, PromptTooLongError
 from baton.api.outputs import FinishReason, TextDelta
 from baton.api.prompt import (
     check_priority,
@@ -34,10 +34,12 @@ from baton.text.tokenizer import Tokenizer
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.gate.rate_limits import Rate
+from router.intake.answers.divided_text import DividedDelta, DividedText
 from router.intake.cache_salts import CacheSalts
 from router.intake.grammar_checks import GrammarChecks
 from router.intake.long_answers import LongAnswers
 from router.intake.metrics import RouterMetrics
+from router.intake.parsers.base import OutputParser
 from router.intake.parsers.choice import OutputParsers
 from router.intake.prompt_log import PromptLog
 from router.intake.texts import ChatPrompt, Texts
@@ -180,11 +182,16 @@ class Intake:
             is_chat=isinstance(prompt, ChatPrompt),
         )
 
-    async def stream(self, call: Call) -> AsyncGenerator[TextDelta, None]:
-        """Run a call; ending the iteration early cancels it. Raises what the dispatcher does."""
-        text = None
-        if self.tokenizer is not None:
-            text = OutputText(self.tokenizer, call.sampling_params, call.terms.text_options)
+    async def stream(
+        self, call: Call, parser: OutputParser | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Run a call; ending the iteration early cancels it. Raises what the dispatcher does.
+
+        Args:
+            parser: divides the output: each delta is a `DividedDelta`, and stop strings are looked
+                for in the answer alone. None: they are looked for in all of the text.
+        """
+        text = self._output_text(call, parser)
         num_own = self._own_prompts.num_tokens(call)
         log = self._prompt_log
         output_log = None if log is None else log.begin(call)
@@ -229,9 +236,7 @@ class Intake:
         if not isinstance(prompt, str | ChatPrompt):
             limit = max_model_len - 1
             if len(prompt) > limit:
-                raise InvalidRequestError(
-                    "prompt", f"must have at most {limit} tokens, got {len(prompt)}"
-                )
+                raise PromptTooLongError("prompt", len(prompt), limit)
             return list(prompt)
         if self.tokenizer is None or self._texts is None:
             raise InvalidRequestError(
@@ -286,7 +291,19 @@ class Intake:
             await asyncio.sleep(0)
         return "".join([*texts, detokenizer.push((), last=True)])
 
-    def _text_delta(self, call: Call, output: TextDelta, text: OutputText | None) -> TextDelta:
+    def _output_text(
+        self, call: Call, parser: OutputParser | None
+    ) -> OutputText | DividedText | None:
+        params, options = call.sampling_params, call.terms.text_options
+        if self.tokenizer is None:
+            return None
+        if parser is None:
+            return OutputText(self.tokenizer, params, options)
+        return DividedText(self.tokenizer, params, options, parser)
+
+    def _text_delta(
+        self, call: Call, output: TextDelta, text: OutputText | DividedText | None
+    ) -> TextDelta:
         """Add what new tokens make of the text; ends the output where a stop string does."""
         finish_reason, receipt = output.finish_reason, output.receipt
         token_ids = output.token_ids
@@ -304,7 +321,11 @@ class Intake:
                 receipt or self._dispatcher.receipt(call),
                 num_output_tokens=text.num_tokens,
             )
-        return TextDelta(
+        made: type[TextDelta] = TextDelta
+        parts: dict[str, Any] = {}
+        if isinstance(text, DividedText):
+            made, parts = DividedDelta, {"parts": tuple(text.parts)}
+        return made(
             output.request_id,
             output.output_index,
             token_ids,
@@ -314,6 +335,7 @@ class Intake:
             output.logprobs[: len(token_ids)],
             prompt_logprobs=output.prompt_logprobs,
             stop_string=text.stop_string if text is not None else None,
+            **parts,
         )
 
     async def _check_structured_output(

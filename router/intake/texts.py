@@ -6,7 +6,7 @@ that goes through a chat template, in worker processes, within limits.
 
 from __future__ import annotations
 
-import json
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,10 @@ from typing import Any
 
 import msgspec
 
-from baton.api.errors import InvalidRequestError
+from baton.api.errors import InvalidRequestError, PromptTooLongError
 from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
 from baton.processes.worker_template import Work
+from baton.text.call_arguments import read_arguments
 from baton.text.tokenizer import Tokenizer
 
 # A longer text takes longer to be tokenized than to be sent to a worker and back.
@@ -35,7 +36,7 @@ class ChatPrompt:
     """A conversation, to be rendered with the checkpoint's chat template.
 
     Attributes:
-        messages: arguments of tool calls are JSON of objects, as texts.
+        messages: arguments of tool calls are texts, as a model wrote them.
         tools: functions that the model may call.
         template_options: more variables of the template.
         continues_last: the prompt ends with the text of the last message.
@@ -136,11 +137,10 @@ class Texts:
         self._workers.close()
 
     def _check_num_chars(self, field: str, num_chars: int, max_model_len: int) -> None:
-        limit = self._max_chars(max_model_len)
-        if num_chars > limit:
-            raise InvalidRequestError(
-                field, f"must have at most {limit} characters for this model, got {num_chars}"
-            )
+        """Refuse a text that is too long however well it is tokenized, before that is tried."""
+        if num_chars > self._max_chars(max_model_len):
+            least = math.ceil(num_chars / self._tokenizer.longest_token_chars)
+            raise PromptTooLongError(field, least, max_model_len - 1)
 
     def _max_chars(self, max_model_len: int) -> int:
         """More cannot fit, however well they are tokenized."""
@@ -175,8 +175,8 @@ def make_work(options: Mapping[str, str]) -> Work:
             messages, tools, template_options, continues_last, template = msgspec.json.decode(
                 frame[1:]
             )
-            for index, message in enumerate(messages):
-                _parse_arguments(message, f"messages[{index}]")
+            for message in messages:
+                _parse_arguments(message)
             token_ids = tokenizer.encode_chat(
                 messages,
                 tools=tools,
@@ -189,18 +189,10 @@ def make_work(options: Mapping[str, str]) -> Work:
     return work
 
 
-def _parse_arguments(message: dict[str, Any], field: str) -> None:
-    """Templates want the object that OpenAI's API sends as a text."""
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        try:
-            arguments = json.loads(call["function"]["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        name = f"{field}.tool_calls[{index}].function.arguments"
-        if not isinstance(arguments, dict):
-            raise InvalidRequestError(name, "must be JSON of an object")
-        _utf8(name, json.dumps(arguments, ensure_ascii=False))
-        call["function"]["arguments"] = arguments
+def _parse_arguments(message: dict[str, Any]) -> None:
+    """Turn the text that OpenAI's API has for a call's arguments into the object of templates."""
+    for call in message.get("tool_calls") or ():
+        call["function"]["arguments"] = read_arguments(call["function"]["arguments"])
 
 
 def _utf8(field: str, text: str) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -64,6 +65,23 @@ def sentence_piece_bpe_unstripped() -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
+    return tokenizer
+
+
+def sentence_piece_bpe_rewritten() -> Tokenizer:
+    """Whose joined text is rewritten: a string may begin in one token and end in the next."""
+    return _rewritten(decoders.Replace("o\n", "*\n"), decoders.Replace("*\n.", "!"))
+
+
+def sentence_piece_bpe_rewritten_by_a_regex() -> Tokenizer:
+    """Whose joined text is rewritten by a pattern, which the whole text is needed for."""
+    return _rewritten(decoders.Replace(Regex("h.*?r"), "-"), decoders.Strip(" ", 1, 0))
+
+
+def _rewritten(*behind: decoders.Decoder) -> Tokenizer:
+    tokenizer = sentence_piece_bpe()
+    before = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*before, *behind])
     return tokenizer
 
 
@@ -139,6 +157,8 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
         byte_level_bpe,
         sentence_piece_bpe,
         sentence_piece_bpe_unstripped,
+        sentence_piece_bpe_rewritten,
+        sentence_piece_bpe_rewritten_by_a_regex,
         unigram_metaspace,
         word_piece,
         suffix_bpe,

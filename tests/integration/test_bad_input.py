@@ -182,7 +182,7 @@ def test_bad_prompt(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5),
+    [("max_tokens", 0), ("temperature", -1.0), ("top_p", -0.1), ("top_p", 1.5),
      ("temperature", float("nan"))],
 )  # fmt: skip
 def test_bad_parameter_from_any_client(

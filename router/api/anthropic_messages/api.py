@@ -255,8 +255,9 @@ async def count_tokens(request: web.Request, intake: Intake, options: HttpOption
     """Raises what `web.middleware` turns into a response."""
     given = await read_body(request, CountTokensRequest, options)
     intake.check_key(request[PRINCIPAL])
+    body = chat_request(given)
     with as_fields(FIELD_NAMES):
-        prompt = chat_prompt(chat_request(given))
+        prompt = chat_prompt(body)
         return TokenCount(len(await intake.tokenize_only(prompt, request[PRINCIPAL])))
 
 

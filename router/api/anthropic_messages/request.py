@@ -15,10 +15,10 @@ from baton.api.errors import InvalidRequestError
 from router.api.http.schema import (
     MAX_SHOWN_CHARS,
     ChatRequest,
+    Constraint,
     ContentPart,
     Function,
     FunctionCall,
-    JsonSchema,
     Message,
     NamedFunction,
     NamedToolChoice,
@@ -35,7 +35,9 @@ FIELD_NAMES = {
     "chat": "messages",
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
-    "response_format.json_schema.schema": "output_config.format.schema",
+    "continue_final_message": "messages",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
 }
 _Role = Literal["user", "assistant", "system"]
 _BLOCKS = {
@@ -91,7 +93,7 @@ class Thinking(msgspec.Struct):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 
 
-class OutputFormat(msgspec.Struct):
+class OutputFormat(Constraint):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
@@ -107,6 +109,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/messages/count_tokens``: what decides the prompt.
 
     Attributes:
+        output_format: the name of ``output_config.format`` in the API's beta.
         chat_template_kwargs: vLLM's, as in chat completions.
     """
 
@@ -117,6 +120,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -171,7 +175,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         continue_final_message=True if begins_answer else None,
         reasoning_effort=_effort(request),
         chat_template_kwargs=_template_options(request),
-        response_format=_format(request.output_config),
+        response_format=_format(request),
         **fields,
     )
 
@@ -299,7 +303,10 @@ def _template_options(request: CountTokensRequest) -> dict[str, Any] | None:
     return {"enable_thinking": True, **(given or {})}
 
 
-def _format(config: OutputConfig | None) -> ResponseFormat | None:
-    if config is None or config.format is None:
-        return None
-    return ResponseFormat("json_schema", JsonSchema(schema=config.format.schema))
+def _format(request: CountTokensRequest) -> ResponseFormat | None:
+    config = request.output_config
+    found = config.format if config is not None and config.format is not None else None
+    if found is not None and request.output_format is not None:
+        raise InvalidRequestError("output_format", "cannot be together with output_config.format")
+    found = found or request.output_format
+    return ResponseFormat("json_schema", schema=found.schema) if found is not None else None

@@ -12,7 +12,13 @@ from aiohttp import web
 
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
-from router.api.http.conversation import chat_prompt, forced_call, parser_context, takes_effort
+from router.api.http.conversation import (
+    answer_or_calls,
+    chat_prompt,
+    forced_call,
+    parser_context,
+    takes_effort,
+)
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
     PRINCIPAL,
@@ -38,6 +44,7 @@ from router.api.http.responses import (
 from router.api.http.sampling import as_client_wrote, sampling_params
 from router.api.http.schema import ChatRequest
 from router.calls.call import Call
+from router.intake.answers.divided_text import DividedDelta
 from router.intake.choices import accept_choices
 from router.intake.intake import Intake
 from router.intake.parsers.base import CallArguments, CallBegins, OutputParser, Part, Reasoning
@@ -107,8 +114,11 @@ class ChatDialect:
         self._begun = [False] * len(parsers)
         self._parts: list[list[Part]] = [[] for _ in parsers]  # of outputs that are told as a whole
 
+    def parser(self, index: int) -> OutputParser | None:
+        return self._parsers[index]
+
     def chunk(self, index: int, delta: TextDelta) -> ChatChunkChoice:
-        said = divide(self._parse(index, delta), self._num_calls[index])
+        said = divide(_parts(delta), self._num_calls[index])
         self._num_calls[index] += said.num_begun
         message = MessageDelta()
         if not self._begun[index]:
@@ -143,14 +153,9 @@ class ChatDialect:
         return ChatChoice(index, message, self._logprobs(delta), reason)
 
     def take(self, index: int, delta: TextDelta) -> None:
-        parts = self._parse(index, delta)
+        parts = _parts(delta)
         self._num_calls[index] += sum(isinstance(part, CallBegins) for part in parts)
         self._parts[index] += parts
-
-    def _parse(self, index: int, delta: TextDelta) -> list[Part]:
-        parser = self._parsers[index]
-        parts = list(parser.push(delta.text))
-        return parts if delta.finish_reason is None else [*parts, *parser.finish()]
 
     def _finish_reason(self, index: int, reason: FinishReason | None) -> str | None:
         if reason is FinishReason.STOP and self._num_calls[index]:
@@ -161,6 +166,11 @@ class ChatDialect:
         if self._texts is None or not delta.logprobs:
             return None
         return self._texts.chat(delta.token_ids, delta.logprobs)
+
+
+def _parts(delta: TextDelta) -> tuple[Part, ...]:
+    assert isinstance(delta, DividedDelta)  # the dialect has a parser
+    return delta.parts
 
 
 async def chat_completions(
@@ -200,6 +210,7 @@ async def open_chat(
         raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
         forced = forced_call(body)
+        either = answer_or_calls(body, intake.parsers)
     intake.check_key(request[PRINCIPAL])  # before anything costs time
     prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
     params = sampling_params(
@@ -208,7 +219,7 @@ async def open_chat(
         defaults=intake.sampling_defaults,
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
-        structured_output=forced,
+        structured_output=forced or either,
     )
     terms = terms_of(request, body, received_at)
     parsers, context = intake.parsers, parser_context(body, intake.parsers.prompt_end(prompt))
@@ -221,7 +232,11 @@ async def open_chat(
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
     is_constrained = params.structured_output is not None
     make = functools.partial(
-        parsers.make, context, is_forced=forced is not None, is_constrained=is_constrained
+        parsers.make,
+        context,
+        is_forced=forced is not None,
+        is_constrained=is_constrained,
+        is_either=either is not None,
     )
     return calls, ChatDialect([make() for _ in calls], texts)
 

@@ -27,6 +27,7 @@ from router.api.http.schema import CompletionRequest
 from router.calls.call import Call
 from router.intake.choices import accept_choices, check_num_outputs
 from router.intake.intake import Intake
+from router.intake.parsers.base import OutputParser
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 # Of prompts in a response, once for each output: a prompt comes once, and could go out a hundred
@@ -63,6 +64,9 @@ class CompletionDialect:
         self._offsets = [
             TextOffsets(texts, len(echoed), shows_special=shows_special) for _, echoed in echoes
         ]
+
+    def parser(self, index: int) -> OutputParser | None:
+        return None
 
     def chunk(self, index: int, delta: TextDelta) -> CompletionChoice:
         return self.choice(index, delta)

@@ -9,8 +9,11 @@ import msgspec
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
 from baton.text.chat_template import ChatTemplate
+from router.api.http.sampling import asked_format
 from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
+from router.intake.answers.call_forms import Function
 from router.intake.parsers.base import ParserContext
+from router.intake.parsers.choice import OutputParsers
 from router.intake.texts import ChatPrompt, check_num_messages
 
 _OURS = ("messages", "tools", "add_generation_prompt")
@@ -92,10 +95,40 @@ def forced_call(request: ChatRequest) -> StructuredOutput | None:
     return StructuredOutput(json_schema=schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
 
 
+def answer_or_calls(request: ChatRequest, parsers: OutputParsers) -> StructuredOutput | None:
+    """Make what holds the output to calls, or to a text of the response format, if it may be both.
+
+    A function that is ``strict`` is called with arguments that fit its schema.
+
+    Raises InvalidRequestError.
+    """
+    tools, answer = offered_tools(request), asked_format(request)
+    if request.tool_choice not in (None, "auto") or not tools or answer is None:
+        return None
+    if answer.kind not in ("json_schema", "json_object"):
+        raise InvalidRequestError("response_format", "cannot be together with tools, but for JSON")
+    functions = [
+        Function(tool.function.name, tool.function.parameters or {})
+        if tool.function.strict
+        else Function(tool.function.name)
+        for tool in tools
+    ]
+    several = request.parallel_tool_calls is not False
+    grammar = parsers.answer_or_calls(
+        answer.text or '{"type":"object"}', functions, several=several
+    )
+    return StructuredOutput(grammar=grammar) if grammar is not None else None
+
+
 def _call_schema(tool: Tool, index: int) -> dict[str, Any]:
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    kind = parameters.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        shown = tool.function.name[:MAX_SHOWN_CHARS]
+        raise InvalidRequestError("tools", f"parameters of {shown!r} must be of the type object")
     # An id makes them a document of their own: their references begin at it, not at the call.
-    parameters = {**parameters, "$id": f"urn:baton:tool:{index}"}
+    # Without a type a schema takes numbers, too; the arguments of a call are an object.
+    parameters = {**parameters, "type": "object", "$id": f"urn:baton:tool:{index}"}
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, "arguments": parameters},

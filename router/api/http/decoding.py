@@ -14,7 +14,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from baton.api.errors import InvalidRequestError
-from router.api.http.schema import REFUSED
+from router.api.http.schema import REFUSED, Constraint
 
 T = TypeVar("T")
 # What a body may cost to be read, in which time nothing else is served: some tenth of a second. A
@@ -60,12 +60,29 @@ def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> I
 
 
 def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[str]:
+    """Yield unknown fields of objects; raises for those that may constrain an output."""
     for name, inner_kind in _objects(kind).items():
-        if name in given and bytes(given[name])[:1] == b"{":
-            known = _known(inner_kind)
-            for inner in _decode_fields(given[name]):
-                if inner not in known:
-                    yield f"{name}.{inner}"
+        if name not in given or bytes(given[name])[:1] != b"{":
+            continue
+        known, fields = _known(inner_kind), _decode_fields(given[name])
+        for inner, value in fields.items():
+            if inner in known:
+                continue
+            if issubclass(inner_kind, Constraint) and bytes(value) not in _EMPTY:
+                raise InvalidRequestError(f"{name}.{inner}", "is no field that Baton knows")
+            yield f"{name}.{inner}"
+        with _below(name):
+            for inner in _unknown_within(fields, inner_kind):
+                yield f"{name}.{inner}"
+
+
+@contextmanager
+def _below(name: str) -> Iterator[None]:
+    """Have errors name a field by the object that it is in, too."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{name}.{error.field}", error.problem) from None
 
 
 @functools.cache

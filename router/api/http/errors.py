@@ -23,7 +23,7 @@ from baton.api.errors import (
     HTTP_STATUS_OF,
     BatonError,
     InvalidRequestError,
-    PermissionDeniedError,
+    PromptTooLongError,
     UnauthenticatedError,
     status_name,
 )
@@ -51,6 +51,14 @@ _TYPES = {
     501: "not_implemented_error",
     503: "service_unavailable_error",
     504: "timeout_error",
+}
+
+# What clients act on: they wait and try again, ask for a key, or give up.
+_CODES = {
+    401: "invalid_api_key",
+    403: "permission_denied",
+    429: "rate_limit_exceeded",
+    503: "server_is_overloaded",
 }
 
 MESSAGES_PATH = "/v1/messages"
@@ -132,24 +140,25 @@ def status_of(error: BatonError | ApiError) -> int:
     return error.status if isinstance(error, ApiError) else HTTP_STATUS_OF[status_name(error)]
 
 
-def error_code(error: BatonError | ApiError) -> str:
-    """The Responses API's word for an error that ends a stream."""
-    return "rate_limit_exceeded" if status_of(error) == 429 else "server_error"
+def error_code(error: BatonError | ApiError) -> str | None:
+    """Return OpenAI's word for an error that clients act on; None: OpenAI has none."""
+    if isinstance(error, ApiError) and error.code is not None:
+        return error.code
+    if isinstance(error, PromptTooLongError):
+        return error.code
+    return _CODES.get(status_of(error))
 
 
 def error_body(error: BatonError | ApiError) -> bytes:
     """JSON of an error."""
-    param, code = None, None
+    param = None
     if isinstance(error, ApiError):
-        param, code = error.param, error.code
+        param = error.param
     elif isinstance(error, InvalidRequestError):
         param = error.field
-    elif isinstance(error, UnauthenticatedError):
-        code = "invalid_api_key"
-    elif isinstance(error, PermissionDeniedError):
-        code = "permission_denied"
     kind = _TYPES.get(status_of(error), "internal_error")
-    return msgspec.json.encode(_ErrorBody(_Error(error_message(error), kind, param, code)))
+    body = _Error(error_message(error), kind, param, error_code(error))
+    return msgspec.json.encode(_ErrorBody(body))
 
 
 def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> web.Response:

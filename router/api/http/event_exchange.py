@@ -22,7 +22,7 @@ from router.api.http.chat import ChatDialect, open_chat
 from router.api.http.errors import ApiError
 from router.api.http.exchange import ENTRY, respond_in_events
 from router.api.http.responses import MessageDelta
-from router.api.http.sampling import as_client_wrote
+from router.api.http.sampling import TOGETHER, as_client_wrote
 from router.api.http.schema import ChatRequest
 from router.api.http.sse import EventStream
 from router.calls.call import Call
@@ -64,15 +64,32 @@ class AnswerEvents(Protocol):
 
 @contextmanager
 def as_fields(names: FieldNames) -> Iterator[None]:
-    """Errors about fields of the chat request name those that the client wrote."""
+    """Have errors about fields of the chat request name those that the client wrote.
+
+    Messages of the chat are not those of the client, who is told nothing of their numbers.
+    """
     try:
         yield
     except InvalidRequestError as error:
-        field = error.field
-        for ours, theirs in names.items():
-            if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
-                raise InvalidRequestError(theirs + field[len(ours) :], error.problem) from None
+        field, problem = error.field, error.problem
+        if field.startswith("messages["):
+            field = "messages"
+        found, other = (_named(names, name) for name in (field, problem.removeprefix(TOGETHER)))
+        if problem.startswith(TOGETHER):
+            problem = TOGETHER + other
+        if problem != error.problem:
+            raise InvalidRequestError(found, problem) from None
+        if found != error.field:
+            raise error.of_field(found) from None
         raise
+
+
+def _named(names: FieldNames, field: str) -> str:
+    """Return what the client calls a field of the chat request."""
+    for ours, theirs in names.items():
+        if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
+            return theirs + field[len(ours) :]
+    return field
 
 
 async def answer_in_events(
@@ -136,7 +153,8 @@ class EventExchange:
         """From the first token on: what fails before it has a status of its own."""
         has_begun = False
         with as_fields(self.names), as_client_wrote(self.body):
-            async with contextlib.aclosing(self.intake.stream(self.call)) as deltas:
+            stream = self.intake.stream(self.call, self.dialect.parser(0))
+            async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:
                     if not has_begun:
                         has_begun = True

@@ -32,6 +32,7 @@ from router.api.http.sse import EventStream
 from router.calls.call import Call, Terms
 from router.intake.choices import merge_streams
 from router.intake.intake import Intake
+from router.intake.parsers.base import OutputParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,10 @@ class Dialect(Protocol):
     id_prefix: str
     object: str
     chunk_object: str
+
+    def parser(self, index: int) -> OutputParser | None:
+        """Return what divides an output; None: an output is one text."""
+        ...
 
     def chunk(self, index: int, delta: TextDelta) -> Choice:
         """The next piece of an output, with or without a text.
@@ -217,7 +222,10 @@ class Exchange:
             response.prompt_token_ids = self.calls[0].prompt_token_ids
 
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        streams = [self.intake.stream(call) for call in self.calls]
+        streams = [
+            self.intake.stream(call, self.dialect.parser(index))
+            for index, call in enumerate(self.calls)
+        ]
         return merge_streams([without_output(s) for s in streams] if self.prompt_only else streams)
 
     def _response(self, kind: str, choices: list[Any], receipts: list[Receipt]) -> Response:

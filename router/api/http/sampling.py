@@ -9,8 +9,9 @@ from typing import Any
 from baton.api.errors import InvalidRequestError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
-from router.api.http.schema import ResponseFormat, SamplingRequest, StructuredOutputs
+from router.api.http.schema import ResponseFormat, SamplingRequest, TypedGrammar
 
+TOGETHER = "cannot be together with "  # how an error begins that names another field
 # Names and meanings that OpenAI's or vLLM's requests and SamplingParams share.
 _SAME = (
     "n",
@@ -44,7 +45,8 @@ def sampling_params(
 
     Args:
         defaults: of what the request does not say.
-        structured_output: what something else than ``response_format`` asks for.
+        structured_output: what holds instead of ``response_format``, which is of texts: calls, or
+            calls beside such a text.
     """
     given: dict[str, Any] = dict(defaults or {})
     given.update({name: value for name in _SAME if (value := getattr(request, name)) is not None})
@@ -62,75 +64,141 @@ def sampling_params(
 
 @contextmanager
 def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
-    """Errors about a structured output name the field that it came in."""
+    """Have errors about a structured output name the field that it came in."""
     try:
         yield
     except InvalidRequestError as error:
         outer, _, kind = error.field.partition(".")
         if outer != "structured_output":
             raise
-        kind = "json" if kind == "json_schema" else kind
-        if getattr(request, "tool_choice", None) not in (None, "none", "auto"):
+        field = next(iter(_asked(request)), "tools")
+        if _must_call(request):
             field = "tools"
-        elif request.response_format is not None:
-            field = "response_format.json_schema.schema"
-        elif request.structured_outputs is not None:
-            field = "structured_outputs" + (f".{kind}" if kind else "")
-        elif getattr(request, f"guided_{kind}", None) is not None:
-            field = f"guided_{kind}"
-        else:
-            field = "tools"
+        elif field == "structured_outputs" and kind:
+            field = f"{field}.{'json' if kind == 'json_schema' else kind}"
         raise InvalidRequestError(field, error.problem) from None
+
+
+def asked_format(request: SamplingRequest) -> StructuredOutput | None:
+    """Return what ``response_format`` asks for; raises InvalidRequestError."""
+    if request.response_format is None:
+        return None
+    found = _of_response_format(request.response_format)
+    return StructuredOutput(**next(iter(found.values()))) if found else None
+
+
+def _must_call(request: SamplingRequest) -> bool:
+    return getattr(request, "tool_choice", None) not in (None, "none", "auto")
 
 
 def _only_one(
     request: SamplingRequest, structured_output: StructuredOutput | None
 ) -> StructuredOutput | None:
-    wanted = {
-        "response_format": _of_response_format(request.response_format),
-        "structured_outputs": _of_structured_outputs(request.structured_outputs),
-        **_of_guided(request),
-        "tool_choice": structured_output,
-    }
+    asked = _asked(request)
     if structured_output is not None:
-        wanted["response_format"] = None  # of the text, which an output that is a call has not
-    given = {name: value for name, value in wanted.items() if value is not None}
-    if len(given) > 1:
-        raise InvalidRequestError(list(given)[1], f"cannot be together with {next(iter(given))}")
-    return next(iter(given.values()), None)
+        asked = {f: how for f, how in asked.items() if not f.startswith("response_format")}
+        if _must_call(request):
+            asked["tool_choice"] = {}
+        else:
+            asked = {"response_format": {}, **asked}
+    if len(asked) > 1:
+        other, field, *_ = (name.partition(".")[0] for name in asked)
+        raise InvalidRequestError(field, TOGETHER + other)
+    if structured_output is not None or not asked:
+        return structured_output
+    return StructuredOutput(**next(iter(asked.values())))
 
 
-def _of_response_format(given: ResponseFormat | None) -> StructuredOutput | None:
-    if given is None or given.type == "text":
-        return None
+def _asked(request: SamplingRequest) -> dict[str, dict[str, Any]]:
+    """Collect the fields of a request that constrain its output, with arguments for each."""
+    asked: dict[str, dict[str, Any]] = {}
+    if request.response_format is not None:
+        asked.update(_of_response_format(request.response_format))
+    if (whole := request.structured_outputs) is not None:
+        asked["structured_outputs"] = {
+            "json_schema": whole.json,
+            "regex": whole.regex,
+            "choice": tuple(whole.choice or ()),
+            "grammar": whole.grammar,
+            "json_object": bool(whole.json_object),
+        }
+    for field, kind in _PLAIN.items():
+        if (value := getattr(request, field)) is not None:
+            asked[field] = {kind: tuple(value) if kind == "choice" else value}
+    if request.json_schema is not None:
+        asked["json_schema"] = {"json_schema": _unwrapped(request.json_schema)}
+    if isinstance(request.grammar, TypedGrammar):
+        kind = "regex" if request.grammar.type == "regex" else "json_schema"
+        asked["grammar.value"] = {kind: _of_kind(kind, request.grammar.value, "grammar.value")}
+    elif request.grammar is not None:
+        asked["grammar"] = {"grammar": request.grammar}
+    if request.format == "json":
+        asked["format"] = {"json_object": True}
+    elif request.format not in (None, "", "text"):
+        asked["format"] = {"json_schema": request.format}
+    return asked
+
+
+# Fields of SGLang's, and of older versions of vLLM, that are what a `StructuredOutput` has.
+_PLAIN = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+# Types of response_format: what they ask for, and the fields that may say it.
+_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "json_object": ("json_schema", ("schema", "json_schema", "value")),
+    "json_schema": ("json_schema", ("json_schema", "schema", "value")),
+    "json": ("json_schema", ("value", "schema", "json_schema")),
+    "regex": ("regex", ("pattern", "value")),
+    "grammar": ("grammar", ("grammar", "value")),
+}
+
+
+def _of_response_format(given: ResponseFormat) -> dict[str, dict[str, Any]]:
+    said = {
+        "json_schema": given.json_schema.schema if given.json_schema is not None else None,
+        "schema": given.schema,
+        "value": given.value,
+        "pattern": given.pattern,
+        "grammar": given.grammar,
+    }
+    said = {name: value for name, value in said.items() if value is not None}
+    kind, names = _FORMATS.get(given.type, ("", ()))
+    for name in said:
+        if name not in names or len(said) > 1:
+            raise InvalidRequestError(
+                f"response_format.{name}", f"is one too many for the type {given.type!r}"
+            )
+    if given.type == "text":
+        return {}
+    if said:
+        ((name, value),) = said.items()
+        field = f"response_format.{name}{'.schema' if name == 'json_schema' else ''}"
+        return {field: {kind: _of_kind(kind, value, field)}}
     if given.type == "json_object":
-        return StructuredOutput(json_object=True)
-    if given.json_schema is None or given.json_schema.schema is None:
-        raise InvalidRequestError("response_format.json_schema.schema", "is needed")
-    return StructuredOutput(json_schema=given.json_schema.schema)
+        return {"response_format": {"json_object": True}}
+    inner = ".schema" if names[0] == "json_schema" else ""
+    raise InvalidRequestError(f"response_format.{names[0]}{inner}", "is needed")
 
 
-def _of_guided(request: SamplingRequest) -> dict[str, StructuredOutput]:
-    """What fields of older versions of vLLM ask for."""
-    found = {}
-    if request.guided_json is not None:
-        found["guided_json"] = StructuredOutput(json_schema=request.guided_json)
-    if request.guided_regex is not None:
-        found["guided_regex"] = StructuredOutput(regex=request.guided_regex)
-    if request.guided_choice is not None:
-        found["guided_choice"] = StructuredOutput(choice=tuple(request.guided_choice))
-    if request.guided_grammar is not None:
-        found["guided_grammar"] = StructuredOutput(grammar=request.guided_grammar)
-    return found
+def _of_kind(kind: str, value: Any, field: str) -> Any:
+    """Return a value if it can be a schema, or a text; raises InvalidRequestError."""
+    if kind != "json_schema" and not isinstance(value, str):
+        raise InvalidRequestError(field, "must be a text")
+    return _unwrapped(value) if kind == "json_schema" else value
 
 
-def _of_structured_outputs(given: StructuredOutputs | None) -> StructuredOutput | None:
-    if given is None:
-        return None
-    return StructuredOutput(
-        json_schema=given.json,
-        regex=given.regex,
-        choice=tuple(given.choice or ()),
-        grammar=given.grammar,
-        json_object=bool(given.json_object),
-    )
+def _unwrapped(schema: Any) -> Any:
+    """Take a schema out of OpenAI's wrapper, which has a name and more beside the schema."""
+    wrapper = {"name", "schema", "strict", "description"}
+    if (
+        isinstance(schema, dict)
+        and isinstance(schema.get("schema"), dict)
+        and set(schema) <= wrapper
+    ):
+        return schema["schema"]
+    return schema

@@ -21,7 +21,17 @@ REFUSED = {
     "mcp_servers": "is not supported: give tools",
     "container": "is not supported",
     "prompt_embeds": "is not supported: give texts or token ids",
-}
+    # What others let constrain an output; where a request knows such a field, it is enforced.
+    **dict.fromkeys(
+        (
+            "response_format", "json_schema", "regex", "grammar", "ebnf", "format", "output_format",
+            "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+            "guided_whitespace_pattern", "structural_tag", "response_schema", "grammar_lazy",
+            "grammar_triggers", "stop_regex",
+        ),
+        "is not supported here: use structured_outputs",
+    ),
+}  # fmt: skip
 
 
 class StreamOptions(msgspec.Struct):
@@ -38,7 +48,11 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(msgspec.Struct):
+class Constraint(msgspec.Struct):
+    """Base of objects that say what an output must be; a field that is unknown is an error."""
+
+
+class JsonSchema(Constraint):
     """A named JSON schema; always enforced, ``strict`` or not."""
 
     name: str = ""
@@ -47,21 +61,50 @@ class JsonSchema(msgspec.Struct):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct):
-    """OpenAI's way to ask for JSON."""
+class ResponseFormat(Constraint):
+    """OpenAI's way to ask for JSON, and those of others.
 
-    type: Literal["text", "json_object", "json_schema"]
+    Attributes:
+        schema: where llama.cpp, Together, Fireworks and the Responses API have it; with
+            ``json_object``, too.
+        value: text-generation-inference's, of the types ``json``, ``json_object`` and ``regex``.
+        pattern: Together's, of the type ``regex``.
+        grammar: Fireworks', of the type ``grammar``.
+        name: and those after it: of the schema, without an effect.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    value: dict[str, Any] | str | None = None
+    pattern: str | None = None
+    grammar: str | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
-class StructuredOutputs(msgspec.Struct):
-    """vLLM's way to ask for structured output, by its names."""
+class StructuredOutputs(Constraint):
+    """vLLM's way to ask for structured output, by its names.
+
+    Attributes:
+        disable_fallback: and the one after it: vLLM's, what is done here in any case.
+    """
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class TypedGrammar(Constraint):
+    """text-generation-inference's way to ask for structured output."""
+
+    type: Literal["json", "json_schema", "regex"]
+    value: dict[str, Any] | str
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
@@ -69,6 +112,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 
     Attributes:
         guided_json: and those after it: older names of what ``structured_outputs`` has.
+        json_schema: llama.cpp's and SGLang's; ``regex`` and ``ebnf`` are SGLang's.
+        grammar: llama.cpp's, or text-generation-inference's.
+        format: Ollama's; ``"json"`` or a schema.
         skip_special_tokens: vLLM's; False: the text shows them.
         include_stop_str_in_output: vLLM's; the text ends behind the stop string, not before it.
         return_token_ids: vLLM's; adds the ids of prompt and output.
@@ -107,6 +153,11 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | TypedGrammar | None = None
+    format: dict[str, Any] | str | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None

@@ -56,7 +56,7 @@ class ResponseEvents:
         yield self._numbered(Event(f"response.{status}", response=self._whole))
 
     def fail(self, error: BatonError | ApiError) -> Event:
-        told = {"code": error_code(error), "message": error_message(error)}
+        told = {"code": error_code(error) or "server_error", "message": error_message(error)}
         response = self._head.response("failed", error=told)
         return self._numbered(Event("response.failed", response=response))
 

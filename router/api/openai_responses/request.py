@@ -15,10 +15,10 @@ from router.api.http.event_exchange import as_fields
 from router.api.http.schema import (
     MAX_SHOWN_CHARS,
     ChatRequest,
+    Constraint,
     ContentPart,
     Function,
     FunctionCall,
-    JsonSchema,
     Message,
     NamedFunction,
     NamedToolChoice,
@@ -37,7 +37,8 @@ FIELD_NAMES = {
     "prompt": "input",
     "chat": "input",
     "max_tokens": "max_output_tokens",
-    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 
 
@@ -80,7 +81,7 @@ class FunctionChoice(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class TextFormat(msgspec.Struct):
+class TextFormat(Constraint):
     """OpenAI's way to ask for JSON; a schema's fields are those of the format."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -287,8 +288,6 @@ def _format(text: TextConfig | None) -> ResponseFormat | None:
     given = text.format if text is not None else None
     if given is None or given.type == "text":
         return None
-    if given.type == "json_object":
-        return ResponseFormat("json_object")
-    if given.schema is None:
+    if given.type == "json_schema" and given.schema is None:
         raise InvalidRequestError("text.format.schema", "is needed")
-    return ResponseFormat("json_schema", JsonSchema(given.name, given.schema))
+    return ResponseFormat(given.type, schema=given.schema)

@@ -5,6 +5,7 @@ The names are those of vLLM's options.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from baton.registry import Registry
@@ -18,14 +19,22 @@ class ParserKind(Protocol):
 
     Attributes:
         special_tokens: that it reads: they must be in the text.
+        inner_tokens: special tokens within an answer; no other ones are behind its beginning.
         takes_all: it finds reasoning and calls, both.
+        make_id: makes ids of calls as the model's templates take them.
     """
 
     @property
     def special_tokens(self) -> tuple[str, ...]: ...
 
     @property
+    def inner_tokens(self) -> tuple[str, ...]: ...
+
+    @property
     def takes_all(self) -> bool: ...
+
+    @property
+    def make_id(self) -> Callable[[], str]: ...
 
     def __call__(self, context: ParserContext) -> OutputParser: ...
 

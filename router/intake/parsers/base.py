@@ -15,12 +15,17 @@ class Reasoning:
     text: str
 
 
+def new_call_id() -> str:
+    """Make an id as OpenAI's API has them."""
+    return f"call_{uuid.uuid4().hex}"
+
+
 @dataclass(frozen=True, slots=True)
 class CallBegins:
     """A call of a function; its arguments follow."""
 
     name: str
-    call_id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}", compare=False)
+    call_id: str = field(default_factory=new_call_id, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class ParserContext:
 
     Attributes:
         tools: the parameters (a JSON schema) of each function that is offered, by its name.
-        prompt_end: the last characters of the prompt, special tokens included.
+        prompt_end: what the prompt already has of the answer, special tokens included.
     """
 
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 
-from router.intake.parsers.base import CallArguments, CallBegins, ParserContext
-from router.intake.parsers.json_call import SPACE, new_call_id, value_steps
+from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, new_call_id
+from router.intake.parsers.json_call import (
+    NO_ARGUMENTS,
+    SPACE,
+    is_nothing,
+    value_steps,
+)
 from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text
 
 ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -36,6 +41,15 @@ def _script(source: Source) -> Steps[None]:
         if (yield from source.peek()) != "{":
             name = yield from source.match(_NAME)
             read += name + (yield from source.match(_FENCE))
+        if (yield from source.take(END)):
+            # Without arguments: in V3.1's form the kind is the name.
+            is_v3 = not is_nothing(name)
+            if called := (name if is_v3 else kind):
+                yield CallBegins(called, new_call_id())
+                yield CallArguments(NO_ARGUMENTS)
+            else:
+                yield f"{BEGIN}{kind}{SEPARATOR}{read}{END}"
+            continue
         if not name or (yield from source.peek()) != "{":
             yield f"{BEGIN}{kind}{SEPARATOR}{read}"
             continue

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import re
 
-from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, Reasoning
-from router.intake.parsers.json_call import SPACE, new_call_id
+from router.intake.parsers.base import (
+    CallArguments,
+    CallBegins,
+    ParserContext,
+    Reasoning,
+    new_call_id,
+)
+from router.intake.parsers.json_call import NO_ARGUMENTS, SPACE
 from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
-_TAGS = (START, CHANNEL, MESSAGE, "<|constrain|>", *_ENDS[:3])
+_TAGS = (START, CHANNEL, MESSAGE, CONSTRAIN, *_ENDS[:3])
 _RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
 _BEGINNINGS = (CHANNEL, START, " to=", "to=")
 
@@ -24,14 +31,18 @@ class Harmony(ScriptedParser):
     """Both a parser of reasoning and of calls, for they are one format."""
 
     special_tokens = _TAGS
+    inner_tokens = (CHANNEL, MESSAGE, CONSTRAIN)
     takes_all = True
 
     def __init__(self, context: ParserContext) -> None:
-        super().__init__(_script)
+        super().__init__(lambda source: _script(source, context.prompt_end))
 
 
-def _script(source: Source) -> Steps[None]:
-    begins_with_header = yield from _begins(source)
+def _script(source: Source, prompt_end: str) -> Steps[None]:
+    begun, mark, _ = prompt_end.rpartition(MESSAGE)
+    if mark and not (yield from _message(source, begun)):  # the prompt ends in a message
+        return
+    begins_with_header = bool(mark) or (yield from _begins(source))
     while True:
         header: list[str] = []
         if begins_with_header:
@@ -45,6 +56,14 @@ def _script(source: Source) -> Steps[None]:
         tag = yield from _message(source, "".join(header))
         if not tag:
             return
+
+
+def _end(source: Source) -> Steps[str]:
+    """Consume the mark that ends a message, if one comes next; returns the mark, or nothing."""
+    for mark in _ENDS:
+        if (yield from source.take(mark)):
+            return mark
+    return ""
 
 
 def _begins(source: Source) -> Steps[bool]:
@@ -63,8 +82,13 @@ def _message(source: Source, header: str) -> Steps[str]:
         if (yield from source.peek()) == "{":
             yield CallBegins(recipient[1], new_call_id())
             return (yield from source.until(_ENDS, CallArguments))
-        if blanks:
-            yield blanks
+        written = "null" if (yield from source.take("null")) else ""
+        if ended := (yield from _end(source)):
+            yield CallBegins(recipient[1], new_call_id())
+            yield CallArguments(NO_ARGUMENTS)
+            return ended
+        if blanks or written:
+            yield blanks + written
     if "analysis" in header:
         return (yield from source.until(_ENDS, Reasoning))
     return (yield from source.until(_ENDS, as_text))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Callable, Collection
 
-from router.intake.parsers.base import CallArguments, CallBegins, Part
+from router.intake.parsers.base import CallArguments, CallBegins, Part, new_call_id
 from router.intake.parsers.source import Source, Steps
 
 ARGUMENT_KEYS = ("arguments", "parameters")
+NO_ARGUMENTS = "{}"
 SPACE = re.compile(r"[ \t\r\n]*")
 # Outside of strings: what may be there and means nothing here.
 _PLAIN = re.compile(r"[^\"{}\[\]<>();`|#$&=\\'@!?^%~]*")
@@ -19,8 +19,9 @@ _SCALAR = re.compile(r"[^\"{}\[\],<>\s]*")
 _CLOSES = {"}": "{", "]": "["}
 
 
-def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex}"
+def is_nothing(text: str) -> bool:
+    """Say whether a text stands for the arguments of a call that has none."""
+    return text.strip() in ("", "null")
 
 
 def call_steps(
@@ -60,7 +61,7 @@ class _CallReader:
         if not is_call:
             return "".join(self._read)
         yield CallBegins(self._name, self._make_id())
-        yield CallArguments("".join(self._arguments or ["{}"]))
+        yield CallArguments("".join(self._arguments or [NO_ARGUMENTS]))
         return None
 
     def _members(self) -> Steps[bool]:
@@ -92,6 +93,8 @@ class _CallReader:
         first = yield from self._source.peek()
         if first == '"':
             return (yield from self._arguments_in_a_string())
+        if first == "n":
+            return (yield from self._null())
         if first != "{":
             return False
         if not self._name:
@@ -101,14 +104,28 @@ class _CallReader:
         self._has_begun = True
         return (yield from value_steps(self._source, CallArguments))
 
+    def _null(self) -> Steps[bool]:
+        """Read null, which some models write for a function without parameters."""
+        scalar = yield from self._source.match(_SCALAR)
+        self._keep(scalar)
+        if scalar != "null":
+            return False
+        self._arguments = [NO_ARGUMENTS]
+        return True
+
     def _arguments_in_a_string(self) -> Steps[bool]:
-        """Some models write the arguments as OpenAI's API has them: JSON in a string."""
+        """Read arguments as OpenAI's API has them, JSON in a string, as some models write them."""
         text = yield from self._string()
+        if text is None:
+            return False
+        if is_nothing(text):
+            self._arguments = [NO_ARGUMENTS]
+            return True
         try:
-            is_object = isinstance(json.loads(text or ""), dict)
+            is_object = isinstance(json.loads(text), dict)
         except (ValueError, RecursionError):
             is_object = False
-        if is_object and text:
+        if is_object:
             self._arguments = [text]
         return is_object
 

@@ -10,7 +10,7 @@ import re
 import uuid
 
 from router.intake.parsers.base import CallArguments, CallBegins, ParserContext
-from router.intake.parsers.json_call import SPACE, call_steps, value_steps
+from router.intake.parsers.json_call import NO_ARGUMENTS, SPACE, call_steps, value_steps
 from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text, rest_as_text
 
 TAG, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -18,10 +18,15 @@ _NAME = re.compile(r"[\w.\-]*")
 _COMMA = re.compile(r"[ \t\r\n,]*")
 
 
+def _new_id() -> str:
+    return uuid.uuid4().hex[:9]
+
+
 class Mistral(ScriptedParser):
     """Calls behind their tag; ids as its templates want them: nine letters or digits."""
 
     special_tokens = (TAG, CALL_ID, ARGS)
+    make_id = staticmethod(_new_id)
 
     def __init__(self, context: ParserContext) -> None:
         super().__init__(_script)
@@ -60,18 +65,19 @@ def _list(source: Source, read: str) -> Steps[str | None]:
 def _named(source: Source, read: str) -> Steps[str | None]:
     name = yield from source.match(_NAME)
     read += name
+    tag_before = ""
     for tag in (CALL_ID, ARGS):
         if (yield from source.take(tag)):
-            read += tag
+            read, tag_before = read + tag, tag
             if tag == CALL_ID:
                 read += yield from source.match(_NAME)
     read += yield from source.match(SPACE)
+    if name and tag_before == ARGS and (yield from source.take("null")):
+        yield CallBegins(name, _new_id())
+        yield CallArguments(NO_ARGUMENTS)
+        return None
     if not name or (yield from source.peek()) != "{":
         return read
     yield CallBegins(name, _new_id())
     yield from value_steps(source, CallArguments)
     return None
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex[:9]

@@ -6,8 +6,8 @@ import ast
 import json
 import re
 
-from router.intake.parsers.base import CallArguments, CallBegins, ParserContext
-from router.intake.parsers.json_call import SPACE, new_call_id
+from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, new_call_id
+from router.intake.parsers.json_call import SPACE
 from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_text
 
 _NAME = re.compile(r"[\w.]*")

@@ -14,18 +14,27 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Think(ScriptedParser):
-    """An output that begins with the tag thinks, and one whose prompt ends with it."""
+    """Divides an output that begins with the tag, or whose prompt ends in a thought."""
 
     special_tokens = (OPEN, CLOSE)
+    inner_tokens = (OPEN, CLOSE)
     always_thinks = False
 
     def __init__(self, context: ParserContext) -> None:
-        prompt = context.prompt_end.rstrip()
-        thinks = prompt.endswith(OPEN) or (self.always_thinks and not prompt.endswith(CLOSE))
+        prompt = context.prompt_end
+        begun, ended = prompt.rfind(OPEN), prompt.rfind(CLOSE)
+        thinks = begun > ended or (self.always_thinks and ended < 0)
+        goes_on = begun > ended and bool(prompt[begun + len(OPEN) :].strip())
 
         def script(source: Source) -> Steps[None]:
+            if goes_on:
+                yield from _reasoning(source)
+                yield from source.match(_NEWLINES)
+                yield from rest_as_text(source)
+                return
             blanks = yield from source.match(_SPACE)
             if (yield from source.take(OPEN)) or thinks:
+                yield from source.match(_NEWLINES)
                 yield from _reasoning(source)
                 yield from source.match(_NEWLINES)
             elif blanks:
@@ -42,8 +51,7 @@ class AlwaysThink(Think):
 
 
 def _reasoning(source: Source) -> Steps[None]:
-    """Up to the tag; newlines at both ends are no reasoning."""
-    yield from source.match(_NEWLINES)
+    """Read up to the tag; the newlines before the tag are no reasoning."""
     newlines = ""
 
     def take(text: str) -> Part | None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from baton.api.errors import STATUS_OF_ERROR, BatonError, InvalidRequestError, OverloadedError
+from baton.api.errors import (
+    STATUS_OF_ERROR,
+    BatonError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+)
 from baton.api.outputs import Receipt
 from baton.serving.call_gate import status_of
 from baton.serving.error_details import (
@@ -32,7 +38,9 @@ RECEIPT = Receipt(
 
 def make(kind: type[BatonError]) -> BatonError:
     if kind is InvalidRequestError:
-        return InvalidRequestError("top_p", "must be in (0, 1], got: 2")
+        return InvalidRequestError("top_p", "must be in [0, 1], got: 2")
+    if kind is PromptTooLongError:
+        return PromptTooLongError("prompt", 12, 8)
     return kind("it went: wrong")
 
 

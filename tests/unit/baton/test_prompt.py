@@ -20,8 +20,8 @@ def test_a_prompt_inside_all_limits_is_accepted(token_ids: list[int]) -> None:
     ("token_ids", "problem"),
     [
         ([], "must have at least 1 token, got 0"),
-        ([1] * 8, "must have at most 7 tokens, got 8"),
-        ([1] * 9, "must have at most 7 tokens, got 9"),
+        ([1] * 8, "is too long: 8 tokens > 7 maximum"),
+        ([1] * 9, "is too long: 9 tokens > 7 maximum"),
         ([1, 10, 11], "token ids must be 0 to 9 (the vocabulary), got 10"),
         ([1, -1], "token ids must be 0 to 9 (the vocabulary), got -1"),
     ],

@@ -37,13 +37,29 @@ def test_what_is_recommended_is_read(tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ("[]", "expected a JSON object"),
-        ('{"top_p": 7}', r"top_p: must be in \(0, 1\], got 7"),
+        ('{"top_p": 7}', r"top_p: must be in \[0, 1\], got 7"),
+        ('{"top_k": -2}', "top_k: must be 0 or more"),
+        ('{"top_k": true}', "top_k: must be a whole number"),
         ('{"temperature": "hot"}', "temperature: must be 0 or more"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ModelLoadError, match=f"generation_config.json:? .*{problem}"):
         read_sampling_defaults(folder_with(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("written", "top_k"), [("-1", 0), ("0", 0), ("20.0", 20), ("-1.0", 0), ("20", 20)]
+)
+def test_values_that_other_libraries_take_for_off_are_off(
+    tmp_path: Path, written: str, top_k: int
+) -> None:
+    """The router did not start with a top-k of -1 or a top-p of 0."""
+    folder = folder_with(tmp_path, f'{{"top_k": {written}, "top_p": 0}}')
+    defaults = read_sampling_defaults(folder)
+    params = sampling_params(ChatRequest(model="m", messages=[]), max_tokens=1, defaults=defaults)
+    assert params.top_k == top_k
+    assert 0 < params.top_p < 1e-300  # keeps the most probable token alone
 
 
 def test_a_request_wins_over_the_checkpoint_and_that_over_ours() -> None:

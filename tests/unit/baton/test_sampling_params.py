@@ -68,7 +68,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("top_k", -1),
     ("top_k", INT32_MAX + 1),
     ("top_k", 2.5),
-    ("top_p", 0),
     ("top_p", -0.1),
     ("top_p", 1.0000001),
     ("top_p", math.nan),

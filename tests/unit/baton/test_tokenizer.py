@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -404,3 +405,24 @@ def test_a_template_that_does_not_parse_is_refused_when_the_tokenizer_is_loaded(
 def test_a_tokenizer_without_a_config_file_is_fine(tmp_path: Path) -> None:
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     assert Tokenizer(tmp_path).encode("hi") == TOKENIZER.encode("hi")
+
+
+@pytest.mark.parametrize("call_id", ["", "call_4f1c", "toolu_01ABC", "nine_char", "a1B2c3D4e"])
+def test_ids_of_any_server_fit_a_template_that_takes_nine_characters(call_id: str) -> None:
+    """Mistral's template refused the ids of others, and of forced calls."""
+    template = DEMO.parents[1] / "tests" / "fakes" / "chat_templates" / "mistral.jinja"
+    tokenizer = Tokenizer(DEMO, chat_template=template)
+    function = {"name": "f", "arguments": {}}
+    text = tokenizer.render_chat(
+        [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "tool_calls": [{"id": call_id, "function": function}]},
+            {"role": "tool", "tool_call_id": call_id, "content": "1"},
+        ]
+    )
+    (called,) = re.findall(r'"id": "(\w*)"', text)
+    (answered,) = re.findall(r'"call_id": "(\w*)"', text)
+    assert called == answered
+    assert len(called) == 9
+    assert called.isalnum()
+    assert (called == call_id) is (call_id == "a1B2c3D4e")

@@ -173,7 +173,7 @@ def test_a_draw_is_the_best_score_of_what_the_filters_keep(
     assert sample(logits, [chosen]) == [kept.argmax()]
 
 
-@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-12}])
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-12}, {"top_p": 0}])
 def test_the_smallest_filters_leave_exactly_the_most_probable_token(
     params: dict[str, Any],
 ) -> None:

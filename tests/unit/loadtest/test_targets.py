@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 from fractions import Fraction
@@ -239,6 +240,25 @@ def test_a_usage_at_the_end_is_not_that_of_the_last_event() -> None:
     last = b'data: {"choices": [{"text": "", "finish_reason": "length"}], "usage": '
     last += b'{"prompt_tokens": 2, "completion_tokens": 5}}\n\n'
     assert reader.read(last) == Frame(0, 0, "length", Usage(2, 5))
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"reasoning_content": "yes"},
+        {"reasoning": "yes"},
+        {"reasoning_content": "yes", "reasoning": "yes"},
+        {"content": "", "reasoning": "yes"},
+        {"content": None, "refusal": "yes"},
+        {"reasoning": {"kind": "other"}, "content": "yes"},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "yes"}}]},
+        {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "yes", "arguments": ""}}]},
+    ],
+)
+def test_whatever_the_model_writes_is_a_token(delta: dict[str, Any]) -> None:
+    reader = EventReader()
+    event = json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode()
+    assert reader.read(b"data: " + event + b"\n\n") == Frame(None, 3)
 
 
 def test_what_is_no_event_is_an_error() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
+from baton.api.errors import InvalidRequestError
 from baton.text.grammars import load_grammar_tokenizer, make_grammar
 from baton.text.tokenizer import Tokenizer
 from router.api.http.conversation import forced_call
@@ -63,6 +64,35 @@ def test_the_references_of_a_functions_schema_are_its_own(choice: object) -> Non
     assert not fits(tools, choice, {"name": "words", "arguments": {"items": [1]}})
     numbers = {"name": "numbers", "arguments": {"items": [1, 2]}}
     assert fits(tools, choice, numbers) is (choice == "required")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"properties": {"x": {"type": "integer"}}},
+        {"type": ["object", "null"], "properties": {"x": {"type": "integer"}}},
+        {"$ref": "#/$defs/P", "$defs": {"P": {"properties": {"x": {"type": "integer"}}}}},
+        {"anyOf": [{"properties": {"x": {"type": "integer"}}}, {"type": "null"}]},
+        {"allOf": [{"properties": {"x": {"type": "integer"}}}]},
+        {"description": "Anything."},
+    ],
+)
+def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any]) -> None:
+    """A schema without a type took 5, which no parser takes for arguments."""
+    tools = [tool("f", parameters)]
+    assert fits(tools, "required", {"name": "f", "arguments": {}})
+    for arguments in (5, None, [1], "x"):
+        assert not fits(tools, "required", {"name": "f", "arguments": arguments})
+    if "x" in json.dumps(parameters):
+        assert fits(tools, "required", {"name": "f", "arguments": {"x": 1}})
+        assert not fits(tools, "required", {"name": "f", "arguments": {"x": "y"}})
+
+
+def test_a_function_whose_arguments_are_no_object_cannot_be_forced() -> None:
+    message = r"^tools: parameters of 'f' must be of the type object$"
+    with pytest.raises(InvalidRequestError, match=message):
+        fits([tool("f", {"type": "string"})], "required", {})
 
 
 def test_a_schema_that_refers_to_itself_is_not_the_call() -> None:

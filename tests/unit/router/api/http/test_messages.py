@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -82,3 +83,61 @@ async def test_what_a_grammar_holds_does_not_think(scene: HttpScene) -> None:
     message = (await (await answer).json())["choices"][0]["message"]
     assert message["content"] == "a"
     assert "reasoning" not in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "stop"),
+        ("/v1/responses", "stop"),
+        ("/v1/messages", "stop_sequences"),
+    ],
+)
+def test_a_stop_string_in_the_reasoning_ends_no_answer(path: str, field: str, stream: bool) -> None:
+    """An answer was empty where the model had a blank line in what it thought."""
+
+    @on_http(parsers=OutputParsers(TOKENIZER, reasoning_parser="qwen3"))
+    async def run(scene: HttpScene) -> None:
+        messages = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 90}
+        body: dict[str, Any] = {"input": "x"} if path == "/v1/responses" else messages
+        reply = scene.post(path, **body, **{field: ["\n\n"]}, stream=stream)
+        command = await scene.command()
+        text = "<think>One.\n\nTwo.</think>Yes.\n\nNo."
+        scene.say(command, 0, text, last=FinishReason.LENGTH)
+        said = await (await reply).text()
+        assert "Two" in said
+        assert "Yes" in said
+        assert "No." not in said
+        if path == "/v1/messages":
+            assert '"stop_sequence"' in said
+
+    run()
+
+
+@pytest.mark.parametrize("size", ["tokens", "characters"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"],
+)
+def test_a_prompt_that_is_too_long_is_told_in_words_that_agents_know(path: str, size: str) -> None:
+    """Agents sent more, again and again: they did not know that it was too long."""
+
+    @on_http(max_model_len=100)
+    async def run(scene: HttpScene) -> None:
+        text = "a " * (400 if size == "tokens" else 500_000)
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 5}
+        if path == "/v1/responses":
+            body = {"input": text}
+        elif path == "/v1/completions":
+            body = {"prompt": text}
+        response = await scene.post(path, **body)
+        assert response.status == 400
+        error = (await response.json())["error"]
+        assert re.fullmatch(r"prompt is too long: \d+ tokens > 99 maximum", error["message"])
+        assert error["type"] == "invalid_request_error"
+        if path != "/v1/messages":  # Anthropic's errors have no code
+            assert error["code"] == "context_length_exceeded"
+            assert error["param"] == {"/v1/responses": "input"}.get(path, error["param"])
+
+    run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from baton.api.outputs import FinishReason
 from baton.link.words import PrefillCommand
@@ -84,7 +85,7 @@ def test_a_message_that_is_to_be_continued_ends_the_prompt(path: str) -> None:
         ("/tokenize", {}, "prompt: or messages is needed, and not both"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt: or messages is needed"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model: 'other' does not exist here"),
-        ("/tokenize", {"prompt": "x " * 500_000}, "prompt: must have at most"),
+        ("/tokenize", {"prompt": "x " * 500_000}, "prompt is too long: "),
         (
             "/tokenize",
             {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
@@ -105,6 +106,26 @@ def test_what_cannot_be_tokenized_is_the_clients_error(
             assert response.status in (400, 404)
             assert (await response.json())["error"]["message"].startswith(message)
         assert scene.prefill.of(PrefillCommand) == []
+
+    run()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1//models", "//v1/models", "/v1/models/", "///v1/models//?a=//b", "/v1/models//demo/"],
+)
+def test_more_slashes_than_needed_change_no_path(path: str) -> None:
+    @on_http()
+    async def run(scene: HttpScene) -> None:
+        async with scene.session.get(URL(scene.url + path, encoded=True)) as response:
+            assert response.status == 200, await response.text()
+        url = URL(f"{scene.url}//v1//messages/count_tokens/", encoded=True)
+        asked = {"model": "demo", "messages": MESSAGES}
+        async with scene.session.post(url, json=asked) as response:
+            assert response.status == 200, await response.text()
+        # Errors there are in the form of that API.
+        async with scene.session.post(url, json={}) as response:
+            assert (await response.json())["type"] == "error"
 
     run()
 

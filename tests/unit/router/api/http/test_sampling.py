@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from router.api.http.sampling import sampling_params
-from router.api.http.schema import SamplingRequest
+from router.api.http.schema import ChatRequest, SamplingRequest
 
 SCHEMA = {"type": "object"}
 
@@ -58,9 +59,37 @@ def test_a_stop_string_may_be_a_string_and_top_k_may_be_off_in_two_ways() -> Non
         ({"structured_outputs": {"choice": ["a"]}}, StructuredOutput(choice=("a",))),
         ({"structured_outputs": {"grammar": "start: A"}}, StructuredOutput(grammar="start: A")),
         ({"structured_outputs": {"json_object": True}}, StructuredOutput(json_object=True)),
+        # As other servers have it; it was passed over, and the answer was free text.
+        *(
+            ({"response_format": form}, StructuredOutput(json_schema=SCHEMA))
+            for form in (
+                {"type": "json_object", "schema": SCHEMA},
+                {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+                {"type": "json_object", "value": SCHEMA},
+                {"type": "json_schema", "schema": SCHEMA, "name": "n", "strict": True},
+                {"type": "json", "value": SCHEMA},
+                {"type": "json", "value": {"name": "n", "schema": SCHEMA}},
+            )
+        ),
+        ({"response_format": {"type": "regex", "pattern": "a+"}}, StructuredOutput(regex="a+")),
+        ({"response_format": {"type": "regex", "value": "a+"}}, StructuredOutput(regex="a+")),
+        (
+            {"response_format": {"type": "grammar", "grammar": "root ::= a"}},
+            StructuredOutput(grammar="root ::= a"),
+        ),
+        ({"json_schema": SCHEMA}, StructuredOutput(json_schema=SCHEMA)),
+        ({"json_schema": json.dumps(SCHEMA)}, StructuredOutput(json_schema=SCHEMA)),
+        ({"json_schema": {"name": "n", "schema": SCHEMA}}, StructuredOutput(json_schema=SCHEMA)),
+        ({"regex": "a+"}, StructuredOutput(regex="a+")),
+        ({"ebnf": "root ::= a"}, StructuredOutput(grammar="root ::= a")),
+        ({"grammar": "root ::= a"}, StructuredOutput(grammar="root ::= a")),
+        ({"grammar": {"type": "regex", "value": "a+"}}, StructuredOutput(regex="a+")),
+        ({"grammar": {"type": "json", "value": SCHEMA}}, StructuredOutput(json_schema=SCHEMA)),
+        ({"format": "json"}, StructuredOutput(json_object=True)),
+        ({"format": SCHEMA}, StructuredOutput(json_schema=SCHEMA)),
     ],
 )
-def test_structured_output_is_asked_for_in_two_ways(
+def test_structured_output_is_asked_for_in_each_servers_way(
     fields: dict[str, Any], expected: StructuredOutput | None
 ) -> None:
     assert params(**fields).structured_output == expected
@@ -68,9 +97,10 @@ def test_structured_output_is_asked_for_in_two_ways(
 
 def test_a_forced_call_has_no_text_that_response_format_could_hold() -> None:
     call = StructuredOutput(json_schema={"type": "object"})
-    both = request(response_format={"type": "json_object"})
+    chat = {"model": "m", "messages": [], "tool_choice": "required"}
+    both = msgspec.convert({**chat, "response_format": {"type": "json_object"}}, ChatRequest)
     assert sampling_params(both, max_tokens=5, structured_output=call).structured_output == call
-    wrong = request(structured_outputs={"regex": "a"})
+    wrong = msgspec.convert({**chat, "structured_outputs": {"regex": "a"}}, ChatRequest)
     with pytest.raises(InvalidRequestError, match="tool_choice: cannot be together with"):
         sampling_params(wrong, max_tokens=5, structured_output=call)
 
@@ -89,7 +119,23 @@ def test_a_forced_call_has_no_text_that_response_format_could_hold() -> None:
             },
             "structured_outputs: cannot be together with response_format",
         ),
-        ({"top_p": 2.0}, "top_p: must be in (0, 1], got 2.0"),
+        (
+            {"json_schema": {"type": "object"}, "regex": "a"},
+            "json_schema: cannot be together with regex",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {}, "value": {}}},
+            "response_format.schema: is one too many for the type 'json_object'",
+        ),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            "response_format.schema: is one too many for the type 'text'",
+        ),
+        ({"response_format": {"type": "regex"}}, "response_format.pattern: is needed"),
+        ({"response_format": {"type": "regex", "value": {}}}, "response_format.value: must be a"),
+        ({"json_schema": "{"}, "json_schema: is not JSON"),
+        ({"format": "yaml"}, "format: is not JSON"),
+        ({"top_p": 2.0}, "top_p: must be in [0, 1], got 2.0"),
     ],
 )
 def test_errors_name_the_field_that_the_client_wrote(fields: dict[str, Any], message: str) -> None:

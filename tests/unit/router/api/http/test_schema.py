@@ -6,11 +6,14 @@ import json
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.api.errors import InvalidRequestError
+from router.api.anthropic_messages.request import MessagesRequest
 from router.api.http.decoding import decode
 from router.api.http.schema import REFUSED, ChatRequest, CompletionRequest, NamedToolChoice
+from router.api.openai_responses.request import ResponsesRequest
 
 
 def body_of(**fields: Any) -> bytes:
@@ -126,8 +129,8 @@ def test_a_long_text_and_a_million_token_ids_are_read() -> None:
         ({"temperatur": 1, "temperature": 1}, ["temperatur"]),
         ({"verbosity": "low", "prediction": {"type": "content"}}, ["verbosity", "prediction"]),
         ({"stream_options": {"usage": True}}, ["stream_options.usage"]),
-        ({"structured_outputs": {"whitespace": "x"}}, ["structured_outputs.whitespace"]),
-        ({"response_format": {"type": "text", "a": 1}}, ["response_format.a"]),
+        ({"structured_outputs": {"regex": "a", "b": None}}, ["structured_outputs.b"]),
+        ({"response_format": {"type": "text", "a": {}}}, ["response_format.a"]),
         ({"user": "me", "metadata": {"a": 1}, "store": True}, []),
     ],
 )
@@ -148,9 +151,42 @@ def test_fields_that_nobody_knows_are_found_and_refused_only_if_that_is_asked_fo
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_would_be_missed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    is_known = name in {field.name for field in msgspec.structs.fields(ChatRequest)}
+    kind: Any = MessagesRequest if is_known else ChatRequest
     with pytest.raises(InvalidRequestError) as caught:
-        decode(body_of(**{name: [1]}), ChatRequest)
+        decode(body_of(max_tokens=1, **{name: [1]}), kind)
     assert caught.value.field == name
     nothings: list[Any] = [None, False, []]
     for nothing in nothings:
-        assert decode(body_of(**{name: nothing}), ChatRequest)[1] == []
+        assert decode(body_of(max_tokens=1, **{name: nothing}), kind)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "field"),
+    [
+        (ChatRequest, {"structured_outputs": {"whitespace": "x"}}, "structured_outputs.whitespace"),
+        (ChatRequest, {"response_format": {"type": "text", "a": 1}}, "response_format.a"),
+        (
+            ChatRequest,
+            {"response_format": {"type": "json_schema", "json_schema": {"properties": {"a": {}}}}},
+            "response_format.json_schema.properties",
+        ),
+        (ChatRequest, {"grammar": {"type": "regex", "value": "a", "b": 1}}, "grammar.b"),
+        (
+            ResponsesRequest,
+            {"input": "x", "text": {"format": {"type": "json_object", "regex": "a"}}},
+            "text.format.regex",
+        ),
+        (
+            MessagesRequest,
+            {"max_tokens": 1, "output_config": {"format": {"type": "json_schema", "b": 1}}},
+            "output_config.format.b",
+        ),
+    ],
+)
+def test_nothing_that_may_constrain_an_output_is_passed_over(
+    kind: type[Any], fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(body_of(**fields), kind)
+    assert caught.value.field == field

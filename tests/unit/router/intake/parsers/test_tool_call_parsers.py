@@ -9,7 +9,8 @@ import pytest
 
 from baton.api.errors import ConfigError
 from router.intake.parsers import TOOL_CALL_PARSERS
-from router.intake.parsers.base import CallArguments, CallBegins, Reasoning
+from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, Reasoning
+from router.intake.parsers.choice import OutputParsers
 from router.intake.parsers.plain import OneCall, PlainText
 from tests.fakes.parsed_outputs import Found, make_parser, parse, put_together
 
@@ -19,6 +20,10 @@ DS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 DS_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 XML = "<tool_call>\n<function=f>\n<parameter=x>\na\n</parameter>\n</function>\n</tool_call>"
 
+NOTHING: list[tuple[str, str, Found]] = [
+    ("hermes", f'<tool_call>{{"name": "g", "arguments": {written}}}</tool_call>', [("g", "{}")])
+    for written in ("null", '""', '" "', '"null"', '"{}"', "{}")
+]
 CASES: list[tuple[str, str, Found]] = [
     ("hermes", "no call", ["no call"]),
     ("hermes", "", []),
@@ -96,6 +101,24 @@ CASES: list[tuple[str, str, Found]] = [
     ("openai", "<|channel|>commentary<|message|>First.<|end|><|start|>assistant<|channel|>final"
      "<|message|>Then", ["First.Then"]),
     ("openai", "<|channel|>commentary to=functions.f<|message|>no json<|call|>", ["no json"]),
+    ("openai", "<|channel|>commentary to=functions.g<|message|>null<|call|>", [("g", "{}")]),
+    ("openai", "<|channel|>commentary to=functions.g<|message|><|call|>", [("g", "{}")]),
+    ("openai", "<|channel|>commentary to=functions.g<|message|>nullable<|call|>", ["nullable"]),
+    ("openai", "<|channel|>commentary to=functions.g<|message|>", []),
+    *NOTHING,
+    ("hermes", '<tool_call>{"arguments": null, "name": "g"}</tool_call>', [("g", "{}")]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": nil}</tool_call>',
+     ['<tool_call>{"name": "g", "arguments": nil}</tool_call>']),
+    ("llama3_json", '{"name": "g", "parameters": null}', [("g", "{}")]),
+    ("llama3_json", '{"name": "g", "parameters": ""}', [("g", "{}")]),
+    ("llama3_json", '{"name": "Bob", "parameters": null}', ['{"name": "Bob", "parameters": null}']),
+    ("mistral", '[TOOL_CALLS][{"name": "g", "arguments": null}]', [("g", "{}")]),
+    ("mistral", "[TOOL_CALLS]g[ARGS]null", [("g", "{}")]),
+    ("mistral", "[TOOL_CALLS]g[CALL_ID]ab1[ARGS]{}", [("g", "{}")]),
+    ("deepseek_v3", f"{DS}function<｜tool▁sep｜>g\n```json\nnull\n```{DS_END}", [("g", "{}")]),
+    ("deepseek_v3", f"{DS}function<｜tool▁sep｜>g\n```json\n```{DS_END}", [("g", "{}")]),
+    ("deepseek_v3", f"{DS}g<｜tool▁sep｜>{DS_END}", [("g", "{}")]),
+    ("deepseek_v3", f"{DS}g<｜tool▁sep｜>null{DS_END}", [("g", "{}")]),
     ("openai", "Hi", ["Hi"]),
     ("openai", "<|channel|>anal", []),
 ]  # fmt: skip
@@ -155,6 +178,15 @@ def test_each_call_has_an_id_of_its_own_that_its_template_takes() -> None:
         assert len(set(ids)) == 2
         if name == "mistral":
             assert all(len(one) == 9 and one.isalnum() for one in ids)
+
+
+@pytest.mark.parametrize(("name", "is_short"), [("mistral", True), ("hermes", False)])
+def test_the_id_of_a_forced_call_is_one_that_its_template_takes(name: str, is_short: bool) -> None:
+    """Mistral's template refused the call in the next turn."""
+    parser = OutputParsers(None, name, "none").make(ParserContext({"f": {}}), is_forced=True)
+    parts = [*parser.push('{"name": "f", "arguments": {}}'), *parser.finish()]
+    (call_id,) = [part.call_id for part in parts if isinstance(part, CallBegins)]
+    assert (len(call_id) == 9 and call_id.isalnum()) is is_short
 
 
 def test_a_forced_call_is_the_whole_output() -> None:

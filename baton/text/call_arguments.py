@@ -1,0 +1,91 @@
+"""Call arguments: the text that a model wrote as a call's arguments, as the object templates want.
+
+A conversation goes on after a call that ``max_tokens`` cut, or that a model wrote wrong: clients
+send such a call back as it came. Nothing in such a text is an error here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+# Where the arguments are no object, the model is shown them under this name.
+WHOLE = "arguments"
+_SIGN = re.compile(r'["\\{}\[\],]')
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_CLOSING = {"{": "}", "[": "]"}
+_ESCAPE_CHARS = {"u": 5}  # behind a backslash; else 1
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Read a call's arguments: as they are, completed if they were cut, or as one value of all.
+
+    Half a surrogate pair, which no prompt can hold, becomes a replacement character.
+    """
+    if not text.strip():
+        return {}
+    value = _load(text)
+    if isinstance(value, str):  # JSON within JSON, as some clients write it
+        inner = _load(value) if value.strip() else {}
+        value = inner if isinstance(inner, dict) else value
+    if value is _NO_JSON:
+        completed = complete_object(text)
+        value = text if completed is None else completed
+    if value is None:
+        return {}
+    return _without_surrogates(value if isinstance(value, dict) else {WHOLE: value})
+
+
+def complete_object(text: str) -> dict[str, Any] | None:
+    """Complete the beginning of a JSON object; None if the text is not one.
+
+    Strings, lists and objects that are open at the end are closed. A member whose value has not
+    begun, or is cut within a number or a word, is left out.
+    """
+    opened: list[str] = []
+    certain = 0  # up to where the text is whole, but for brackets
+    end = len(text)
+    in_string, position = False, 0
+    while (found := _SIGN.search(text, position)) is not None:
+        sign, position = found[0], found.end()
+        if sign == "\\" and in_string:
+            position += _ESCAPE_CHARS.get(text[position : position + 1], 1)
+            end = found.start() if position > len(text) else end
+        elif sign == '"':
+            in_string = not in_string
+        elif in_string or sign == "\\":
+            continue
+        elif sign == ",":
+            certain = found.start()
+        elif sign in _CLOSING:
+            opened.append(sign)
+            certain = position
+        elif opened and _CLOSING[opened[-1]] == sign:
+            opened.pop()
+            certain = position
+        else:
+            break
+    closing = "".join(_CLOSING[sign] for sign in reversed(opened))
+    begun = f'{text[:end]}"' if in_string else text
+    for candidate in (begun + closing, text[:certain] + closing):
+        if isinstance(value := _load(candidate), dict):
+            return value
+    return None
+
+
+_NO_JSON = object()
+
+
+def _load(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _NO_JSON
+
+
+def _without_surrogates(value: dict[str, Any]) -> dict[str, Any]:
+    written = json.dumps(value, ensure_ascii=False)
+    plain = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", written)
+    found: dict[str, Any] = value if plain == written else json.loads(plain)
+    return found

@@ -1,0 +1,1 @@
+"""Answers of chats: what their grammars are, and what their texts consist of."""

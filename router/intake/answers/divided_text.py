@@ -1,0 +1,109 @@
+"""DividedText: text of an output as reasoning, calls and answer, up to a stop string of the answer.
+
+What the model thinks, and the arguments of its calls, may have stop strings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from baton.api.outputs import TextDelta
+from baton.api.sampling_params import SamplingParams
+from baton.text.stop_strings import DetokenizeOptions, OutputText, StopStrings
+from baton.text.tokenizer import Tokenizer
+from router.intake.parsers.base import OutputParser, Part
+
+
+class DividedDelta(TextDelta, frozen=True, gc=False):
+    """One streamed piece of a chat's output.
+
+    Attributes:
+        parts: what the piece consists of, up to a stop string. ``text`` is all that was written.
+    """
+
+    parts: tuple[Part, ...] = ()
+
+
+class DividedText:
+    """Divides the text of a growing output, and ends it before the first stop string of the answer.
+
+    Attributes:
+        parts: what the last push added.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        options: DetokenizeOptions,
+        parser: OutputParser,
+    ) -> None:
+        self.parts: list[Part] = []
+        self._text = OutputText(tokenizer, dataclasses.replace(params, stop=()), options)
+        self._parser = parser
+        self._min_tokens = params.min_tokens
+        self._stop = params.stop
+        self._include_stop = options.include_stop
+        self._stop_strings = StopStrings(params.stop, include=options.include_stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; the token that completed it is the last one."""
+        return self._stop_strings.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found; None: none was."""
+        return self._stop_strings.found
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far."""
+        return self._text.num_tokens
+
+    def push(
+        self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False
+    ) -> str:
+        """Return what ``token_ids`` add to the text, and keep what they add to its parts.
+
+        Args:
+            last: nothing comes behind them.
+            ended_by_token: whether the last one ended the output.
+        """
+        self.parts = []
+        # One by one where a stop string may end the output, so that the last token is known.
+        steps = [[one] for one in token_ids] if self._stop and token_ids else [token_ids]
+        texts = []
+        for index, step in enumerate(steps):
+            ends = last and index == len(steps) - 1
+            texts.append(self._text.push(step, last=ends, ended_by_token=ends and ended_by_token))
+            self._take(self._parser.push(texts[-1]))
+            if ends and not self.stopped:
+                self._take(self._parser.finish())
+            if self.stopped:
+                break
+        if last and not self.stopped:
+            self._flush()
+        return "".join(texts)
+
+    def _take(self, parts: Iterable[Part]) -> None:
+        if not self._stop:
+            self.parts += parts
+            return
+        for part in parts:
+            if not isinstance(part, str):
+                self._flush()
+                self.parts.append(part)
+            elif self._text.num_tokens < self._min_tokens:
+                self.parts.append(part)
+            elif shown := self._stop_strings.push(part):
+                self.parts.append(shown)
+            if self.stopped:
+                return
+
+    def _flush(self) -> None:
+        """Show what was held back of the answer, whose text goes on behind something else."""
+        if held := self._stop_strings.flush():
+            self.parts.append(held)
+            self._stop_strings = StopStrings(self._stop, include=self._include_stop)

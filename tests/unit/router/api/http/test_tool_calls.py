@@ -1,0 +1,136 @@
+"""Calls of tools over the three HTTP APIs: what comes out, and what may be sent back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from baton.api.outputs import FinishReason
+from baton.text.grammars import load_grammar_tokenizer, make_grammar
+from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http
+
+pytestmark = pytest.mark.medium
+
+GRAMMAR_TOKENIZER = load_grammar_tokenizer(TOKENIZER.folder / "tokenizer.json", [4095])
+
+CUT = '{"text": "def f(x):\\n    retur'
+
+
+def conversation(path: str, arguments: str) -> dict[str, Any]:
+    """Make a request whose history has a call with these arguments, and the call's result."""
+    if path == "/v1/responses":
+        call = {"type": "function_call", "call_id": "c", "name": "write", "arguments": arguments}
+        result = {"type": "function_call_output", "call_id": "c", "output": "wrong"}
+        return {"input": [{"role": "user", "content": "x"}, call, result]}
+    function = {"name": "write", "arguments": arguments}
+    messages = [
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "wrong"},
+    ]
+    return {"messages": messages}
+
+
+@pytest.mark.parametrize("arguments", [CUT, "{", "", "null", "5", "nonsense", '"{}"'])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_conversation_goes_on_after_a_call_that_was_cut(path: str, arguments: str) -> None:
+    """It was 400 from there on, though the client sent back what the server had given."""
+
+    @on_http(max_model_len=1000)
+    async def run(scene: HttpScene) -> None:
+        reply = scene.post(path, **conversation(path, arguments))
+        scene.say(await scene.command(), 0, "one", last=FinishReason.STOP)
+        assert (await reply).status == 200, await (await reply).text()
+
+    run()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"done": {"type": "boolean"}},
+    "required": ["done"],
+    "additionalProperties": False,
+}
+PARAMETERS = {"type": "object", "properties": {}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+# Over each API: a tool beside a format that is of the text.
+WITH_FORMAT: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [
+            {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}},
+        ],
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+    },
+    "/v1/responses": {
+        "input": "x",
+        "tools": [{"type": "function", "name": "look", "parameters": PARAMETERS}],
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+    },
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 100,
+        "tools": [{"name": "look", "input_schema": PARAMETERS}],
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    },
+}
+
+
+@pytest.mark.parametrize("text", [CALL, '{"done": true}'])
+@pytest.mark.parametrize("path", WITH_FORMAT)
+def test_a_model_may_call_tools_beside_a_response_format(path: str, text: str) -> None:
+    """The format's grammar held from the first token on: no call was possible."""
+
+    @on_http(max_model_len=1000)
+    async def run(scene: HttpScene) -> None:
+        reply = scene.post(path, **WITH_FORMAT[path])
+        command = await scene.command()
+        output = command.sampling_params.structured_output
+        assert output is not None
+        matcher = LLMatcher(GRAMMAR_TOKENIZER, make_grammar(output))
+        token_ids = TOKENIZER.encode(text)
+        assert matcher.try_consume_tokens(token_ids) == len(token_ids)
+        assert matcher.is_accepting()
+        scene.say(command, 0, text, last=FinishReason.STOP)
+        response = await reply
+        assert response.status == 200, await response.text()
+        body = await response.json()
+        said = json.dumps(body.get("output") or body.get("content") or body.get("choices"))
+        assert ('"look"' in said) is (text == CALL)
+        assert ("done" in said) is (text != CALL)
+
+    run()
+
+
+@pytest.mark.parametrize("choice", ["none", "required"])
+def test_a_response_format_holds_alone_or_not_at_all_where_that_is_chosen(choice: str) -> None:
+    path = "/v1/chat/completions"
+
+    @on_http(max_model_len=1000)
+    async def run(scene: HttpScene) -> None:
+        reply = scene.post(path, **WITH_FORMAT[path], tool_choice=choice)
+        command = await scene.command()
+        output = command.sampling_params.structured_output
+        assert output is not None
+        assert ("look" in output.text, "done" in output.text) == (
+            (False, True) if choice == "none" else (True, False)
+        )
+        scene.say(command, 0, "x", last=FinishReason.STOP)
+        await reply
+
+    run()
+
+
+@on_http()
+async def test_a_format_that_is_no_json_cannot_be_beside_tools(scene: HttpScene) -> None:
+    path = "/v1/chat/completions"
+    given = {**WITH_FORMAT[path], "response_format": {"type": "regex", "pattern": "a"}}
+    response = await scene.post(path, **given)
+    assert response.status == 400
+    assert (await response.json())["error"]["param"] == "response_format"

@@ -1,0 +1,185 @@
+"""Unit tests of call forms: an output is an answer that fits, or calls that the parser reads."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
+from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
+from baton.text.tokenizer import Tokenizer
+from router.intake.answers.call_forms import FORMS, Function
+from router.intake.parsers import TOOL_CALL_PARSERS
+from router.intake.parsers.base import ParserContext
+from router.intake.parsers.choice import OutputParsers
+from tests.fakes.parsed_outputs import parse
+
+DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
+EOS = 4095
+ANSWER = json.dumps(
+    {
+        "type": "object",
+        "properties": {"done": {"type": "boolean"}},
+        "required": ["done"],
+        "additionalProperties": False,
+    }
+)
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Rome"]}, "days": {"$ref": "#/$defs/Days"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"Days": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+FUNCTIONS = [Function("weather", CITY), Function("now")]
+ARGUMENTS = '{"city": "Bonn", "days": 3}'
+# What each family writes for one call of weather, and one of now.
+CALLS = {
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3_json": f'{{"name": "weather", "parameters": {ARGUMENTS}}}; '
+    '{"name": "now", "parameters": {}}',
+    "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}, '
+    '{"name": "now", "arguments": {}}]',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "pythonic": '[weather(city="Bonn", days=3), now()]',
+}
+ONE_CALL = {
+    "openai": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + ARGUMENTS,
+    "mistral": f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    f"{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+}
+
+
+class Held:
+    """An output that a grammar of a family holds, over the demo model's tokens.
+
+    Args:
+        special: special tokens that the vocabulary has beside the model's own.
+    """
+
+    def __init__(self, folder: Path, form: str, special: list[str], **options: Any) -> None:
+        described = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+        described["added_tokens"] += [
+            {**described["added_tokens"][0], "id": 4096 + index, "content": name}
+            for index, name in enumerate(special)
+        ]
+        (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+        self.tokenizer = Tokenizer(folder)
+        self.parsers = OutputParsers(self.tokenizer, form, "none")
+        functions = options.pop("functions", FUNCTIONS)
+        text = self.parsers.answer_or_calls(ANSWER, functions, **{"several": True, **options})
+        assert text is not None
+        self.output = StructuredOutput(grammar=text)
+        self._library: LLTokenizer = load_grammar_tokenizer(folder / "tokenizer.json", [EOS])
+
+    def matcher(self) -> LLMatcher:
+        return compile_grammar(self.output, make_grammar(self.output), self._library)
+
+    def fits(self, text: str) -> bool:
+        matcher, token_ids = self.matcher(), self.tokenizer.encode(text)
+        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+    def parse(self, text: str) -> list[Any]:
+        context = ParserContext({function.name: function.parameters for function in FUNCTIONS})
+        return parse(self.parsers.make(context, is_constrained=True, is_either=True), text)
+
+
+def marks_of(form: str) -> list[str]:
+    return list(TOOL_CALL_PARSERS.load(form).special_tokens)
+
+
+def test_every_family_has_a_form() -> None:
+    assert set(FORMS) == set(TOOL_CALL_PARSERS.names())
+
+
+@pytest.mark.parametrize("form", TOOL_CALL_PARSERS.names())
+@pytest.mark.parametrize("are_special", [False, True])
+def test_an_output_is_an_answer_or_calls(tmp_path: Path, form: str, are_special: bool) -> None:
+    held = Held(tmp_path, form, marks_of(form) if are_special else [])
+    assert held.fits('{"done": true}')
+    assert held.parse('{"done": true}') == ['{"done": true}']
+    for text in ("Hello", "{}", '{"done": 1}', '{"done": true} {"done": true}', ""):
+        assert not held.fits(text)
+    days = {"days": "3"} if form == "qwen3_coder" else {"days": 3}
+    wanted = {"city": "Bonn", **days}
+    for text in filter(None, (CALLS.get(form), ONE_CALL.get(form))):
+        assert held.fits(text)
+        found = held.parse(text)
+        assert [name for name, _ in found] == ["weather", "now"][: len(found)]
+        assert len(found) == (2 if text == CALLS.get(form) else 1)
+        assert json.loads(found[0][1])["city"] == wanted["city"]
+        if form not in ("qwen3_coder", "pythonic"):  # whose arguments are no JSON
+            assert not held.fits(text.replace("Bonn", "Paris"))
+        assert not held.fits(text.replace("weather", "other"))
+
+
+@pytest.mark.parametrize("form", sorted(CALLS))
+def test_parallel_calls_may_be_switched_off(tmp_path: Path, form: str) -> None:
+    held = Held(tmp_path, form, [], several=False)
+    assert held.fits('{"done": true}')
+    assert not held.fits(CALLS[form])
+
+
+def test_an_answer_that_quotes_a_call_is_no_call(tmp_path: Path) -> None:
+    held = Held(tmp_path, "hermes", [])
+    text = json.dumps({"done": CALLS["hermes"]})
+    assert held.parse(text) == [text]
+
+
+def test_arguments_are_open_where_the_function_is_not_strict(tmp_path: Path) -> None:
+    held = Held(tmp_path, "hermes", [])
+    assert held.fits('<tool_call>\n{"name": "now", "arguments": {"x": [1, "a"]}}\n</tool_call>')
+    assert not held.fits('<tool_call>\n{"name": "now", "arguments": 5}\n</tool_call>')
+
+
+def test_functions_that_are_too_large_for_a_grammar_are_left_open(tmp_path: Path) -> None:
+    long = {"type": "object", "description": "x" * MAX_TEXT_BYTES}
+    held = Held(
+        tmp_path, "hermes", [], functions=[Function("now", long), Function("weather", CITY)]
+    )
+    assert held.fits('<tool_call>\n{"name": "weather", "arguments": {"city": 1}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("form", TOOL_CALL_PARSERS.names())
+def test_whatever_is_drawn_is_an_answer_or_calls(tmp_path: Path, form: str) -> None:
+    held = Held(tmp_path, form, marks_of(form))
+    rng, kinds = random.Random(form), set()
+    for _ in range(12):
+        matcher = held.matcher()
+        token_ids: list[int] = []
+        while not matcher.is_stopped() and len(token_ids) < 300:
+            mask = matcher.compute_bitmask()
+            allowed = [i for i in range(len(mask) * 8) if mask[i // 8] >> (i % 8) & 1]
+            token_id = EOS if EOS in allowed and rng.random() < 0.7 else rng.choice(allowed)
+            matcher.consume_token(token_id)
+            token_ids.append(token_id)
+        if not matcher.is_stopped():
+            continue  # a long text within an argument
+        shown = held.parsers.shown_token_ids(with_tools=True) | held.tokenizer.special_token_ids
+        kept = [one for one in token_ids if one != EOS or one not in shown]
+        text = held.tokenizer.decode(kept, skip_special_tokens=False)
+        found = held.parse(text)
+        kinds.add(type(found[0]))
+        if isinstance(found[0], str):
+            assert found == [text]
+            assert isinstance(json.loads(text)["done"], bool)
+            continue
+        for name, arguments in found:
+            value = json.loads(arguments)
+            assert isinstance(value, dict)
+            if name == "weather" and form not in ("qwen3_coder", "pythonic"):
+                assert value["city"] in ("Bonn", "Rome")
+                assert 1 <= value["days"] <= 9
+    assert kinds
