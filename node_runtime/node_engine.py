@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
 from baton.engine_config import EngineConfig
-from baton.link.words import REVISION, NodeRegistration, NodeRole
+from baton.link.words import REVISION, NodeRegistration, NodeRole, StepTime
 from baton.version import __version__
 from engine.engine import Engine
+from engine.step_profile import measure_step_times
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,14 @@ class LoadedEngine:
         engine_id: unique to this process start.
         compatibility: must be equal, entry by entry, on two nodes that are to be paired.
         prefix_hash: algorithm that names blocks; empty: there is no prefix cache.
+        step_times: prompt tokens and seconds of steps that were measured; see `StepTime`.
     """
 
     engine: Engine
     engine_id: str
     compatibility: dict[str, str]
     prefix_hash: str
+    step_times: tuple[tuple[int, float], ...] = ()
 
     def registration(
         self, node_name: str, role: NodeRole, address: str, peer_info: bytes
@@ -54,6 +57,7 @@ class LoadedEngine:
             tensor_parallel_size=manifest.stage_size,
             pipeline_parallel_size=manifest.num_stages,
             kv_bytes_per_token=bytes_of_all * spec.num_groups / spec.block_size,
+            step_times=tuple(StepTime(*one) for one in self.step_times),
         )
 
 
@@ -65,8 +69,17 @@ def load_engine(
     kv_connector: str,
     kv_digests: bool = False,
     revision: str = "",
+    pushes: bool = False,
 ) -> LoadedEngine:
-    """Load a model for a node; raises ModelLoadError or ConfigError."""
+    """Load a model for a node, and measure a few steps of it.
+
+    Args:
+        pushes: prompts' layers are sent while the next ones are computed.
+
+    Raises:
+        ModelLoadError: the folder is missing, incomplete or unsupported.
+        ConfigError: an option does not fit the model or the machine.
+    """
     folder = find_model_folder(model)
     identity = folder_identity(folder)
     if "weights" not in identity:  # an index names files that are not needed
@@ -88,6 +101,9 @@ def load_engine(
     began_at = time.perf_counter()
     engine.prepare_grammars()
     logger.info("prepared structured output in %.1f s", time.perf_counter() - began_at)
+    step_times = measure_step_times(engine, pushes=pushes)
+    shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in step_times)
+    logger.info("steps of prompt tokens: %s", shown)
     compatibility = {
         **engine.compatibility,
         "adapters": NONE,
@@ -102,4 +118,5 @@ def load_engine(
         f"{node_name}-{uuid.uuid4().hex[:8]}",
         compatibility,
         config.prefix_hash if config.prefix_cache else "",
+        step_times,
     )

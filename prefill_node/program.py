@@ -42,6 +42,7 @@ def make_program(
         kv_connector=options.kv_connector,
         kv_digests=kv_digests,
         revision=options.revision,
+        pushes=True,
     )
 
     tracing = Tracing(

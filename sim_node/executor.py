@@ -174,12 +174,7 @@ class SimExecutor:
                 num_pairs += num * (2 * start + num + 1) // 2
             if start + num >= num_known:
                 sampled[request_id] = (token_at(key, num_known - num_prompt, vocab_size),)
-        if self._role is NodeRole.PREFILL:
-            num_tokens += num_decoding  # behind an output that another attempt had
-            seconds = self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)
-        else:
-            seconds = self.timing.decode_s(num_decoding, num_kv_tokens)
-            seconds += self.timing.compute_s(num_tokens, num_pairs)
+        seconds = self._seconds(num_tokens, num_pairs, num_decoding, num_kv_tokens)
         began, self.busy_until = self.now, self.now + seconds
         if hooks.after_layer is not None:
             self._compute_layers(hooks.after_layer, began, seconds)
@@ -199,6 +194,24 @@ class SimExecutor:
                 self._on_layer()
 
             self._clock.call_at(began + seconds * (number + 1) / _NUM_LAYERS, end)
+
+    def step_times(self) -> tuple[tuple[int, float], ...]:
+        """Return what `measure_step_times` would find: tokens and seconds of steps."""
+        most = min(self.config.long_prefill_token_threshold, self.max_model_len - 1)
+        return tuple(
+            (num_tokens, self._seconds(num_tokens, num_tokens * (num_tokens + 1) // 2))
+            for num_tokens in sorted({1, min(64, most), most})
+        )
+
+    def _seconds(
+        self, num_tokens: int, num_pairs: int, num_decoding: int = 0, num_kv_tokens: int = 0
+    ) -> float:
+        """Return what a step takes with so many prompt tokens and so many decodes."""
+        if self._role is NodeRole.PREFILL:
+            num_tokens += num_decoding  # behind an output that another attempt had
+            return self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)
+        seconds = self.timing.decode_s(num_decoding, num_kv_tokens)
+        return seconds + self.timing.compute_s(num_tokens, num_pairs)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

@@ -222,7 +222,13 @@ class Simulation:
             "version": __version__,
             **({REVISION: self._options.revision} if self._options.revision else {}),
         }
-        loaded = LoadedEngine(self.engine, self.engine_id, compatibility, self._options.prefix_hash)
+        loaded = LoadedEngine(
+            self.engine,
+            self.engine_id,
+            compatibility,
+            self._options.prefix_hash,
+            self._executor.step_times(),
+        )
         # Nobody can ask it anything.
         return loaded.registration(name, self._role, "", self._network.peer_info(self.engine_id))
 

@@ -94,6 +94,10 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
             tensor_parallel_size=registration.tensor_parallel_size,
             pipeline_parallel_size=registration.pipeline_parallel_size,
             protocol=registration.protocol,
+            step_times=[
+                node_pb2.StepTime(num_tokens=one.num_tokens, seconds=one.seconds)
+                for one in registration.step_times
+            ],
         )
     )
 
@@ -121,6 +125,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         tensor_parallel_size=message.tensor_parallel_size or 1,
         pipeline_parallel_size=message.pipeline_parallel_size or 1,
         protocol=message.protocol or link.FIRST_PROTOCOL,
+        step_times=tuple(link.StepTime(one.num_tokens, one.seconds) for one in message.step_times),
     )
 
 

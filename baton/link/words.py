@@ -46,6 +46,14 @@ class NodeRole(Enum):
 # ------------------------------------------------------------------ node -> router
 
 
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """How long one step of prompt tokens took on an otherwise idle node."""
+
+    num_tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
     """A node's identity; two are paired only if ``compatibility`` is equal in every entry.
@@ -57,6 +65,8 @@ class NodeRegistration:
         pipeline_parallel_size: stages that share its layers, each of so many ranks.
         computes_prompts: a decode node that takes requests without a prefill node.
         process_key: known to this process and its routers only; empty: it has none.
+        step_times: measured at its start, by rising tokens; the last one is of the largest step
+            that was measured. Empty: this node does not tell.
         protocol: version of the link's messages that it speaks.
     """
 
@@ -77,6 +87,7 @@ class NodeRegistration:
     computes_prompts: bool = False
     process_key: bytes = field(default=b"", repr=False)
     protocol: int = PROTOCOL
+    step_times: tuple[StepTime, ...] = ()
 
     @property
     def revision(self) -> str:

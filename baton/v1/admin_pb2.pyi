@@ -474,7 +474,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, decisions: _Optional[_Iterable[_Union[DecisionDescription, _Mapping]]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class DecisionDescription(_message.Message):
-    __slots__ = ("placed_at", "num_prompt_tokens", "max_tokens", "num_cached_tokens", "prefill_node", "decode_node", "candidates")
+    __slots__ = ("placed_at", "num_prompt_tokens", "max_tokens", "num_cached_tokens", "prefill_node", "decode_node", "candidates", "forecast", "is_probe")
     PLACED_AT_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +482,8 @@ class DecisionDescription(_message.Message):
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    FORECAST_FIELD_NUMBER: _ClassVar[int]
+    IS_PROBE_FIELD_NUMBER: _ClassVar[int]
     placed_at: float
     num_prompt_tokens: int
     max_tokens: int
@@ -489,7 +491,25 @@ class DecisionDescription(_message.Message):
     prefill_node: str
     decode_node: str
     candidates: _containers.RepeatedCompositeFieldContainer[CandidateDescription]
-    def __init__(self, placed_at: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[CandidateDescription, _Mapping]]] = ...) -> None: ...
+    forecast: PrefillForecast
+    is_probe: bool
+    def __init__(self, placed_at: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[CandidateDescription, _Mapping]]] = ..., forecast: _Optional[_Union[PrefillForecast, _Mapping]] = ..., is_probe: bool = ...) -> None: ...
+
+class PrefillForecast(_message.Message):
+    __slots__ = ("num_tokens", "wait_ms", "compute_ms", "is_measured", "measured_wait_ms", "measured_compute_ms")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_MEASURED_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    wait_ms: float
+    compute_ms: float
+    is_measured: bool
+    measured_wait_ms: float
+    measured_compute_ms: float
+    def __init__(self, num_tokens: _Optional[int] = ..., wait_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., is_measured: bool = ..., measured_wait_ms: _Optional[float] = ..., measured_compute_ms: _Optional[float] = ...) -> None: ...
 
 class CandidateDescription(_message.Message):
     __slots__ = ("prefill_node", "decode_node", "cost", "terms")

@@ -18,6 +18,7 @@ from baton.telemetry.trace_context import TraceContext
 from router.calls.call import Call
 from router.calls.delta_order import DeltaOrder
 from router.calls.output_buffer import OutputBuffer
+from router.fleet.load.forecast import PrefillForecast
 from router.fleet.node import LegDelta, Node
 
 # A node gives up on a request this long after the router would have: a last safety net.
@@ -40,6 +41,7 @@ class Attempt:
 
     Attributes:
         prefill_receipt: None while (or because) the first token did not come from there.
+        forecast: the expected times of the prompt, on the node that computes the prompt.
         decoded: tokens of the decode node were forwarded.
         began: its first token was forwarded.
         start_index: of the output, where it begins.
@@ -62,6 +64,7 @@ class Attempt:
         self.decode = decode
         self.epoch = epoch
         self.prefill_receipt: PrefillReceipt | None = None
+        self.forecast: PrefillForecast | None = None
         self.decoded = False
         self._request_id = call.scoped_id
         self._buffer = buffer
@@ -87,7 +90,7 @@ class Attempt:
             load = self.prefill.load
             arrives_s = load.prefill_base_s + load.prefill_s_per_token * num_uncomputed
         if self.decode is not None:
-            self.decode.open_leg(
+            self.forecast = self.decode.open_leg(
                 self._request_id,
                 self.epoch,
                 len(call.prompt_token_ids) + params.max_tokens,
@@ -113,7 +116,7 @@ class Attempt:
             )
         if self.prefill is None:
             return
-        self.prefill.open_leg(
+        self.forecast = self.prefill.open_leg(
             self._request_id, self.epoch, num_uncomputed, self, num_uncomputed=num_uncomputed
         )
         self.prefill.send(

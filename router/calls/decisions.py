@@ -7,10 +7,21 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.fleet.load.forecast import PrefillForecast
 from router.policies.base import Candidate, Placement, RouteQuery
 
 MAX_DECISIONS = 32  # of one request: more than its attempts may be
-_Noted = tuple[float, int, int, Placement]  # placed at, prompt tokens, max_tokens
+
+
+@dataclass(slots=True)
+class _Noted:
+    """One placement in the log. The query is not kept, because the query has the prompt."""
+
+    placed_at: float
+    num_prompt_tokens: int
+    max_tokens: int
+    placement: Placement
+    forecast: PrefillForecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +32,8 @@ class Decision:
         placed_at: by `time.time`.
         num_cached_tokens: that the node which computes the prompt was thought to have.
         candidates: the best of the places that the policy looked at, the chosen one first.
+        is_probe: see `Placement`.
+        forecast: expected times of the prompt, measured once token 1 came; None: not placed.
     """
 
     request_id: str
@@ -31,6 +44,8 @@ class Decision:
     prefill_node: str
     decode_node: str
     candidates: Sequence[Candidate]
+    is_probe: bool = False
+    forecast: PrefillForecast | None = None
 
 
 class DecisionLog:
@@ -53,8 +68,7 @@ class DecisionLog:
             request_id: `Call.scoped_id`.
             is_first: an earlier one was another request of that id, which is forgotten.
         """
-        # (Not the query: it has the prompt.)
-        noted = (time.time(), query.num_prompt_tokens, query.max_tokens, placement)
+        noted = _Noted(time.time(), query.num_prompt_tokens, query.max_tokens, placement)
         if is_first:
             self._noted.pop(request_id, None)
         self._noted.setdefault(request_id, deque(maxlen=MAX_DECISIONS)).append(noted)
@@ -62,21 +76,27 @@ class DecisionLog:
         if len(self._noted) > self._max_requests:
             self._noted.popitem(last=False)
 
+    def note_forecast(self, request_id: str, forecast: PrefillForecast | None) -> None:
+        """Keep what is expected of the prompt that was placed last; its node measures it later."""
+        if noted := self._noted.get(request_id):
+            noted[-1].forecast = forecast
+
     def get(self, request_id: str) -> list[Decision]:
         """The decisions on a request, one per attempt; empty if it is not (or no longer) known."""
-        return [_decision(request_id, *item) for item in self._noted.get(request_id, ())]
+        return [_decision(request_id, noted) for noted in self._noted.get(request_id, ())]
 
 
-def _decision(
-    request_id: str, placed_at: float, num_prompt_tokens: int, max_tokens: int, placement: Placement
-) -> Decision:
+def _decision(request_id: str, noted: _Noted) -> Decision:
+    placement = noted.placement
     return Decision(
         request_id=request_id,
-        placed_at=placed_at,
-        num_prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
+        placed_at=noted.placed_at,
+        num_prompt_tokens=noted.num_prompt_tokens,
+        max_tokens=noted.max_tokens,
         num_cached_tokens=placement.num_cached_tokens,
         prefill_node=placement.prefill.node_name if placement.prefill else "",
         decode_node=placement.decode.node_name,
         candidates=placement.explain(),
+        is_probe=placement.is_probe,
+        forecast=noted.forecast,
     )

@@ -176,6 +176,7 @@ class OpenCall:
             buffer=self._buffer,
             trace=noted.trace,
         )
+        self._placer.decisions.note_forecast(call.scoped_id, self._attempt.forecast)
         return self._attempt
 
     async def _wait_for_placement(self, failure: str) -> Placement:

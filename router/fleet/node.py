@@ -32,6 +32,7 @@ from baton.link.words import (
 )
 from router.fleet.admin_replies import AdminReplies
 from router.fleet.health import NodeHealth
+from router.fleet.load.forecast import PrefillForecast
 from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 
 # A prefill node that has not got on for so long, and so many times as long as its work should take.
@@ -208,12 +209,15 @@ class Node:
         max_tokens: int = 0,
         timeout_s: float = math.inf,
         arrives_s: float = 0.0,
-    ) -> None:
-        """Have this node's deltas of an attempt given to ``reader``; see `Account`.
+    ) -> PrefillForecast | None:
+        """Give this node's deltas of an attempt to ``reader``; see `Account`.
 
         Args:
             max_tokens: to be decoded here within ``timeout_s``.
             arrives_s: until the KV of its prompt is expected.
+
+        Returns:
+            What is expected of its prompt, if that is computed here.
         """
         load, promise = self.load, None
         if max_tokens:
@@ -224,6 +228,7 @@ class Node:
         )
         self.legs[epoch] = _Leg(request_id, reader, account)
         self.health.note_open(len(self.legs))
+        return account.forecast
 
     def relieve_leg(self, epoch: int) -> None:
         """Count a leg's tokens as done, while it may still have something to say."""
@@ -274,10 +279,14 @@ class Node:
         return leg if leg and leg.request_id == delta.request_id else None
 
     def _note_prefilled(self, deltas: Sequence[RequestDelta]) -> None:
-        """All prompts that one step computed are measured together."""
-        receipts = [delta.prefill for delta in deltas if delta.prefill and self._leg_of(delta)]
+        """Measure all prompts that one step computed together."""
+        receipts, accounts = [], []
+        for delta in deltas:
+            if delta.prefill and (leg := self._leg_of(delta)):
+                receipts.append(delta.prefill)
+                accounts.append(leg.account)
         if receipts:
-            self.load.note_prefilled(receipts)
+            self.load.note_prefilled(receipts, accounts)
 
     def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
         """What a delta says of how busy and how fast the node is."""

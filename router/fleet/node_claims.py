@@ -23,6 +23,7 @@ from baton.link.words import (
     RequestDelta,
     RequestError,
     StepDeltas,
+    StepTime,
 )
 
 MAX_NAME_CHARS = 256  # names of nodes, engine ids, addresses, versions
@@ -33,6 +34,7 @@ MAX_REGISTRATION_PARTS = 2**10  # three for each of those, and its fields
 MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
 MAX_RANKS = 2**10
 MAX_KV_BYTES_PER_TOKEN = 2.0**30
+MAX_STEP_TIMES = 16
 MAX_RATE = 1e15  # bytes per second
 MAX_SECONDS = 1e9
 MAX_TEXT_CHARS = 2**16  # of a problem or an error
@@ -97,6 +99,22 @@ def registration_problem(registration: NodeRegistration) -> str:
             f"kv_bytes_per_token: must be 0 to {MAX_KV_BYTES_PER_TOKEN:.0f}, "
             f"got {registration.kv_bytes_per_token:g}"
         )
+    return _step_times_problem(registration.step_times)
+
+
+def _step_times_problem(step_times: Sequence[StepTime]) -> str:
+    if len(step_times) > MAX_STEP_TIMES:
+        return f"step_times: must be at most {MAX_STEP_TIMES}, got {len(step_times)}"
+    num_before = 0
+    for one in step_times:
+        if not num_before < one.num_tokens <= MAX_MODEL_LEN:
+            return (
+                f"step_times: num_tokens must rise and be 1 to {MAX_MODEL_LEN}, "
+                f"got {one.num_tokens}"
+            )
+        if not 0 < one.seconds <= MAX_SECONDS:  # nor NaN
+            return f"step_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
+        num_before = one.num_tokens
     return ""
 
 

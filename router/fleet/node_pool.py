@@ -39,6 +39,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet
 from router.fleet.health import NodeHealth
 from router.fleet.join_gate import JoinGate
+from router.fleet.load.forecast import ForecastCounts
 from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
@@ -121,6 +122,11 @@ class NodePool:
     @property
     def nodes(self) -> list[Node]:
         return sorted(self._nodes.values(), key=lambda n: (n.registration.role.value, n.name))
+
+    @property
+    def forecasts(self) -> ForecastCounts:
+        """How good the forecasts of prompts were, of all nodes."""
+        return self._rates.forecasts
 
     @property
     def max_model_len(self) -> int:

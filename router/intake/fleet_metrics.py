@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from baton.link.words import NodeRole
+from router.fleet.load.forecast import RATIOS, ForecastCounts
 from router.fleet.node_pool import NodePool
 from router.gate.scaling import ScalingSignals
 
@@ -38,6 +41,27 @@ class RevisionCollector(Collector):
             nodes.add_metric([view.name, "decode"], view.num_decode)
         yield share
         yield nodes
+
+
+class ForecastCollector(Collector):
+    """How good the router's forecasts of prompts were: expected over measured."""
+
+    def __init__(self, forecasts: ForecastCounts) -> None:
+        self._forecasts = forecasts
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(
+            f"{_PREFIX}_prefill_forecast_ratio",
+            "Expected over measured time of a prompt on its node: to compute it, and until its "
+            "first token.",
+            labels=["of"],
+        )
+        forecasts = self._forecasts
+        for of, ratios in (("compute", forecasts.compute), ("first_token", forecasts.first_token)):
+            bounds = [*map(floatToGoString, RATIOS), "+Inf"]
+            counts = itertools.accumulate(map(float, ratios.counts))
+            family.add_metric([of], list(zip(bounds, counts, strict=True)), ratios.total)
+        yield family
 
 
 class ScalingCollector(Collector):

@@ -28,7 +28,7 @@ from router.fleet.node_pool import NodePool
 from router.fleet.pairing import num_pairs_down
 from router.gate.admission import Admission
 from router.gate.overload import Overload
-from router.intake.fleet_metrics import RevisionCollector
+from router.intake.fleet_metrics import ForecastCollector, RevisionCollector
 
 _PREFIX = "baton_router"
 MAX_PAIRS = 2048  # told one by one: a page of all that there may be would hold up the loop
@@ -144,6 +144,7 @@ class RouterMetrics:
             registry.register(_NodeCollector(pool))
             registry.register(_PairCollector(pool))
             registry.register(RevisionCollector(pool))
+            registry.register(ForecastCollector(pool.forecasts))
         if admission is not None:
             registry.register(_AdmissionCollector(admission))
         if overload is not None:

@@ -70,12 +70,14 @@ class Placement:
     Attributes:
         prefill: None: the decode node computes the prompt itself.
         num_cached_tokens: of the prompt, on the node that computes it, as far as is known.
+        is_probe: chosen to measure a node that was not asked for long, although another is cheaper.
         explain: the best of the places looked at, the chosen one first, as they were then.
     """
 
     prefill: NodeLoad | None
     decode: NodeLoad
     num_cached_tokens: int = 0
+    is_probe: bool = False
     explain: Callable[[], Sequence[Candidate]] = tuple
 
 

@@ -30,6 +30,7 @@ from router.policies.cost_terms import (
     prefill_costs,
     prefill_terms,
 )
+from router.policies.probes import find_probe
 
 # Estimates are not so exact that a difference below this should decide; the tokens that nodes were
 # sent up to now do then, so that all caches are used.
@@ -51,6 +52,9 @@ class Cost:
             return None
         # The first of equals. (Others are let go: what is explained is kept for a while.)
         shown = heapq.nsmallest(NUM_EXPLAINED, places, key=lambda place: place.cost_s)
+        probe = find_probe(search.terms, shown[0])
+        if probe is not None:
+            shown = [probe, *shown[: NUM_EXPLAINED - 1]]
         best = shown[0]
 
         def explain() -> Sequence[Candidate]:
@@ -59,9 +63,9 @@ class Cost:
         decode = best.decode.node
         if best.prefill is None:
             num_cached = query.num_prompt_tokens - best.decode.num_missing
-            return Placement(None, decode, num_cached, explain)
+            return Placement(None, decode, num_cached, probe is not None, explain)
         num_cached = query.num_prompt_tokens - best.prefill.num_missing
-        return Placement(best.prefill.node, decode, num_cached, explain)
+        return Placement(best.prefill.node, decode, num_cached, probe is not None, explain)
 
     def explain(self, query: RouteQuery, fleet: Fleet) -> list[Candidate]:
         """Every place for a request, best first. O(pairs): for an operator, not for a request."""
@@ -70,15 +74,19 @@ class Cost:
 
 
 class _Search:
-    """One request's best places in a fleet."""
+    """One request's best places in a fleet.
+
+    Attributes:
+        terms: numbers of the request that are the same for every place.
+    """
 
     def __init__(self, query: RouteQuery, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._terms = CostTerms.of(query, fleet)
-        self._prefill_costs_s = prefill_costs(self._terms)
+        self.terms = CostTerms.of(query, fleet)
+        self._prefill_costs_s = prefill_costs(self.terms)
         slowest_s = max(self._prefill_costs_s, default=0.0)
         self._decode_costs_s = decode_costs(
-            self._terms, fleet.decodes, fleet.decode_places, slowest_s
+            self.terms, fleet.decodes, fleet.decode_places, slowest_s
         )
 
     def places(self) -> list[Place]:
@@ -100,7 +108,7 @@ class _Search:
 
     def all_places(self) -> list[Place]:
         """Every pair, and every decode node alone."""
-        fleet, terms = self._fleet, self._terms
+        fleet, terms = self._fleet, self.terms
         pairs = [
             pair_place(terms, prefill_terms(terms, prefill), decode_terms(terms, decode))
             for prefill in fleet.prefills
@@ -152,7 +160,7 @@ class _Search:
 
     def _pair(self, i: int, j: int, floor_s: float) -> Place:
         """Args: floor_s: that counts for what its nodes cost each for itself."""
-        fleet, terms = self._fleet, self._terms
+        fleet, terms = self._fleet, self.terms
         place = pair_place(
             terms, prefill_terms(terms, fleet.prefills[i]), decode_terms(terms, fleet.decodes[j])
         )
@@ -164,7 +172,7 @@ class _Search:
 
     def _locals(self, best_pair_s: float) -> list[Place]:
         """Decode nodes alone: those that decode best, and those that have most of the prompt."""
-        fleet, terms = self._fleet, self._terms
+        fleet, terms = self._fleet, self.terms
         costs_s = self._decode_costs_s
         if len(costs_s) != len(fleet.self_prefilling):  # some are reached by nobody
             costs_s = decode_costs(
@@ -191,12 +199,12 @@ class _Search:
         """
         if best_pair_s == float("inf"):
             return places
-        if self._terms.leaves_room:
+        if self.terms.leaves_room:
             places = [place for place in places if not place.decode.stall_s]
         return [
             place
             for place in places
-            if place.cost_s >= best_pair_s or keeps_deadlines(self._terms, place)
+            if place.cost_s >= best_pair_s or keeps_deadlines(self.terms, place)
         ]
 
 

@@ -222,7 +222,7 @@ def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
     # With the base: how a node's time splits in two is known less well than the time itself.
     damage_s = terms.num_behind * compute_s
-    is_measured = node.prefill.num_measured > 0
+    is_measured = node.prefill.is_known
     wait_s = total_s - compute_s
     return PrefillTerms(node, num_missing, wait_s, compute_s, damage_s, total_s, is_measured)
 

@@ -17,9 +17,10 @@ from baton.api.errors import BatonError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
-from baton.link.words import NodeBeat, NodeRole, PeerReport
+from baton.link.words import NodeBeat, NodeRole, PeerReport, StepTime
 from baton.v1 import node_pb2, types_pb2
 from router.fleet.node import Node
+from router.fleet.node_claims import registration_problem
 from tests.fakes.nodes import HandNode, make_registration, token, token_1
 from tests.fakes.router_scene import Scene, assert_idle
 from tests.property.num_examples import num_examples
@@ -245,6 +246,26 @@ def test_one_nodes_word_on_a_tokens_size_is_not_everybodys() -> None:
         registration = make_registration(f"n{number}", NodeRole.DECODE)
         HandNode(scene.pool, dataclasses.replace(registration, kv_bytes_per_token=size))
     assert scene.decode.node.load.shared.kv_bytes_per_token == 100
+
+
+@pytest.mark.parametrize(
+    ("times", "problem"),
+    [
+        (((64, 0.1), (1, 0.2)), "num_tokens must rise and be 1 to 67108864, got 1"),
+        (((0, 0.1), (1, 0.2)), "num_tokens must rise and be 1 to 67108864, got 0"),
+        (((1, math.nan),), "seconds must be above 0 and at most 1000000000"),
+        (((1, 0.0),), "seconds must be above 0 and at most 1000000000"),
+        (tuple((n, 0.1) for n in range(1, 18)), "must be at most 16, got 17"),
+        (((1, 0.01), (64, 1e-9)), ""),  # unlikely, and not wrong
+    ],
+)
+def test_step_times_that_cannot_be_are_refused(
+    times: tuple[tuple[int, float], ...], problem: str
+) -> None:
+    registration = make_registration("n", NodeRole.PREFILL)
+    step_times = tuple(StepTime(*one) for one in times)
+    told = registration_problem(dataclasses.replace(registration, step_times=step_times))
+    assert told == (f"step_times: {problem}" if problem else "")
 
 
 def test_a_bad_value_is_told_in_one_line() -> None:

@@ -81,6 +81,10 @@ def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
         f"{decision.num_prompt_tokens} prompt tokens, {decision.num_cached_tokens} of them cached, "
         f"{decision.max_tokens} may follow[/]"
     )
+    if decision.is_probe:
+        console.print("[dim]a probe: this node was not asked for long[/]")
+    if decision.HasField("forecast"):
+        console.print(_forecast(decision.forecast), style="dim")
     if not decision.candidates:
         console.print("this policy compares no costs", style="dim")
         return
@@ -88,6 +92,19 @@ def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
     needed = console.measure(table, options=console.options.update(max_width=_ENOUGH)).minimum
     fits = needed + len(table.columns) <= console.width  # else words would be cut
     console.print(table if fits else _sentences(decision))
+
+
+def _forecast(forecast: admin_pb2.PrefillForecast) -> str:
+    """Put what was expected of a prompt beside what was measured."""
+    text = (
+        f"prefill of {forecast.num_tokens} tokens: expected {forecast.wait_ms:.3g} ms of waiting "
+        f"and {forecast.compute_ms:.3g} ms of computing"
+    )
+    if not forecast.is_measured:
+        return f"{text}, not measured"
+    return (
+        f"{text}, measured {forecast.measured_wait_ms:.3g} and {forecast.measured_compute_ms:.3g}"
+    )
 
 
 def _columns(decision: admin_pb2.DecisionDescription) -> Table:

@@ -70,4 +70,5 @@ def explain_now(
         prefill_node=prefill,
         decode_node=decode,
         candidates=candidates,
+        is_probe=placement.is_probe,
     )

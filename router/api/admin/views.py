@@ -13,6 +13,7 @@ from router.api.admin.request_stats import NodeFigures, Percentiles, WindowStats
 from router.calls.decisions import Decision
 from router.calls.recovery.suspects import Suspects
 from router.calls.request_log import RequestLog, RequestRecord
+from router.fleet.load.forecast import PrefillForecast
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
 from router.gate.admission import AdmissionState
@@ -27,7 +28,7 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
         description.beat.CopyFrom(wire.beat_to_proto(node.beat))
     description.num_requests = len(node.legs)
     description.weight = load.weight
-    if load.prefill.num_measured and load.prefill.per_unit > 0:
+    if load.prefill.is_known and load.prefill.per_unit > 0:
         description.prefill_tokens_per_s = 1 / load.prefill.per_unit
     if load.step.num_measured:
         description.step_s = load.step_base_s
@@ -241,6 +242,20 @@ def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
             )
             for candidate in decision.candidates
         ],
+        is_probe=decision.is_probe,
+        forecast=_describe_forecast(decision.forecast) if decision.forecast else None,
+    )
+
+
+def _describe_forecast(forecast: PrefillForecast) -> admin_pb2.PrefillForecast:
+    wait_s, compute_s = forecast.measured_wait_s, forecast.measured_compute_s
+    return admin_pb2.PrefillForecast(
+        num_tokens=forecast.num_tokens,
+        wait_ms=1e3 * forecast.wait_s,
+        compute_ms=1e3 * forecast.compute_s,
+        is_measured=compute_s is not None,
+        measured_wait_ms=1e3 * (wait_s or 0.0),
+        measured_compute_ms=1e3 * (compute_s or 0.0),
     )
 
 

@@ -2,7 +2,7 @@
 
     counted here   when a request is placed, begins, ends: at once, not when the node reports it
     reported       beats: what all routers' requests together do there
-    measured       how long prompts and steps took: `LineFit`s, shared within a role while new
+    measured       how long prompts and steps took: a `PrefillLine` and a `LineFit`
 
 One writer: the `Node` it belongs to. Knows no policy: numbers, and no judgement of them.
 """
@@ -16,15 +16,19 @@ from dataclasses import dataclass, field
 
 from baton.api.outputs import PrefillReceipt
 from baton.link.words import NodeBeat, NodeRegistration, NodeRole
+from router.fleet.load.forecast import ForecastCounts, PrefillForecast
 from router.fleet.load.line_fit import LineFit
+from router.fleet.load.prefill_line import Point, PrefillLine
 from router.fleet.load.promises import Promise, Promises
 
-# Until something is measured: one mid-range GPU with a model of some 8B parameters.
+# Until something is measured, of nodes that do not tell their step times: one mid-range GPU with a
+# model of some 8B parameters.
 _PREFILL_GUESS = ((0.0, 0.01), (8000.0, 0.81))
 _STEP_GUESS = ((0.0, 0.01), (100_000.0, 0.02))
 # A request in a decode step costs about as much as so many tokens of context do.
 REQUEST_UNITS = 500
 _LONGEST_STEP_S = 1.0
+_LONG_PROMPT = 4  # steps of most tokens: so long a prompt is part of a profile, too
 _FADING = 0.05  # of averages, per measurement
 _LONG_FADING = 0.01
 
@@ -38,14 +42,16 @@ class SharedRates:
         long_output_tokens: that few requests exceed; follows long ones at once, others slowly.
         residence_s: that a request decodes, on average.
         kv_bytes_per_token: 0 while unknown.
+        forecasts: how good those of prompts were.
     """
 
-    prefill: LineFit = field(default_factory=lambda: LineFit(0.98, guess=_PREFILL_GUESS))
+    prefill: PrefillLine = field(default_factory=lambda: PrefillLine(guess=_PREFILL_GUESS))
     step: LineFit = field(default_factory=lambda: LineFit(0.9995, guess=_STEP_GUESS))
     output_tokens: float = 200.0
     long_output_tokens: float = 200.0
     residence_s: float = 4.0
     kv_bytes_per_token: float = 0.0
+    forecasts: ForecastCounts = field(default_factory=ForecastCounts)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +65,7 @@ class Account:
         num_decoding: of these, since it decodes here.
         begun_at: when its first token on this decode node came; None before.
         promise: by when it has to end here, if it decodes here.
+        forecast: expected times of the prompt; None where another node computes the prompt.
     """
 
     num_tokens: int
@@ -67,6 +74,7 @@ class Account:
     num_decoding: int = 0
     begun_at: float | None = None
     promise: Promise | None = None
+    forecast: PrefillForecast | None = None
 
 
 class NodeLoad:
@@ -93,6 +101,7 @@ class NodeLoad:
         prefill_front_s: of that, for the prompt in front; it may be computed in part.
         prefill_progress_at: when the last one was done, by the clock; of a node that was idle,
             when it got one.
+        prefill_asked_at: when it got its last one; before the first, when it joined.
         step: seconds per decode step, by `step_units`.
         step_units: context in tokens, and some more for each request.
         step_base_s, step_s_per_unit: of a step with one more request of so many units, and what
@@ -122,11 +131,11 @@ class NodeLoad:
         self.num_open_tokens = 0
         self.num_placed_tokens = 0
         self.num_arriving_tokens = 0
-        self.prefill = LineFit(0.95, shared=self.shared.prefill)
+        self.prefill = PrefillLine(_profile(registration), shared=self.shared.prefill)
         self.step = LineFit(0.999, shared=self.shared.step)
         self.prefill_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
-        self.prefill_progress_at = clock()
+        self.prefill_progress_at = self.prefill_asked_at = clock()
         self.num_batch = 0
         self.step_units = 0.0
         self.step_base_s = self.step_s_per_unit = 0.0
@@ -164,9 +173,12 @@ class NodeLoad:
         promise: Promise | None = None,
     ) -> Account:
         """Count a request that was placed here; see `Account`."""
+        forecast = None
         if num_uncomputed:
+            self.prefill_asked_at = now = self._clock()
             if not self.num_uncomputed_requests:
-                self.prefill_progress_at = self._clock()
+                self.prefill_progress_at = now
+            forecast = self._forecast(num_uncomputed, now)
             self._num_uncomputed += num_uncomputed
             self.num_uncomputed_requests += 1
         self.num_open_requests += 1
@@ -174,7 +186,19 @@ class NodeLoad:
         self.num_placed_tokens += num_tokens
         self.num_arriving_tokens += num_arriving
         self._derive()
-        return Account(num_tokens, num_uncomputed, num_arriving, promise=promise)
+        return Account(num_tokens, num_uncomputed, num_arriving, promise=promise, forecast=forecast)
+
+    def _forecast(self, num_tokens: int, now: float) -> PrefillForecast:
+        begun_s = min(now - self.prefill_progress_at, self.prefill_front_s)
+        wait_s = max(self.prefill_queue_s - begun_s, 0.0)
+        return PrefillForecast(num_tokens, wait_s, self.prefill.seconds(num_tokens), now)
+
+    def _note_forecast(self, account: Account, now: float, compute_s: float) -> None:
+        forecast, account.forecast = account.forecast, None
+        if forecast is not None:
+            forecast.measured_compute_s = compute_s
+            forecast.measured_wait_s = max(now - forecast.placed_at - compute_s, 0.0)
+            self.shared.forecasts.note(forecast)
 
     def note_computed(self, account: Account) -> None:
         """Count an open request's prompt as computed: it is no longer before this node."""
@@ -188,6 +212,7 @@ class NodeLoad:
         account.begun_at = self._clock()
         if account.num_uncomputed:
             busy_s = max(account.begun_at - self.prefill_progress_at, 0.0)
+            self._note_forecast(account, account.begun_at, busy_s)
             self.prefill.measure(account.num_uncomputed, busy_s)
             self.prefill.refresh()
         if account.promise is not None:
@@ -255,21 +280,26 @@ class NodeLoad:
         self._foreign_units = units * max(0, num_reported - self.num_open_requests)
         self._foreign_running_units = units * max(0, beat.num_running - self._num_decoding)
 
-    def note_prefilled(self, receipts: Sequence[PrefillReceipt]) -> None:
-        """A step computed (the last of) some prompts; before their tokens are no longer open.
+    def note_prefilled(
+        self, receipts: Sequence[PrefillReceipt], accounts: Sequence[Account] = ()
+    ) -> None:
+        """Measure the prompts whose last tokens one step computed, before they are no longer open.
 
-        They are charged with the time since a step last did so, each with as much of it and as
-        many tokens as the others: which of them took the time nobody can tell, and the sum of all
+        Each prompt is charged with the same part of the time since a step last ended prompts, and
+        with the same part of all tokens. Nobody can tell which of them took the time, and the sum
         is the time that the node was busy.
         """
         computed = [receipt for receipt in receipts if receipt.num_computed_tokens > 0]
-        busy_s = self._clock() - self.prefill_progress_at
+        now = self._clock()
+        busy_s = now - self.prefill_progress_at
         busy_s = max(min(busy_s, max((r.prefill_s for r in computed), default=0.0)), 0.0)
         num_tokens = sum(min(one.num_computed_tokens, self.max_model_len) for one in computed)
         for _ in computed:
             self.prefill.measure(num_tokens / len(computed), busy_s / len(computed))
+        for account in accounts:
+            self._note_forecast(account, now, busy_s / max(len(computed), 1))
         self.prefill.refresh()
-        self.prefill_progress_at = self._clock()
+        self.prefill_progress_at = now
 
     def note_step(self) -> None:
         """The tokens of one decode step came.
@@ -334,3 +364,13 @@ class NodeLoad:
         self.step_base_s = step.base + step.per_unit * self.step_units / weight
         # Others, too: on average they have half of their steps before them.
         self.step_s_per_unit = step.per_unit * (1 + self.num_batch / 2 / weight)
+
+
+def _profile(registration: NodeRegistration) -> tuple[Point, ...]:
+    """Return the node's step times, and what a prompt of several of its largest steps takes."""
+    times = registration.step_times
+    if len(times) < 2:
+        return ()
+    points = [(float(one.num_tokens), one.seconds) for one in times]
+    most, seconds = points[-1]
+    return (*points, (_LONG_PROMPT * most, _LONG_PROMPT * seconds))

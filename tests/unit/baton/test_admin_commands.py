@@ -138,6 +138,23 @@ def test_explain_breaks_no_word_however_narrow_the_terminal_is(
     assert max(map(len, shown.getvalue().splitlines())) <= width
 
 
+def test_explain_shows_what_was_expected_of_a_prompt_beside_what_it_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forecast = admin_pb2.PrefillForecast(num_tokens=105, wait_ms=0, compute_ms=98.4)
+    decision = admin_pb2.DecisionDescription(forecast=forecast, is_probe=True)
+    shown = io.StringIO()
+    console = Console(file=shown, width=140, color_system=None)
+    monkeypatch.setattr(explain, "make_console", lambda: console)
+    explain._print(decision, "attempt 1")
+    assert "a probe" in shown.getvalue()
+    expected = "prefill of 105 tokens: expected 0 ms of waiting and 98.4 ms of computing"
+    assert f"{expected}, not measured" in shown.getvalue()
+    forecast.is_measured = True
+    forecast.measured_wait_ms, forecast.measured_compute_ms = 2.1, 101.2
+    assert explain._forecast(forecast) == f"{expected}, measured 2.1 and 101"
+
+
 def test_a_nodes_kv_in_use_is_not_known_before_its_first_beat() -> None:
     """It was shown as 100 %."""
     node = admin_pb2.NodeDescription(node_name="d0", num_blocks=100)

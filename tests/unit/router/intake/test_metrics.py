@@ -13,6 +13,7 @@ from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.link.words import NodeBeat, NodeRole, PeerReport
 from baton.serving.connection_limits import ConnectionCounts
 from router.calls.recovery.suspects import Suspects
+from router.fleet.load.forecast import PrefillForecast
 from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
@@ -124,6 +125,20 @@ def test_nodes_are_counted_by_role_and_state_as_of_now() -> None:
     found = values(metrics)
     assert found['nodes{role="decode",state="lost"}'] == 2
     assert found['nodes{role="decode",state="ready"}'] == 0
+
+
+def test_forecasts_of_prompts_are_counted_by_how_near_they_were() -> None:
+    pool = make_pool()
+    for compute_s, wait_s in ((0.09, 0.05), (0.3, 0.1)):
+        forecast = PrefillForecast(10, 0.0, 0.1, 0.0, wait_s, compute_s)
+        pool.forecasts.note(forecast)
+    found = values(RouterMetrics(pool))
+    name = "prefill_forecast_ratio"
+    assert found[f'{name}_count{{of="compute"}}'] == 2
+    assert found[f'{name}_sum{{of="compute"}}'] == pytest.approx(0.1 / 0.09 + 0.1 / 0.3)
+    assert found[f'{name}_bucket{{le="0.5",of="compute"}}'] == 1
+    assert found[f'{name}_bucket{{le="0.5",of="first_token"}}'] == 1
+    assert found[f'{name}_bucket{{le="0.8",of="first_token"}}'] == 2
 
 
 def test_pairs_that_are_down_are_counted_whichever_end_says_so() -> None:

@@ -177,6 +177,13 @@ async def test_explain_tells_of_the_past_and_of_now() -> None:
         chosen = decision.candidates[0]
         assert (chosen.prefill_node, chosen.decode_node) == ("p0", attempt.decode_node)
         assert {term.name for term in chosen.terms} >= {"prefill_ms", "decode_ms"}
+        terms = {term.name: term.value for term in chosen.terms}
+        assert decision.forecast.compute_ms == pytest.approx(terms["prefill_ms"])
+        assert (decision.forecast.num_tokens, decision.forecast.is_measured) == (3, False)
+        scene.prefill.say(token_1("a", 5, epoch=scene.epoch))
+        [decision] = (await call("Explain", request_id="a")).decisions
+        assert decision.forecast.is_measured
+        assert 0 < decision.forecast.measured_compute_ms <= 200  # as the receipt says, at most
         [now] = (await call("Explain", num_prompt_tokens=50, max_tokens=9)).decisions
         assert {one.decode_node for one in now.candidates} == {"d0", "d1"}
         assert now.candidates[0].decode_node == now.decode_node

@@ -9,10 +9,18 @@ import random
 import pytest
 
 from baton.api.outputs import FinishReason, RequestDelta
-from baton.link.words import NodeBeat, NodeRole
+from baton.link.words import NodeBeat, NodeRole, StepTime
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from tests.fakes.fleets import FleetBook
-from tests.fakes.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool, token, token_1
+from tests.fakes.nodes import (
+    DECODE_RECEIPT,
+    PREFILL_RECEIPT,
+    join_pair,
+    make_pool,
+    make_registration,
+    token,
+    token_1,
+)
 
 
 @pytest.fixture
@@ -75,19 +83,68 @@ def test_prompts_that_share_steps_are_charged_with_the_time_once(book: FleetBook
     for _ in range(2):
         load.note_opened(300, num_uncomputed=300)
     shared_before = load.prefill.num_measured
+    before = load.prefill.seconds(300)
     book.now = 1.0
     receipt = type(PREFILL_RECEIPT)(
         queue_s=0, prefill_s=1.0, num_chunks=1, num_computed_tokens=300, num_cached_tokens=0
     )
     load.note_prefilled([receipt, receipt])
     assert load.prefill.num_measured == shared_before + 2
-    before = load.prefill.base + 300 * load.prefill.per_unit
     for _ in range(100):
         book.now += 1.0
         load.note_prefilled([receipt, receipt])
-    after = load.prefill.base + 300 * load.prefill.per_unit
+    after = load.prefill.seconds(300)
     assert after > before
     assert after == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_forecast_has_the_wait_and_the_prompt_beside_what_they_took(book: FleetBook) -> None:
+    load = book["p0"]
+    first = load.note_opened(1000, num_uncomputed=1000)
+    book.now = 0.04
+    second = load.note_opened(500, num_uncomputed=500)
+    forecasts = first.forecast, second.forecast
+    assert forecasts[0] is not None
+    assert forecasts[1] is not None
+    assert forecasts[0].wait_s == 0.0
+    assert forecasts[0].compute_s == pytest.approx(0.11)
+    assert forecasts[1].wait_s == pytest.approx(0.11 - 0.04)
+    assert forecasts[1].compute_s == pytest.approx(0.06)
+    for account, num_tokens, now in ((first, 1000, 0.1), (second, 500, 0.2)):
+        book.now = now
+        receipt = dataclasses.replace(
+            PREFILL_RECEIPT, prefill_s=0.1, num_computed_tokens=num_tokens
+        )
+        load.note_prefilled([receipt], [account])
+        load.note_computed(account)
+    assert forecasts[0].measured_wait_s == pytest.approx(0.0)
+    assert forecasts[0].measured_compute_s == pytest.approx(0.1)
+    assert forecasts[1].measured_wait_s == pytest.approx(0.06)
+    assert forecasts[1].measured_compute_s == pytest.approx(0.1)
+    assert sum(book.shared.forecasts.first_token.counts) == 2
+
+
+def test_a_prompt_on_a_decode_node_has_a_forecast_and_one_that_arrives_has_none(
+    book: FleetBook,
+) -> None:
+    load = book["d0"]
+    assert load.note_opened(120, num_arriving=100).forecast is None
+    account = load.note_opened(120, num_uncomputed=100, num_arriving=100)
+    forecast = account.forecast
+    assert forecast is not None
+    book.now = 0.03
+    load.note_begun(account)
+    assert forecast.measured_compute_s == pytest.approx(0.03)
+
+
+def test_a_node_begins_with_the_step_times_that_it_told(book: FleetBook) -> None:
+    registration = dataclasses.replace(
+        make_registration("p9", NodeRole.PREFILL, max_model_len=10_000),
+        step_times=(StepTime(1, 0.02), StepTime(64, 0.085), StepTime(512, 0.535)),
+    )
+    load = NodeLoad(registration, book.shared, lambda: 0.0)
+    for num_tokens in (1, 100, 300, 512, 4096):
+        assert load.prefill.seconds(num_tokens) == pytest.approx(0.02 + 0.001 * num_tokens, rel=0.1)
 
 
 def test_a_step_is_the_time_between_messages_and_a_pause_is_none(book: FleetBook) -> None:

@@ -1,0 +1,73 @@
+"""PrefillForecast: what was expected of one prompt on its node, and what was measured.
+
+Refuses to know: how either number comes about.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+# Bounds of expected / measured; 0.8 to 1.25 is "within a quarter".
+RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillForecast:
+    """One prompt's times in seconds, by the router's clock. Its `NodeLoad` alone writes here.
+
+    Attributes:
+        num_tokens: expected to be computed.
+        wait_s: expected until the node begins with this prompt.
+        compute_s: expected from then until token 1.
+        placed_at: by the router's clock.
+        measured_wait_s: None until token 1 came.
+        measured_compute_s: None until token 1 came. Prompts of one step share its time.
+    """
+
+    num_tokens: int
+    wait_s: float
+    compute_s: float
+    placed_at: float
+    measured_wait_s: float | None = None
+    measured_compute_s: float | None = None
+
+
+@dataclass(slots=True)
+class RatioCounts:
+    """A histogram of expected / measured.
+
+    Attributes:
+        counts: by bucket of `RATIOS`, the last one above them all.
+        total: sum of the ratios.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(RATIOS) + 1))
+    total: float = 0.0
+
+    def note(self, expected_s: float, measured_s: float) -> None:
+        """Count one pair; a time of 0 says nothing."""
+        if measured_s > 0:
+            ratio = expected_s / measured_s
+            self.counts[bisect.bisect_left(RATIOS, ratio)] += 1
+            self.total += ratio
+
+
+@dataclass(slots=True)
+class ForecastCounts:
+    """How good forecasts were, of all nodes of one router.
+
+    Attributes:
+        compute: of computing a prompt.
+        first_token: of waiting and computing together.
+    """
+
+    compute: RatioCounts = field(default_factory=RatioCounts)
+    first_token: RatioCounts = field(default_factory=RatioCounts)
+
+    def note(self, forecast: PrefillForecast) -> None:
+        """Count a forecast whose prompt has been computed."""
+        wait_s, compute_s = forecast.measured_wait_s, forecast.measured_compute_s
+        if wait_s is not None and compute_s is not None:
+            self.compute.note(forecast.compute_s, compute_s)
+            self.first_token.note(forecast.wait_s + forecast.compute_s, wait_s + compute_s)

@@ -1,0 +1,74 @@
+"""Probes: places that are taken to be measured again, although another place is cheaper.
+
+A node that looks slow gets no prompts, so that nothing corrects how slow it looks. Its estimate may
+be of one bad prompt, or of a time when others used the machine. So a node that was not asked for
+long gets a prompt that is cheap there, and the longer ago, the more the prompt may cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.fleet.load.node_load import NodeLoad
+from router.policies.cost_terms import (
+    CostTerms,
+    Place,
+    decode_terms,
+    keeps_deadlines,
+    local_place,
+    pair_place,
+    prefill_terms,
+)
+
+PROBE_AFTER_S = 30.0
+# What a probe costs more than the best place, by estimate, is at most this part of the time since
+# the node was asked: so much of all time is lost to probes of one node.
+PROBE_SHARE = 0.01
+MOST_EXTRA_S = 1.0
+DEADLINE_SHARE = 0.1  # of what is left until the request's deadline
+MAX_LOOKED_AT = 4  # nodes of each role, per request
+
+
+def find_probe(terms: CostTerms, best: Place) -> Place | None:
+    """Return the cheapest place that is due to be measured and costs more than ``best``, or None.
+
+    Args:
+        best: the place that is taken otherwise.
+    """
+    if not terms.now or terms.leaves_room:
+        return None
+    fleet, decode = terms.fleet, best.decode
+    found = [
+        pair_place(terms, prefill_terms(terms, node), decode)
+        for node in _due(terms, fleet.prefills)
+        if fleet.reaches(node, decode.node)
+    ]
+    found += [
+        local_place(terms, decode_terms(terms, node), best.cost_s)
+        for node in _due(terms, fleet.self_prefilling)
+    ]
+    affordable = [place for place in found if _is_affordable(terms, place, best)]
+    return min(affordable, key=lambda place: place.cost_s, default=None)
+
+
+def _due(terms: CostTerms, nodes: Sequence[NodeLoad]) -> list[NodeLoad]:
+    """Return the idle nodes, of a few that change from request to request, not asked for long."""
+    if len(nodes) > MAX_LOOKED_AT:
+        first = hash(terms.now) % len(nodes)
+        nodes = nodes[first : first + MAX_LOOKED_AT]
+    return [
+        node
+        for node in nodes
+        if terms.now - node.prefill_asked_at >= PROBE_AFTER_S and not node.num_uncomputed_requests
+    ]
+
+
+def _is_affordable(terms: CostTerms, place: Place, best: Place) -> bool:
+    node = place.prefill.node if place.prefill else place.decode.node
+    extra_s = place.cost_s - best.cost_s
+    most_s = min(
+        PROBE_SHARE * (terms.now - node.prefill_asked_at),
+        MOST_EXTRA_S,
+        DEADLINE_SHARE * terms.timeout_s,
+    )
+    return 0 < extra_s <= most_s and (place.prefill is not None or keeps_deadlines(terms, place))

@@ -1,0 +1,77 @@
+"""Unit tests of the step profile: which steps are measured, and that no request notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.api.sampling_params import SamplingParams
+from baton.engine_config import EngineConfig
+from engine import step_profile
+from engine.core.request import Request
+from engine.core.step_plan import StepHooks, StepPlan
+from engine.engine import Engine
+from engine.executors.base import PendingStep
+from engine.step_profile import measure_step_times
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+
+
+def load_demo(**options: Any) -> Engine:
+    return Engine(DEMO, EngineConfig(device="cpu", num_blocks=32, num_threads=1, **options))
+
+
+def answer(engine: Engine) -> list[int]:
+    params = SamplingParams(max_tokens=8, temperature=0)
+    engine.add(
+        Request.create(
+            "a", [*range(5, 45)], params, seed=0, eos_token_ids=frozenset(), max_model_len=99
+        )
+    )
+    tokens: list[int] = []
+    while engine.requests:
+        for output in engine.step().outputs:
+            tokens += output.token_ids
+    return tokens
+
+
+def test_steps_of_one_a_few_and_most_tokens_are_measured() -> None:
+    engine = load_demo(long_prefill_token_threshold=200)
+    times = measure_step_times(engine, pushes=False)
+    assert [tokens for tokens, _ in times] == [1, 64, 200]
+    assert all(seconds > 0 for _, seconds in times)
+
+
+def test_a_slow_machine_measures_a_smaller_largest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_demo()
+    monkeypatch.setattr(step_profile, "_measure", lambda engine, num, **_: 0.002 * num)
+    assert [tokens for tokens, _ in measure_step_times(engine, pushes=False)] == [1, 64, 250]
+    monkeypatch.setattr(step_profile, "_measure", lambda engine, num, **_: 0.05 * num)
+    assert [tokens for tokens, _ in measure_step_times(engine, pushes=False)] == [1, 64]
+
+
+def test_steps_that_push_are_measured_with_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_demo()
+    hooks_seen: list[StepHooks] = []
+    submit = engine.executor.submit
+
+    def noted(plan: StepPlan, hooks: StepHooks) -> PendingStep:
+        hooks_seen.append(hooks)
+        return submit(plan, hooks)
+
+    monkeypatch.setattr(engine.executor, "submit", noted)
+    measure_step_times(engine, pushes=True)
+    assert hooks_seen
+    assert all(hooks.after_layer is not None for hooks in hooks_seen)
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative_method": "ngram"}])
+def test_answers_and_counts_are_as_without_a_profile(options: dict[str, Any]) -> None:
+    plain, profiled = load_demo(**options), load_demo(**options)
+    measure_step_times(profiled, pushes=False)
+    assert profiled.num_steps == 0
+    assert profiled.metrics().step_tokens_total == 0
+    assert answer(profiled) == answer(plain)
+    profiled.check()
