@@ -98,6 +98,27 @@ def test_prompts_that_share_steps_are_charged_with_the_time_once(book: FleetBook
     assert after == pytest.approx(0.5, rel=0.05)
 
 
+def test_turns_of_a_chat_on_a_cpu_are_not_nailed_to_a_guess_for_gpus(book: FleetBook) -> None:
+    """The line was 200 ms and 0.08 ms per token, so that 160 more tokens looked free."""
+    load, draw = book["p0"], random.Random(1)
+    for number in range(30):
+        num_tokens = draw.choice((60, 105, 180, 265))
+        seconds = num_tokens * draw.uniform(0.0008, 0.0011)
+        seconds *= 1 if number else 8  # cold
+        receipt = dataclasses.replace(
+            PREFILL_RECEIPT, prefill_s=seconds, num_computed_tokens=num_tokens
+        )
+        account = load.note_opened(num_tokens, num_uncomputed=num_tokens)
+        book.now += seconds
+        load.note_prefilled([receipt])
+        load.note_closed(account)
+        if number == 0:
+            assert load.prefill.base + load.prefill.per_unit * 105 < 0.2
+    for num_tokens in (105, 265):
+        expected_s = load.prefill.base + load.prefill.per_unit * num_tokens
+        assert expected_s == pytest.approx(0.00095 * num_tokens, rel=0.25)
+
+
 def test_a_forecast_has_the_wait_and_the_prompt_beside_what_they_took(book: FleetBook) -> None:
     load = book["p0"]
     first = load.note_opened(1000, num_uncomputed=1000)
