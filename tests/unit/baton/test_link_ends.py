@@ -17,6 +17,7 @@ from baton.link.words import (
     CancelCommand,
     DecodeCommand,
     NodeBeat,
+    NodeEvent,
     NodeRole,
     RouterBeat,
     StepDeltas,
@@ -122,7 +123,7 @@ def test_steps_that_wait_become_one_message_and_keep_their_order() -> None:
     plain = [(RequestDelta("a", index, (7,), epoch=1),) for index in range(4)]
     last = (RequestDelta("a", 4, (8,), FinishReason.LENGTH, epoch=1),)
     beat = NodeBeat()
-    events = [plain[0], plain[1], last, plain[2], beat, plain[3]]
+    events: list[NodeEvent] = [plain[0], plain[1], last, plain[2], beat, plain[3]]
     merged = merge_steps(events)
     assert merged == [(*plain[0], *plain[1], *last), plain[2], beat, plain[3]]
     assert merge_steps([beat]) == [beat]
