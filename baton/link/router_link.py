@@ -20,6 +20,7 @@ from baton.access.tls import NO_TLS, TlsOptions, read_tls
 from baton.access.tls_refusal import why_refused
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.link.admin_answers import AdminAnswers, Answer
+from baton.link.message_cuts import has_many_logprobs
 from baton.link.node_end import NodeEnd
 from baton.link.words import (
     BEAT_INTERVAL_S,
@@ -235,9 +236,17 @@ class RouterLink:
             is_silent = self._end.miss_beat()
         logger.warning("the router is silent")
 
+    async def _say(self, event: NodeEvent) -> list[node_pb2.NodeMessage]:
+        """Return the messages for an event; those of many logprobs are made in a thread."""
+        if isinstance(event, tuple) and has_many_logprobs(event):
+            # Without a new thread the loop stands still for a moment, but the link lives.
+            with contextlib.suppress(RuntimeError):
+                return await asyncio.to_thread(self._end.say, event)
+        return self._end.say(event)
+
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
-            for message in self._end.say(await self._events.get()):
+            for message in await self._say(await self._events.get()):
                 try:
                     await call.write(message)
                 except asyncio.InvalidStateError:  # the router ended the call: we were dead to it
