@@ -51,7 +51,7 @@ class Rounds:
 
     Attributes:
         longest_s: processor time of the longest round.
-        collecting_s: of the longest garbage collection.
+        collecting_s: processor time of the longest garbage collection.
     """
 
     longest_s: float = 0.0
