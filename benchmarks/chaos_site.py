@@ -10,23 +10,42 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 
 from baton.api.errors import BatonError
-from baton.local_deployment import LocalDeployment
+from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.processes.held_folder import abandoned_folders
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from chaos_load import Case
 from engine.executors.multiproc import RANKS_PREFIX
 
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 READY_TIMEOUT_S = 60.0
 FREE_TIMEOUT_S = 10.0  # "within seconds"
 DETECTION_TIMEOUT_S = 2.0  # of a node that died or stopped, by the router
 STOP_S = 5.0
 ORPHAN_TIMEOUT_S = 3.0  # of a node's processes when one of them has died
+
+
+def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDeploymentConfig:
+    """Return two prefill nodes and some decode nodes of the demo model, with little room each.
+
+    Args:
+        node_args: more arguments of each node.
+    """
+    room = ["--dtype", "float32", "--num-blocks", "600", "--max-num-requests", "32"]
+    return LocalDeploymentConfig(
+        model=str(DEMO_MODEL),
+        listen=free_address(),
+        num_prefill=2,
+        num_decode=num_decode,
+        router_args=["--no-local-prefill"],
+        node_args=[*room, *node_args],
+    )
 
 
 class Site:
@@ -40,6 +59,15 @@ class Site:
         self.doomed: set[str] = set()  # told to die in this drill
         self.detection_s: float | None = None
         self.undetected: list[str] = []
+
+    async def stand_still(self, name: str, stop_s: float) -> None:
+        """Stop a process for so long, and let it go on."""
+        process = self.deployment.child(name).process
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(stop_s)
+        finally:
+            process.send_signal(signal.SIGCONT)
 
     async def some_time(self, low_s: float = 0.5, high_s: float = 2.5) -> None:
         await asyncio.sleep(self.draw.uniform(low_s, high_s))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import statistics
 import sys
 import time
@@ -21,14 +20,11 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.local_deployment import LocalDeployment
 from chaos_load import BROKEN, Load, make_cases
-from chaos_site import Site, wait_until_free
+from chaos_site import DEMO_MODEL, Site, demo_deployment, wait_until_free
 from environment import record_environment, write_results
 
-MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
-NODE_ARGS = ["--dtype", "float32", "--num-blocks", "600", "--max-num-requests", "32"]
 SURVIVORS = ("router", "p0", "d0")
 STANDSTILL_S = 3.0
 NUM_WARM_UP = 2  # standstills before the first look, as each process opens some things once
@@ -99,12 +95,7 @@ def order(usage: Usage) -> tuple[int, int, float]:
 
 async def stand_still(site: Site, name: str) -> None:
     """Stop a node for longer than its router and its peers wait."""
-    process = site.deployment.child(name).process
-    process.send_signal(signal.SIGSTOP)
-    try:
-        await asyncio.sleep(STANDSTILL_S)
-    finally:
-        process.send_signal(signal.SIGCONT)
+    await site.stand_still(name, STANDSTILL_S)
     await site.wait_ready()
 
 
@@ -212,19 +203,11 @@ def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
 async def run(arguments: argparse.Namespace, console: Console) -> dict[str, dict[str, object]]:
     """Do each run on a fresh deployment."""
     found = {}
-    cases = make_cases(str(MODEL), 32, arguments.seed)
+    cases = make_cases(str(DEMO_MODEL), 32, arguments.seed)
     for what in ("standstills", "soak"):
         if arguments.only not in ("", what):
             continue
-        config = LocalDeploymentConfig(
-            model=str(MODEL),
-            listen=free_address(),
-            num_prefill=2,
-            num_decode=2,
-            router_args=["--no-local-prefill"],
-            node_args=NODE_ARGS,
-        )
-        with LocalDeployment(config) as deployment:
+        with LocalDeployment(demo_deployment(2)) as deployment:
             site = Site(deployment, cases, arguments.seed)
             await asyncio.to_thread(deployment.wait_ready, READY_TIMEOUT_S)
             found[what] = await measure(site, what, arguments, console)

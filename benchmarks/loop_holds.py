@@ -3,7 +3,7 @@
 Each call runs on a thread beside another thread that wants the interpreter every half millisecond.
 The output has the call's processor time and the longest wait of the other thread. That wait is
 about the call's time if the call holds the GIL, else some milliseconds (the interpreter's
-switches).
+switches). Rows of `loop_holds_fleet.py` are rounds of an event loop.
 
     python benchmarks/loop_holds.py --model FOLDER     (a folder that large_vocabulary.py made)
 """
@@ -35,6 +35,7 @@ from baton.text.tokenizer import Tokenizer
 from engine.core.grammar import GrammarState
 from environment import record_environment, write_results
 from large_vocabulary import NUM_TOKENS, make_model
+from loop_holds_fleet import measure_fleet
 
 Found = TypeVar("Found")
 LIMIT_MS = 50.0
@@ -76,12 +77,18 @@ class Watch:
         self.rows.append(Hold(call, where, round(1000 * cpu_s, 1), round(1000 * held[0], 1)))
         return found
 
+    def note(self, call: str, where: str, seconds: float) -> None:
+        """Add a row of a call that was measured elsewhere, and held its loop all the while."""
+        held_ms = round(1000 * seconds, 1)
+        self.rows.append(Hold(call, where, held_ms, held_ms))
+
 
 def measure_all(folder: Path) -> list[Hold]:
     watch = Watch()
     of_grammars(watch, folder)
     of_texts(watch, folder)
     of_parameters(watch)
+    measure_fleet(watch.note)
     return watch.rows
 
 

@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
-from baton.processes.free_address import free_address
+from baton.local_deployment import LocalDeployment
 from chaos_load import CHUNK_TOKENS, Case, Load, make_cases
-from chaos_site import Site, wait_until_free
+from chaos_site import DEMO_MODEL, Site, demo_deployment, wait_until_free
 from environment import record_environment, write_results
 
-MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
-NODE_ARGS = [
-    *("--dtype", "float32", "--num-blocks", "600", "--max-num-requests", "32"),
-    *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
-]
+NODE_ARGS = ("--long-prefill-token-threshold", str(CHUNK_TOKENS))
 AFTER_S = 2.0
 APART_S = 0.8  # of two deaths
 READY_TIMEOUT_S = 120.0
@@ -57,15 +50,6 @@ class Row:
         return sum(self.counts.values()) - self.counts.get("complete", 0)
 
 
-async def stand_still(site: Site, name: str, stop_s: float) -> None:
-    process = site.deployment.child(name).process
-    process.send_signal(signal.SIGSTOP)
-    try:
-        await asyncio.sleep(stop_s)
-    finally:
-        process.send_signal(signal.SIGCONT)
-
-
 async def die_together(site: Site, names: list[str]) -> None:
     for name in names:
         site.deployment.child(name).process.kill()
@@ -82,7 +66,7 @@ async def run_drill(site: Site, drill: str, concurrency: int, seed: int) -> Row:
         if "die" in words:
             await die_together(site, [words[0], words[2]])
         else:
-            await stand_still(site, words[0], float(words[-2]))
+            await site.stand_still(words[0], float(words[-2]))
         await asyncio.sleep(AFTER_S)
     finally:
         load.stop()
@@ -102,16 +86,8 @@ async def run_seed(
     drills: list[str], cases: list[Case], concurrency: int, seed: int, console: Console
 ) -> list[Row]:
     """All drills on one deployment, which is whole again before each."""
-    config = LocalDeploymentConfig(
-        model=str(MODEL),
-        listen=free_address(),
-        num_prefill=2,
-        num_decode=3,
-        router_args=["--no-local-prefill"],
-        node_args=NODE_ARGS,
-    )
     rows = []
-    with LocalDeployment(config) as deployment:
+    with LocalDeployment(demo_deployment(3, NODE_ARGS)) as deployment:
         site = Site(deployment, cases, seed)
         await asyncio.to_thread(deployment.wait_ready, READY_TIMEOUT_S)
         for drill in drills:
@@ -136,7 +112,7 @@ def main() -> int:
     arguments = parser.parse_args()
     environment, console = record_environment(), Console(highlight=False, width=160)
     drills = [drill for drill in DRILLS if arguments.only in drill]
-    cases = make_cases(str(MODEL), 32, arguments.first_seed)
+    cases = make_cases(str(DEMO_MODEL), 32, arguments.first_seed)
     rows: list[Row] = []
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         rows += asyncio.run(run_seed(drills, cases, arguments.concurrency, seed, console))

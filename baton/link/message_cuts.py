@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from baton.api.outputs import RequestDelta
 from baton.api.sampling_params import MAX_LOGPROBS
 from baton.v1 import node_pb2
 
@@ -19,6 +20,8 @@ MAX_LINK_DELTAS = 2**13
 # What a router reads of one message: more than a node that cuts its steps ever says.
 MAX_READ_DELTAS = 2 * MAX_LINK_DELTAS
 MAX_PARTS = 2**18  # tokens and their logprobs; rows; hashes
+# Tokens with logprobs whose message a node's event loop makes itself: a few milliseconds.
+MAX_LOGPROBS_HERE = 512
 # That a delta has besides: all are counted before a message is read (`baton.wire.parts`).
 _MORE_PARTS = 32
 
@@ -73,6 +76,11 @@ def tops_problem(message: node_pb2.NodeMessage) -> str:
             if len(one.top_token_ids) > MAX_LOGPROBS:
                 return f"logprobs: must have at most {MAX_LOGPROBS} others of a token"
     return ""
+
+
+def has_many_logprobs(deltas: tuple[RequestDelta, ...]) -> bool:
+    """Return whether a step has so many logprobs that messages of them take some milliseconds."""
+    return sum(len(one.logprobs) + len(one.prompt_logprobs) for one in deltas) > MAX_LOGPROBS_HERE
 
 
 def _num_parts(delta: node_pb2.RequestDelta) -> int:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from itertools import chain
 from typing import Any
 
 import grpc
@@ -21,6 +20,7 @@ from baton.access.tls import NO_TLS, TlsOptions, read_tls
 from baton.access.tls_refusal import why_refused
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.link.admin_answers import AdminAnswers, Answer
+from baton.link.message_cuts import has_many_logprobs
 from baton.link.node_end import NodeEnd, merge_steps
 from baton.link.words import (
     BEAT_INTERVAL_S,
@@ -236,12 +236,21 @@ class RouterLink:
             is_silent = self._end.miss_beat()
         logger.warning("the router is silent")
 
+    async def _say(self, event: NodeEvent) -> list[node_pb2.NodeMessage]:
+        """Return the messages for an event; those of many logprobs are made in a thread."""
+        if isinstance(event, tuple) and has_many_logprobs(event):
+            # Without a new thread the loop stands still for a moment, but the link lives.
+            with contextlib.suppress(RuntimeError):
+                return await asyncio.to_thread(self._end.say, event)
+        return self._end.say(event)
+
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
             events = [await self._events.get()]
             while isinstance(events[-1], tuple) and not self._events.empty():
                 events.append(self._events.get_nowait())
-            for message in chain.from_iterable(map(self._end.say, merge_steps(events))):
+            messages = [one for event in merge_steps(events) for one in await self._say(event)]
+            for message in messages:
                 try:
                     await call.write(message)
                 except asyncio.InvalidStateError:  # the router ended the call: we were dead to it

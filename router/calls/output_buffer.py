@@ -14,6 +14,9 @@ from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
 
+# Tokens of one piece: to make text of more takes tens of milliseconds of the event loop.
+MAX_TAKEN = 1024
+
 
 class OutputBuffer:
     """One writer at a time, one reader.
@@ -38,6 +41,7 @@ class OutputBuffer:
         self._request_id = request_id
         self._wake_ups = wake_ups
         self._num_taken = 0
+        self._has_rest = False  # the last piece was not all that there was
         self._finish_reason: FinishReason | None = None
         self._logprobs: list[TokenLogprobs] = []  # of what is not taken yet
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -76,6 +80,9 @@ class OutputBuffer:
 
     async def wait(self) -> None:
         """Wait until there is something to take, and time for it, or a failure."""
+        if self._has_rest:
+            await asyncio.sleep(0)  # others' turn
+            return
         if self._finish_reason or self.failure or (self._num_pending and not self._num_taken):
             return
         self._sleeper = asyncio.get_running_loop().create_future()
@@ -89,22 +96,27 @@ class OutputBuffer:
             self._waiter = self._sleeper = None
 
     def take(self) -> TextDelta | None:
-        """Take all that came since the last time, as one, without text; None if nothing did."""
+        """Take what came since the last time, as one, without text; None if nothing did.
+
+        Of more than `MAX_TAKEN` tokens the others are for the next time.
+        """
         if not self._num_pending and self._finish_reason is None:
             return None
         first = self._num_taken
-        self._num_taken = len(self.token_ids)
-        token_ids = tuple(self.token_ids[first:])
-        logprobs, prompt_logprobs = tuple(self._logprobs), self._prompt_logprobs
+        if len(self._logprobs) != self._num_pending:  # a node gave some tokens without
+            self._logprobs.clear()
+        self._num_taken = min(first + MAX_TAKEN, len(self.token_ids))
+        self._has_rest = self._num_pending > 0
+        token_ids = tuple(self.token_ids[first : self._num_taken])
+        logprobs, prompt_logprobs = tuple(self._logprobs[: len(token_ids)]), self._prompt_logprobs
         if logprobs or prompt_logprobs:
-            self._logprobs, self._prompt_logprobs = [], ()
-        if len(logprobs) != len(token_ids):  # a node gave some tokens without
-            logprobs = ()
+            del self._logprobs[: len(logprobs)]
+            self._prompt_logprobs = ()
         return TextDelta(
             self._request_id,
             first,
             token_ids,
-            finish_reason=self._finish_reason,
+            finish_reason=None if self._has_rest else self._finish_reason,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )

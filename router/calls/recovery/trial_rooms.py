@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 QUIESCE_S = 1.0
 # How long a room is kept for suspects, one after the other, at most.
 MAX_KEPT_S = 5.0
+# How long a node that was kept so long serves ordinary requests before it may be kept again. Else a
+# row of suspects would keep the only node for ever.
+REST_S = 2.0
 # How long the next suspect may take to take over a room.
 HAND_OVER_S = 0.1
 
@@ -49,6 +52,7 @@ class TrialRooms:
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
         self._rooms: dict[str, _Room] = {}  # by engine id
+        self._rests_until: dict[str, float] = {}  # by engine id
 
     def __bool__(self) -> bool:
         """Return whether any node is kept."""
@@ -105,6 +109,8 @@ class TrialRooms:
             for node in self._pool.nodes
             if node.engine_id in suitable and node.engine_id not in self._rooms
         ]
+        now = self._pool.clock()
+        nodes = [one for one in nodes if self._rests_until.get(one.engine_id, now) <= now]
         if not nodes:
             return None
         node = min(nodes, key=lambda one: one.num_open)
@@ -112,7 +118,7 @@ class TrialRooms:
             return None
         room = _Room(node, None, self._pool.clock())
         self._rooms[node.engine_id] = room
-        asyncio.get_running_loop().call_later(MAX_KEPT_S, self._open, room)
+        asyncio.get_running_loop().call_later(MAX_KEPT_S, self._open_and_rest, room)
         return room
 
     def _may_keep(self, node: Node, num_others: int) -> bool:
@@ -134,6 +140,14 @@ class TrialRooms:
 
     def _open_if_free(self, room: _Room) -> None:
         if room.owner is None:
+            self._open(room)
+
+    def _open_and_rest(self, room: _Room) -> None:
+        """Open a room that was kept for long; its node is not kept again for a while."""
+        if self._rooms.get(room.node.engine_id) is room:
+            now = self._pool.clock()
+            self._rests_until = {name: at for name, at in self._rests_until.items() if at > now}
+            self._rests_until[room.node.engine_id] = now + REST_S
             self._open(room)
 
     def _open(self, room: _Room) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 
 from baton.access.access import Access
 from baton.api.errors import ConfigError, NodeUnavailableError
-from baton.api.outputs import RequestDelta
+from baton.api.outputs import RequestDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link import router_links
 from baton.link.drain import Drain
+from baton.link.node_end import NodeEnd
+from baton.link.router_link import RouterLink
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
     BEAT_INTERVAL_S,
@@ -25,6 +28,7 @@ from baton.link.words import (
     CancelCommand,
     DrainCommand,
     NodeBeat,
+    NodeEvent,
     NodeRole,
     PeerUpdate,
     PrefillCommand,
@@ -35,7 +39,7 @@ from baton.link.words import (
 )
 from baton.processes.free_address import free_address
 from baton.serving.call_gate import CallGate
-from baton.v1 import node_pb2_grpc
+from baton.v1 import node_pb2, node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node import LegDelta, Node
 from router.fleet.node_pool import NodePool
@@ -328,3 +332,38 @@ async def test_a_node_that_one_router_removes_by_force_still_drains_for_the_othe
             return scene.drain.drained.is_set()
 
         await until(is_drained)
+
+
+@asynchronous
+async def test_messages_of_many_logprobs_are_made_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, a node's loop stood still for 0.1 s when a prompt's logprobs went to the router."""
+    registration = make_registration("p0", NodeRole.PREFILL)
+
+    async def ignore(_: bool) -> None:
+        pass
+
+    link = RouterLink("x:1", registration, lambda _: None, on_joined=ignore, join_timeout_s=1)
+    threads, real = list[int](), NodeEnd.say
+
+    def say(end: NodeEnd, event: NodeEvent) -> list[node_pb2.NodeMessage]:
+        threads.append(threading.get_ident())
+        return real(end, event)
+
+    monkeypatch.setattr(NodeEnd, "say", say)
+    few, many = (
+        (RequestDelta("a@b", 0, (1,), prompt_logprobs=(None, *(TokenLogprobs(-1.0),) * number)),)
+        for number in (10, 5000)
+    )
+    [short], [long] = await link._say(few), await link._say(many)
+    assert len(short.deltas.deltas[0].prompt_logprobs) == 11
+    assert len(long.deltas.deltas[0].prompt_logprobs) == 5001
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(asyncio, "to_thread", fail)
+    assert await link._say(many) == [long]
+    own = threading.get_ident()
+    assert [thread == own for thread in threads] == [True, False, True]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from baton.api.errors import ConfigError
-from baton.telemetry.span_export import MAX_WAITING, SpanExporter
+from baton.telemetry.export.span_export import MAX_WAITING, SpanExporter
 from baton.telemetry.spans import Span, SpanKind
 from baton.telemetry.trace_context import TraceContext
 from tests.fakes.otlp_collector import OtlpCollector

@@ -113,14 +113,22 @@ def test_a_kept_connection_that_brings_no_answer_is_replaced(
     assert hear(d, p) == [(engine_id(p), b"hello!")]
 
 
-def test_a_kept_connection_that_brings_an_answer_stays(
-    pair: tuple[NixlTransport, NixlTransport], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def connected_again(
+    pair: tuple[NixlTransport, NixlTransport],
+) -> tuple[NixlTransport, NixlTransport]:
+    """Connect both ends, and the first one once more, over the connection that it kept."""
     p, d = pair
     d.connect(p.peer_info)
     p.connect(d.peer_info)
     p.disconnect(engine_id(d))
     p.connect(d.peer_info)
+    return p, d
+
+
+def test_a_kept_connection_that_brings_an_answer_stays(
+    pair: tuple[NixlTransport, NixlTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = connected_again(pair)
     p.notify(engine_id(d), b"hello")
     assert hear(d, p)
     d.notify(engine_id(p), b"well?")
@@ -133,11 +141,7 @@ def test_a_kept_connection_that_brings_an_answer_stays(
 def test_a_kept_connection_to_a_peer_that_is_heard_late_is_replaced(
     pair: tuple[NixlTransport, NixlTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, d = pair
-    d.connect(p.peer_info)
-    p.connect(d.peer_info)
-    p.disconnect(engine_id(d))
-    p.connect(d.peer_info)
+    p, d = connected_again(pair)
     monkeypatch.setattr(agent, "ANSWER_TIMEOUT_S", 1e-9)
     d.notify(engine_id(p), b"hello")
     assert hear(p, d)

@@ -11,9 +11,10 @@ import pytest
 from baton.api.outputs import FinishReason, TextDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole
-from router.calls.output_buffer import OutputBuffer
+from router.calls.output_buffer import MAX_TAKEN, OutputBuffer
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
+from tests.fakes.http_scene import until
 from tests.fakes.nodes import DECODE_RECEIPT, failure, token, token_1
 from tests.fakes.router_scene import Scene, asynchronous
 
@@ -71,6 +72,37 @@ async def test_a_reader_sleeps_until_something_comes() -> None:
 
 
 @asynchronous
+async def test_a_long_piece_comes_in_parts_and_others_have_their_turn_between_them() -> None:
+    """Before, a client that had read nothing for long held up the loop for its whole text."""
+    buffer, num_tokens = OutputBuffer("a", WakeUps()), 2 * MAX_TAKEN + 5
+    one = TokenLogprobs(-1.0)
+    for index in range(num_tokens):
+        finish = FinishReason.LENGTH if index == num_tokens - 1 else None
+        delta = token("a", index, index, epoch=1, finish=finish)
+        buffer.add(msgspec.structs.replace(delta, logprobs=(one,)))
+    pieces, num_rounds = list[TextDelta](), [0]
+
+    async def count() -> None:
+        while True:
+            num_rounds[0] += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    while not pieces or pieces[-1].finish_reason is None:
+        await buffer.wait()
+        piece = buffer.take()
+        assert piece is not None
+        pieces.append(piece)
+    counting.cancel()
+    assert [len(piece.token_ids) for piece in pieces] == [MAX_TAKEN, MAX_TAKEN, 5]
+    assert [len(piece.logprobs) for piece in pieces] == [MAX_TAKEN, MAX_TAKEN, 5]
+    assert [piece.output_index for piece in pieces] == [0, MAX_TAKEN, 2 * MAX_TAKEN]
+    assert [piece.finish_reason for piece in pieces[:2]] == [None, None]
+    assert num_rounds[0] >= 2
+    assert buffer.take() == TextDelta("a", num_tokens, (), finish_reason=FinishReason.LENGTH)
+
+
+@asynchronous
 async def test_a_reader_that_left_is_nobody_to_wake() -> None:
     buffer = OutputBuffer("a", WakeUps())
     reader = asyncio.create_task(buffer.wait())
@@ -100,8 +132,8 @@ def test_a_client_that_does_not_read_costs_four_bytes_a_token_and_holds_up_nobod
         tracemalloc.stop()
         assert used_bytes < 8 * num_tokens  # an array grows by more than it needs
         scene.reads.set()
-        await scene.pause()
-        assert [len(item.token_ids) for item in scene.outputs] == [1, num_tokens - 1]
+        await until(lambda: len(scene.token_ids) == num_tokens)
+        assert max(len(item.token_ids) for item in scene.outputs) == MAX_TAKEN
         scene.decode.say(token("slow", num_tokens, 1, epoch=scene.epoch, finish=FinishReason.STOP))
         await scene.end()
         assert len(scene.token_ids) == num_tokens + 1

@@ -148,6 +148,21 @@ def test_no_room_is_kept_for_long(
     assert names(site.left()) == ["p0", "d0"]
 
 
+def test_a_node_that_was_kept_for_long_rests_before_it_is_kept_again(
+    make_rooms: Callable[[int], Rooms],
+) -> None:
+    """Before, the next suspect kept the only node at once, and ordinary requests waited on."""
+    site = make_rooms(1)
+    assert site.acquire("a")
+    site.pass_time(trial_rooms.MAX_KEPT_S + 0.1)
+    assert site.acquire("b") == ""
+    site.pass_time(trial_rooms.REST_S - 0.2)
+    assert site.acquire("b") == ""
+    assert names(site.left()) == ["p0", "d0"]
+    site.pass_time(0.2)
+    assert site.acquire("b") == "d0-0"
+
+
 def test_a_second_room_costs_nobody_anything(
     make_rooms: Callable[[int], Rooms],
 ) -> None:

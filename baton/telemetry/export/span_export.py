@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from baton.api.errors import ConfigError
+from baton.telemetry.export.environment import check_environment, chosen, endpoint_problem
 from baton.telemetry.spans import Span
 from baton.version import __version__
 
@@ -40,12 +42,15 @@ class SpanExporter:
         num_exported, num_dropped: spans, since the start.
 
     Raises:
-        ConfigError: OpenTelemetry is not installed, or the endpoint is no URL.
+        ConfigError: OpenTelemetry is not installed, the endpoint is no URL, or a variable of the
+            environment has a value that the exporter cannot use.
     """
 
     def __init__(self, endpoint: str, service: str, resource: dict[str, str]) -> None:
-        if not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"trace_endpoint: must be http:// or https://, got {endpoint!r}")
+        if problem := endpoint_problem(endpoint):
+            raise ConfigError(f"trace_endpoint: {problem}")
+        for line in check_environment(os.environ):
+            logger.warning("%s", line)
         try:
             self._sender: Any = _make_sender(endpoint, service, resource)
         except ModuleNotFoundError as error:
@@ -53,6 +58,9 @@ class SpanExporter:
                 f"trace_endpoint: {error.name} is not installed; traces need: "
                 "pip install 'baton-serve[otel]'"
             ) from error
+        except (ImportError, LookupError, OSError, RuntimeError, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(f"OTEL_*: no exporter can be made of these: {why:.200}") from error
         self.num_exported = 0
         self.num_dropped = 0
         self._told_dropped = 0
@@ -112,10 +120,13 @@ class SpanExporter:
 
 def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
     """The SDK's exporter, but for how messages are made."""
+    for name in [name for name, value in os.environ.items() if name[:5] == "OTEL_" and not value]:
+        del os.environ[name]  # an empty value is none, but the SDK reads it
+    from grpc import Compression
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import OTELResourceDetector
 
-    from baton.telemetry.otlp import make_request
+    from baton.telemetry.export.otlp import make_request
 
     own = {"service.name": service, "service.version": __version__, **resource}
     found = OTELResourceDetector().detect().attributes  # the environment's words go before ours
@@ -125,4 +136,9 @@ def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
         def _translate_data(self, data: Any) -> Any:
             return make_request(data, attributes)
 
-    return Sender(endpoint=endpoint, insecure=endpoint.startswith("http://"))
+    is_packed = chosen(os.environ, "COMPRESSION").strip().lower() == "gzip"
+    return Sender(
+        endpoint=endpoint,
+        insecure=endpoint.startswith("http://"),
+        compression=Compression.Gzip if is_packed else Compression.NoCompression,
+    )

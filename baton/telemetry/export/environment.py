@@ -1,0 +1,140 @@
+"""Check the OTEL_* variables that the exporter of spans reads, before the exporter is made.
+
+The SDK raises an exception for some odd values, logs a traceback for others, and takes the rest,
+with which no span is ever sent. Here each gets one line that names the variable and its limits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from baton.api.errors import ConfigError
+from baton.options import LONGEST_S
+
+COMPRESSIONS = ("gzip", "none")
+_HEADER_NAME = re.compile(r"[a-z0-9_.-]+")
+_PREFIX, _OF_TRACES = "OTEL_EXPORTER_OTLP_", "OTEL_EXPORTER_OTLP_TRACES_"
+# Variables that say how spans are sampled or sent, which Baton does not read, and what does.
+IGNORED = {
+    "OTEL_SDK_DISABLED": "traces are off without --trace-endpoint",
+    "OTEL_TRACES_SAMPLER": "--trace-ratio says which requests are traced",
+    "OTEL_TRACES_SAMPLER_ARG": "--trace-ratio says which requests are traced",
+    "OTEL_TRACES_EXPORTER": "spans go to --trace-endpoint by OTLP over gRPC",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "spans go to --trace-endpoint by OTLP over gRPC",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "spans go to --trace-endpoint by OTLP over gRPC",
+}
+
+
+def endpoint_problem(endpoint: str) -> str:
+    """Say what is wrong with a collector's URL; empty: nothing."""
+    try:
+        url = urlsplit(endpoint)
+        is_right = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # its port is no number, or too large
+        is_right = False
+    if is_right and endpoint.isascii() and endpoint.isprintable() and " " not in endpoint:
+        return ""
+    return f"must be http:// or https:// with a host and a port, got {endpoint!r:.100}"
+
+
+def check_environment(environment: Mapping[str, str]) -> list[str]:
+    """Check the variables that the exporter reads; an empty value is none.
+
+    Returns:
+        a line for each variable that is set and ignored.
+
+    Raises:
+        ConfigError: a value cannot be used; names the variable and its limits.
+    """
+    for name, value in environment.items():
+        if not value:
+            continue
+        check = _CHECKS.get(name)
+        if check is not None and (problem := check(value)):
+            raise ConfigError(f"{name}: {problem}")
+    return [f"{name} is ignored: {why}" for name, why in IGNORED.items() if environment.get(name)]
+
+
+def chosen(environment: Mapping[str, str], name: str) -> str:
+    """Return what a variable says for traces, else for all signals; empty: nothing."""
+    return environment.get(_OF_TRACES + name) or environment.get(_PREFIX + name) or ""
+
+
+def _timeout_problem(value: str) -> str:
+    try:
+        is_right = 0 < float(value) <= LONGEST_S
+    except ValueError:
+        is_right = False
+    limits = f"must be seconds above 0, at most {LONGEST_S:g}"
+    return "" if is_right else f"{limits}, got {value!r:.100}"
+
+
+def _compression_problem(value: str) -> str:
+    if value.strip().lower() in COMPRESSIONS:
+        return ""
+    return f"must be one of {', '.join(COMPRESSIONS)}, got {value!r:.100}"
+
+
+def _file_problem(value: str) -> str:
+    try:
+        is_pem = b"-----BEGIN " in Path(value).read_bytes()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        return f"must be a PEM file that can be read, got {value!r:.100} ({why})"
+    return "" if is_pem else f"must be a PEM file, got {value!r:.100}"
+
+
+def _headers_problem(value: str) -> str:
+    """Headers may hold secrets, so a problem does not show them."""
+    for item in filter(str.strip, value.split(",")):
+        name, separator, text = item.partition("=")
+        name, text = unquote(name).strip().lower(), unquote(text).strip()
+        is_name = _HEADER_NAME.fullmatch(name) is not None and not name.endswith("-bin")
+        if not (separator and is_name and text.isascii() and text.isprintable()):
+            return "must be like name=value,name=value, of printable ASCII characters"
+    return ""
+
+
+def _attributes_problem(value: str) -> str:
+    problem = _text_problem(value)
+    for item in filter(str.strip, value.split(",")):
+        name, separator, _ = item.partition("=")
+        if not (separator and name.strip()):
+            problem = problem or f"must be like name=value,name=value, got {value!r:.100}"
+    return problem
+
+
+def _text_problem(value: str) -> str:
+    try:
+        unquote(value, errors="strict").encode()
+    except UnicodeError:
+        return f"must be text in UTF-8, got {value!r:.100}"
+    return ""
+
+
+def _codes_problem(value: str) -> str:
+    from grpc import StatusCode
+
+    if all(code.strip().upper() in StatusCode.__members__ for code in value.split(",") if code):
+        return ""
+    return f"must be names of gRPC's status codes, like UNAVAILABLE, got {value!r:.100}"
+
+
+_OF_EXPORTER: dict[str, Callable[[str], str]] = {
+    "TIMEOUT": _timeout_problem,
+    "COMPRESSION": _compression_problem,
+    "HEADERS": _headers_problem,
+    "CERTIFICATE": _file_problem,
+    "CLIENT_KEY": _file_problem,
+    "CLIENT_CERTIFICATE": _file_problem,
+}
+_CHECKS: dict[str, Callable[[str], str]] = {
+    **{_PREFIX + name: check for name, check in _OF_EXPORTER.items()},
+    **{_OF_TRACES + name: check for name, check in _OF_EXPORTER.items()},
+    "OTEL_SERVICE_NAME": _text_problem,
+    "OTEL_RESOURCE_ATTRIBUTES": _attributes_problem,
+    "OTEL_PYTHON_EXPORTER_OTLP_GRPC_RETRYABLE_ERROR_CODES": _codes_problem,
+}
