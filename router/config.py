@@ -109,6 +109,15 @@ class RouterConfig:
     served_model_name: str = option(
         "", help="What HTTP clients call the model; as --model if not given."
     )
+    served_model_aliases: str = option(
+        "", help="More names that HTTP clients may call the model, divided by commas."
+    )
+    request_defaults: str = option(
+        "",
+        help="What HTTP requests have by default, such as temperature=0.7,max_tokens=4096: "
+        "temperature, top_k, top_p, min_p, repetition_penalty, max_tokens; and max_tokens_limit, "
+        "which no output exceeds. NAME:temperature=0.2;OTHER:... for one of the served names.",
+    )
     strict_fields: bool = option(
         False,
         help="Refuse HTTP requests with fields that have no effect here, instead of naming these "

@@ -56,6 +56,7 @@ from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.policies import POLICIES
 from router.request_spans import RequestSpans
+from router.served_names import read_defaults, read_names
 from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
@@ -265,11 +266,13 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
         policy=lambda: parts.admin.policy,
         overload=parts.overload,
     )
+    names = read_names(parts.model_name, config.served_model_aliases)
     server = HttpServer(
         parts.intake,
         dispatcher.pool,
         parts.metrics,
         model_name=parts.model_name,
+        served=read_defaults(names, config.request_defaults),
         strict_fields=config.strict_fields,
         access=parts.access,
         cors_origin=config.http_cors_origin,

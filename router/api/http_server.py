@@ -59,6 +59,7 @@ from router.gate.overload import Overload
 from router.gate.rate_limits import REQUESTS, TOKENS, Rate
 from router.intake.intake import MAX_REQUEST_ID_CHARS, Intake, check_name
 from router.intake.metrics import RouterMetrics
+from router.served_names import NameDefaults
 
 if TYPE_CHECKING:
     from aiohttp.http_parser import RawRequestMessage
@@ -99,6 +100,7 @@ class HttpServer:
 
     Args:
         model_name: what clients call the model.
+        served: all names that they may call it, with defaults of requests; the one if not given.
         strict_fields: a field that has no effect is an error.
         access: knows who may call.
         cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
@@ -118,6 +120,7 @@ class HttpServer:
         metrics: RouterMetrics,
         *,
         model_name: str,
+        served: Mapping[str, NameDefaults] | None = None,
         strict_fields: bool = False,
         access: Access | None = None,
         cors_origin: str = "",
@@ -133,7 +136,9 @@ class HttpServer:
         self._pool = pool
         self._metrics = metrics
         self._model_name = model_name
-        self._options = HttpOptions(model_name=model_name, strict_fields=strict_fields)
+        self._options = HttpOptions(
+            model_name=model_name, served=served or {}, strict_fields=strict_fields
+        )
         self._ignored_fields = IgnoredFieldsLog()
         self._access = access or Access()
         self._cors_origin = cors_origin
@@ -358,13 +363,13 @@ class HttpServer:
         )
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json(ModelList([self._model_object()]))
+        return _json(ModelList([self._model_object(name) for name in self._options.names]))
 
     async def _model(self, request: web.Request) -> web.Response:
         model = request.match_info["model"]
-        if model != self._model_name:
+        if model not in self._options.names:
             raise unknown_model(model, self._model_name)
-        return _json(self._model_object())
+        return _json(self._model_object(model))
 
     async def _health(self, request: web.Request) -> web.Response:
         """The process lives."""
@@ -393,8 +398,8 @@ class HttpServer:
     async def _show_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={hdrs.CONTENT_TYPE: _METRICS_TYPE})
 
-    def _model_object(self) -> ModelObject:
-        return ModelObject(self._model_name, self._created, self._intake.max_model_len)
+    def _model_object(self, name: str) -> ModelObject:
+        return ModelObject(name, self._created, self._intake.max_model_len)
 
 
 def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | None]]:

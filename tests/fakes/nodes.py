@@ -77,7 +77,7 @@ def make_registration(
         peer_info=f"info of {name}-{incarnation}".encode(),
         compatibility={"model": MODEL, "dtype": "float32", "block_size": "16", **(differs or {})},
         max_model_len=max_model_len,
-        num_blocks=10,
+        num_blocks=max(10, max_model_len // 16),
         block_size=16,
     )
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from baton.local_deployment import LocalDeploymentConfig
 
 _FOR_ROUTER = (
-    "policy", "served_model_name", "chat_template", "generation_config", "tool_call_parser",
-    "reasoning_parser",
+    "policy", "served_model_name", "served_model_aliases", "request_defaults", "chat_template",
+    "generation_config", "tool_call_parser", "reasoning_parser",
 )  # fmt: skip
 _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
@@ -39,6 +39,8 @@ class UpOptions:
     listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     http_listen: str = same_option(RouterConfig, "http_listen")
     served_model_name: str = same_option(RouterConfig, "served_model_name")
+    served_model_aliases: str = same_option(RouterConfig, "served_model_aliases")
+    request_defaults: str = same_option(RouterConfig, "request_defaults")
     chat_template: str = same_option(RouterConfig, "chat_template")
     generation_config: str = same_option(RouterConfig, "generation_config")
     tool_call_parser: str = same_option(RouterConfig, "tool_call_parser")

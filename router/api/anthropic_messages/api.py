@@ -17,6 +17,7 @@ from router.api.anthropic_messages.request import (
     CountTokensRequest,
     MessagesRequest,
     chat_request,
+    dropped_tools,
 )
 from router.api.http.chat import note_effort
 from router.api.http.conversation import chat_prompt
@@ -236,6 +237,7 @@ async def messages(
     received_at = time.perf_counter()
     given = await read_body(request, MessagesRequest, options)
     body = chat_request(given)
+    note_ignored(request, dropped_tools(given))
     _note_thinking(request, intake, given, body)
     return await answer_in_events(
         request,

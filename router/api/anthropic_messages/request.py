@@ -45,6 +45,12 @@ _BLOCKS = {
     "assistant": "text, thinking or tool_use",
     "system": "text",
 }
+# Blocks of tools that run at Anthropic's.
+_ELSEWHERE = {
+    "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_use",
+    "mcp_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result", "tool_search_tool_result", "container_upload",
+}  # fmt: skip
 # What else a block has, such as cache_control, signature and is_error, is passed over.
 
 
@@ -79,6 +85,7 @@ class MessagesTool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -176,6 +183,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         reasoning_effort=_effort(request),
         chat_template_kwargs=_template_options(request),
         response_format=_format(request),
+        parallel_tool_calls=False if _calls_one(request.tool_choice) else None,
         **fields,
     )
 
@@ -228,6 +236,8 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
             _last(found, role).thoughts.append(block.thinking or "")
         case "assistant", "redacted_thinking":
             pass  # nobody here can read it
+        case "assistant", kind if kind in _ELSEWHERE:
+            pass  # what it found is in the text behind it
         case "assistant", "tool_use":
             arguments = msgspec.json.encode(block.input or {}).decode()
             function = FunctionCall(_needed(block.name, f"{where}.name"), arguments)
@@ -267,13 +277,21 @@ def _texts(content: str | list[ContentPart], where: str) -> str | list[ContentPa
     return content
 
 
+def dropped_tools(request: CountTokensRequest) -> list[str]:
+    """List the tools that have no effect, as headers name them: they run at Anthropic's."""
+    return [f"tools.{tool.type}" for tool in request.tools or () if not _runs_here(tool)]
+
+
+def _runs_here(tool: MessagesTool) -> bool:
+    return tool.type in (None, "custom")
+
+
 def _tools(tools: list[MessagesTool]) -> list[Tool]:
-    for index, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            raise InvalidRequestError(
-                f"tools[{index}].type", f"must be custom, got {tool.type[:MAX_SHOWN_CHARS]!r}"
-            )
-    return [Tool("function", Function(t.name, t.description, t.input_schema)) for t in tools]
+    return [
+        Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
+        for tool in tools
+        if _runs_here(tool)
+    ]
 
 
 def _tool_choice(
@@ -288,6 +306,10 @@ def _tool_choice(
             return NamedToolChoice(NamedFunction(_needed(choice.name, "tool_choice.name")))
         case other:
             return other
+
+
+def _calls_one(choice: ToolChoice | None) -> bool:
+    return choice is not None and bool(choice.disable_parallel_tool_use)
 
 
 def _effort(request: CountTokensRequest) -> str | None:

@@ -21,6 +21,7 @@ from router.api.http.conversation import (
 )
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
+    DEFAULTS,
     PRINCIPAL,
     Exchange,
     HttpOptions,
@@ -48,6 +49,7 @@ from router.intake.answers.divided_text import DividedDelta
 from router.intake.choices import accept_choices
 from router.intake.intake import Intake
 from router.intake.parsers.base import CallArguments, CallBegins, OutputParser, Part, Reasoning
+from router.served_names import NameDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +215,11 @@ async def open_chat(
         either = answer_or_calls(body, intake.parsers)
     intake.check_key(request[PRINCIPAL])  # before anything costs time
     prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
+    named = request[DEFAULTS]
     params = sampling_params(
         body,
-        max_tokens=_max_tokens(body, intake.max_model_len - len(prompt)),
-        defaults=intake.sampling_defaults,
+        max_tokens=_max_tokens(body, intake.max_model_len - len(prompt), named),
+        defaults={**intake.sampling_defaults, **named.sampling},
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
         structured_output=forced or either,
@@ -241,12 +244,10 @@ async def open_chat(
     return calls, ChatDialect([make() for _ in calls], texts)
 
 
-def _max_tokens(body: ChatRequest, room: int) -> int:
-    """As many as fit, if the client does not say."""
-    for given in (body.max_completion_tokens, body.max_tokens):
-        if given is not None:
-            return given
-    return max(room, 1, body.min_tokens or 0)
+def _max_tokens(body: ChatRequest, room: int, named: NameDefaults) -> int:
+    """Return the most tokens of an output: as many as fit, if nobody says."""
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return named.num_tokens(asked, max(room, 1, body.min_tokens or 0))
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:

@@ -12,6 +12,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import TextDelta
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
+    DEFAULTS,
     PRINCIPAL,
     Exchange,
     HttpOptions,
@@ -118,11 +119,12 @@ async def completions(
     check_stream(body)
     # The engine makes no output without a token: one is drawn, and left out of the answer.
     scores_only = bool(body.echo) and body.max_tokens == 0
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    named = request[DEFAULTS]
+    max_tokens = named.num_tokens(body.max_tokens, DEFAULT_MAX_TOKENS)
     params = sampling_params(
         body,
         max_tokens=1 if scores_only else max_tokens,
-        defaults=intake.sampling_defaults,
+        defaults={**intake.sampling_defaults, **named.sampling},
         logprobs=body.logprobs,
         prompt_logprobs=_num_prompt_logprobs(body),
     )

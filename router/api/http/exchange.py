@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +33,7 @@ from router.calls.call import Call, Terms
 from router.intake.choices import merge_streams
 from router.intake.intake import Intake
 from router.intake.parsers.base import OutputParser
+from router.served_names import NameDefaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +42,22 @@ class HttpOptions:
 
     Attributes:
         model_name: what clients call the model.
+        served: all names that they may call it, with defaults of requests; the one if empty.
         strict_fields: a field that has no effect is an error.
     """
 
     model_name: str
+    served: Mapping[str, NameDefaults] = field(default_factory=dict)
     strict_fields: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model."""
+        return tuple(self.served) or (self.model_name,)
+
+    def defaults_of(self, name: str | None) -> NameDefaults:
+        """Return the defaults of requests under a name; None: under the first one."""
+        return self.served.get(name or self.model_name, NO_DEFAULTS)
 
 
 class Body(Protocol):
@@ -58,6 +70,8 @@ class Body(Protocol):
 T = TypeVar("T", bound=Body)
 
 ENTRY = web.RequestKey("entry", AccessEntry)
+DEFAULTS = web.RequestKey("defaults", NameDefaults)
+NO_DEFAULTS = NameDefaults()
 PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
 SHORT_BODY_BYTES = 2**16  # which every connection may have
@@ -313,9 +327,9 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
     raw = await _read_in_turn(request)
     body, ignored = decode(raw, kind, strict=options.strict_fields)
     note_ignored(request, ignored)
-    if body.model not in (None, options.model_name):
-        assert body.model is not None
+    if body.model is not None and body.model not in options.names:
         raise unknown_model(body.model, options.model_name)
+    request[DEFAULTS] = options.defaults_of(body.model)
     return body
 
 

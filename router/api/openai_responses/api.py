@@ -18,6 +18,7 @@ from router.api.http.ignored_fields import note_ignored
 from router.api.http.responses import MessageDelta, usage_of
 from router.api.openai_responses.output import Event, Items, ResponseHead, response_usage
 from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, chat_request
+from router.api.openai_responses.tools import OfferedTools, read_tools
 from router.calls.call import Call
 from router.intake.intake import Intake
 
@@ -28,9 +29,9 @@ _CUT_SHORT = {"code": "server_error", "message": "the output was cut short on a 
 class ResponseEvents:
     """One answer as events of this API, numbered from 0."""
 
-    def __init__(self, head: ResponseHead) -> None:
+    def __init__(self, head: ResponseHead, offered: OfferedTools) -> None:
         self._head = head
-        self._items = Items()
+        self._items = Items(offered)
         self._num_events = 0
         self._whole: dict[str, Any] = {}
 
@@ -77,11 +78,14 @@ async def responses(
     given = await read_body(request, ResponsesRequest, options)
     if given.store:
         note_ignored(request, ["store"])
-    body = chat_request(given)
+    offered = read_tools(given.tools)
+    note_ignored(request, offered.dropped)
+    body = chat_request(given, offered)
     note_effort(request, intake, body, "reasoning.effort")
 
     def make_events(call: Call) -> ResponseEvents:
-        return ResponseEvents(ResponseHead(given, request[REQUEST_ID], call.sampling_params))
+        head = ResponseHead(given, request[REQUEST_ID], call.sampling_params)
+        return ResponseEvents(head, offered)
 
     return await answer_in_events(
         request,

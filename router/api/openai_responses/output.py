@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 
 from baton.api.sampling_params import SamplingParams
+from baton.text.call_arguments import read_arguments
 from router.api.http.event_exchange import AnswerEvent
 from router.api.http.responses import MessageDelta, ToolCallDelta, Usage
 from router.api.openai_responses.request import ResponsesRequest
+from router.api.openai_responses.tools import INPUT, OfferedTools
 
 
 class OutputText(msgspec.Struct):
@@ -53,9 +55,22 @@ class CallItem(msgspec.Struct):
     arguments: str = ""
     status: str = "in_progress"
     type: str = "function_call"
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-Item = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(msgspec.Struct):
+    """A call of a custom tool: a text, and no JSON."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    status: str = "in_progress"
+    type: str = "custom_tool_call"
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+
+
+Item = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -88,6 +103,7 @@ class Event(AnswerEvent, omit_defaults=True):
     text: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     logprobs: list[Any] | None = None
 
 
@@ -96,12 +112,16 @@ class Items:
 
     An item is open until one of another kind begins, or the answer ends.
 
+    Args:
+        offered: the tools that may be called.
+
     Attributes:
         items: all that there are.
         num_reasoning_tokens: of steps that said nothing else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, offered: OfferedTools | None = None) -> None:
+        self._offered = offered or OfferedTools()
         self.items: list[Item] = []
         self.num_reasoning_tokens = 0
         self._is_open = False
@@ -146,13 +166,21 @@ class Items:
         if call.index != self._call_index:
             yield from self._close("completed")
             self._call_index = call.index
-            item = CallItem(f"fc_{uuid.uuid4().hex}", call.id or "", call.function.name or "")
-            yield from self._open(item)
+            yield from self._open(self._call_item(call))
         if call.function.arguments:
             self._parts.append(call.function.arguments)
+            if isinstance(self.items[-1], CustomCallItem):
+                return  # a text within JSON, which is read at its end
             yield self._event(
                 "response.function_call_arguments.delta", delta=call.function.arguments
             )
+
+    def _call_item(self, call: ToolCallDelta) -> CallItem | CustomCallItem:
+        told, call_id = call.function.name or "", call.id or ""
+        namespace, name = self._offered.namespaces.get(told, (msgspec.UNSET, told))
+        if told in self._offered.custom:
+            return CustomCallItem(f"ctc_{uuid.uuid4().hex}", call_id, name, namespace=namespace)
+        return CallItem(f"fc_{uuid.uuid4().hex}", call_id, name, namespace=namespace)
 
     def _open(self, item: Item) -> Iterator[Event]:
         self.items.append(item)
@@ -170,6 +198,11 @@ class Items:
             yield self._event(
                 "response.function_call_arguments.done", arguments=text, name=item.name
             )
+        elif isinstance(item, CustomCallItem):
+            item.input = _input_of(text)
+            kind = "response.custom_tool_call_input"
+            yield self._event(f"{kind}.delta", delta=item.input)
+            yield self._event(f"{kind}.done", input=item.input)
         else:
             yield self._text_event(f"{self._words()}.done", text=text)
             part: OutputText | ReasoningText
@@ -202,6 +235,12 @@ class Items:
 
     def _part_event(self, kind: str, part: OutputText | ReasoningText) -> Event:
         return self._event(kind, content_index=0, part=part)
+
+
+def _input_of(arguments: str) -> str:
+    """Return the text that a custom tool is called with; all that was written if there is none."""
+    found = read_arguments(arguments).get(INPUT)
+    return found if isinstance(found, str) else arguments
 
 
 def _copy(item: Item) -> Item:

@@ -17,7 +17,6 @@ from router.api.http.schema import (
     ChatRequest,
     Constraint,
     ContentPart,
-    Function,
     FunctionCall,
     Message,
     NamedFunction,
@@ -27,10 +26,18 @@ from router.api.http.schema import (
     Tool,
     ToolCall,
 )
+from router.api.openai_responses.tools import INPUT, OfferedTools, ResponsesTool, read_tools
 from router.intake.texts import check_num_messages
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ITEMS = "message, function_call, function_call_output or reasoning"
+# Items of tools that run at OpenAI's, and of what its servers keep.
+_ELSEWHERE = {
+    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
+    "computer_call", "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request",
+    "mcp_approval_response", "tool_search_call", "tool_search_output", "compaction",
+    "ghost_snapshot",
+}  # fmt: skip
 # What errors about the chat request call a field, and what the client did.
 FIELD_NAMES = {
     "messages": "input",
@@ -63,22 +70,24 @@ class InputItem(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[ItemPart] | None = None
+    input: str | None = None
+    namespace: str | None = None
+    action: dict[str, Any] | None = None
     summary: list[ItemPart] | None = None
 
 
-class FunctionTool(msgspec.Struct):
-    """A function that the model may call; here its fields are those of the tool."""
+class ToolChoice(msgspec.Struct):
+    """One tool, or some of them.
 
-    type: str
+    Attributes:
+        mode: and the one after it: of the type ``allowed_tools``.
+    """
+
+    type: str = "function"
     name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class FunctionChoice(msgspec.Struct):
-    name: str
-    type: Literal["function"] = "function"
+    namespace: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[ToolChoice] = []
 
 
 class TextFormat(Constraint):
@@ -113,8 +122,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     model: str
     input: str | list[InputItem]
     instructions: str | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: int | None = None
@@ -159,8 +168,13 @@ _SAME = (
 )  # fmt: skip
 
 
-def chat_request(request: ResponsesRequest) -> ChatRequest:
-    """The chat request that has the same answer; raises InvalidRequestError."""
+def chat_request(request: ResponsesRequest, offered: OfferedTools | None = None) -> ChatRequest:
+    """Make the chat request that has the same answer; raises InvalidRequestError.
+
+    Args:
+        offered: the request's tools; read here if not given.
+    """
+    offered = read_tools(request.tools) if offered is None else offered
     for name in _STORED:
         if getattr(request, name) is not None:
             raise InvalidRequestError(
@@ -168,13 +182,15 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
             )
     if request.background:
         raise InvalidRequestError("background", "is not supported, as nothing is stored")
+    tools, tool_choice = _chosen(request.tool_choice, offered)
     same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     return ChatRequest(
         model=request.model,
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
-        tools=_tools(request.tools) if request.tools is not None else None,
-        tool_choice=_tool_choice(request.tool_choice),
+        tools=tools,
+        tool_choice=tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
         **same,
@@ -213,29 +229,39 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
             # (Of other servers it may come encrypted, without a text.)
             if text := "\n".join(_texts(parts or item.summary or [], f"{field}.content")):
                 messages.append(Message(role="assistant", reasoning_content=text))
-        case "function_call":
-            for name in ("call_id", "name"):
-                if not getattr(item, name):
-                    raise InvalidRequestError(f"{field}.{name}", "is needed")
-            call = ToolCall(
-                function=FunctionCall(item.name or "", item.arguments or ""), id=item.call_id or ""
-            )
-            turn = _open_turn(messages)
-            if turn is None:
-                turn = Message(role="assistant")
-                messages.append(turn)
-            if turn.tool_calls is None:
-                turn.tool_calls = []
-            turn.tool_calls.append(call)
-        case "function_call_output":
+        case "function_call" | "custom_tool_call" | "local_shell_call":
+            _add_call(messages, item, field)
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             if not item.call_id:
                 raise InvalidRequestError(f"{field}.call_id", "is needed")
             content = _content(item.output, f"{field}.output")
             messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
+        case other if other in _ELSEWHERE:
+            pass  # what it found is in the message behind it
         case other:
             raise InvalidRequestError(
                 f"{field}.type", f"must be {_ITEMS}, got {other[:MAX_SHOWN_CHARS]!r}"
             )
+
+
+def _add_call(messages: list[Message], item: InputItem, field: str) -> None:
+    """Add a call to the assistant's last message."""
+    name, arguments = item.name, item.arguments or ""
+    if item.type == "custom_tool_call":
+        arguments = msgspec.json.encode({INPUT: item.input or ""}).decode()
+    elif item.type == "local_shell_call":
+        name, arguments = "local_shell", msgspec.json.encode(item.action or {}).decode()
+    for needed, value in (("call_id", item.call_id), ("name", name)):
+        if not value:
+            raise InvalidRequestError(f"{field}.{needed}", "is needed")
+    function = FunctionCall(OfferedTools().told_as(name or "", item.namespace), arguments)
+    turn = _open_turn(messages)
+    if turn is None:
+        turn = Message(role="assistant")
+        messages.append(turn)
+    if turn.tool_calls is None:
+        turn.tool_calls = []
+    turn.tool_calls.append(ToolCall(function=function, id=item.call_id or ""))
 
 
 def _open_turn(messages: list[Message]) -> Message | None:
@@ -262,26 +288,20 @@ def _texts(parts: list[ItemPart], field: str) -> Iterator[str]:
         yield text
 
 
-def _tools(tools: list[FunctionTool]) -> list[Tool]:
-    found = []
-    for index, tool in enumerate(tools):
-        if tool.type != "function":
-            raise InvalidRequestError(
-                f"tools[{index}].type", f"must be function, got {tool.type[:MAX_SHOWN_CHARS]!r}"
-            )
-        if not tool.name:
-            raise InvalidRequestError(f"tools[{index}].name", "is needed")
-        function = Function(tool.name, tool.description, tool.parameters, tool.strict)
-        found.append(Tool("function", function))
-    return found
-
-
-def _tool_choice(
-    choice: Literal["none", "auto", "required"] | FunctionChoice | None,
-) -> Literal["none", "auto", "required"] | NamedToolChoice | None:
-    if isinstance(choice, FunctionChoice):
-        return NamedToolChoice(NamedFunction(choice.name))
-    return choice
+def _chosen(
+    choice: Literal["none", "auto", "required"] | ToolChoice | None, offered: OfferedTools
+) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | NamedToolChoice | None]:
+    """Return the tools that may be called, and which must be."""
+    if not isinstance(choice, ToolChoice):
+        return offered.tools, choice
+    if choice.type in ("function", "custom"):
+        name = offered.told_as(choice.name, choice.namespace)
+        return offered.tools, NamedToolChoice(NamedFunction(name))
+    if choice.type != "allowed_tools":
+        shown = choice.type[:MAX_SHOWN_CHARS]
+        raise InvalidRequestError("tool_choice.type", f"{shown!r} is no tool that runs here")
+    allowed = {offered.told_as(tool.name, tool.namespace) for tool in choice.tools}
+    return [tool for tool in offered.tools or () if tool.function.name in allowed], choice.mode
 
 
 def _format(text: TextConfig | None) -> ResponseFormat | None:

@@ -138,7 +138,12 @@ def test_what_chats_are_sampled_with_responses_are_too(name: str, value: object)
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id: is needed"),
         ({"input": [{"type": "function_call_output"}]}, "input[0].call_id: is needed"),
         ({"input": [{"role": "user", "content": "x"}] * 8193}, "input: must have at most 8192"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type: must be function"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name: is needed"),
+        (
+            {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
+            "tools[0].format: needs a text and a syntax",
+        ),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type: 'web_search' is no tool that"),
         ({"tools": [{"type": "function"}]}, "tools[0].name: is needed"),
         ({"tool_choice": "required"}, "tool_choice: is 'required', but there are no tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: is needed"),

@@ -134,3 +134,132 @@ async def test_a_format_that_is_no_json_cannot_be_beside_tools(scene: HttpScene)
     response = await scene.post(path, **given)
     assert response.status == 400
     assert (await response.json())["error"]["param"] == "response_format"
+
+
+SHELL = {"type": "function", "name": "shell", "parameters": PARAMETERS}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits."}
+OTHERS = [{"type": "web_search"}, {"type": "local_shell"}, {"type": "image_generation"}]
+MCP = {"type": "namespace", "name": "mcp", "tools": [{**SHELL, "name": "look"}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_run_elsewhere_are_dropped_and_told(stream: bool) -> None:
+    """Codex was kept out: tools of other types than functions were an error."""
+
+    @on_http(max_model_len=2000)
+    async def run(scene: HttpScene) -> None:
+        reply = scene.post(
+            "/v1/responses",
+            input="x",
+            max_output_tokens=50,
+            tools=[SHELL, *OTHERS, MCP],
+            stream=stream,
+        )
+        command = await scene.command()
+        prompt = TOKENIZER.decode(command.prompt_token_ids)
+        assert '"shell"' in prompt
+        assert '"mcp__look"' in prompt
+        assert "web_search" not in prompt
+        called = CALL.replace("look", "mcp__look")
+        scene.say(command, 0, called, last=FinishReason.STOP)
+        response = await reply
+        told = response.headers["X-Baton-Ignored-Fields"]
+        assert told == "tools.web_search, tools.local_shell, tools.image_generation"
+        text = await response.text()
+        assert '"namespace":"mcp"' in text
+        assert '"name":"look"' in text
+
+    run()
+
+
+@on_http(max_model_len=2000)
+async def test_a_custom_tool_is_called_with_a_text(scene: HttpScene) -> None:
+    reply = scene.post("/v1/responses", input="x", tools=[PATCH], stream=True)
+    command = await scene.command()
+    call = (
+        '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** a\\n+b"}}\n</tool_call>'
+    )
+    scene.say(command, 0, call, last=FinishReason.STOP)
+    lines = (await (await reply).text()).splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    kinds = [event["type"] for event in events]
+    assert kinds[2:6] == [
+        "response.output_item.added",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+        "response.output_item.done",
+    ]
+    assert events[3]["delta"] == events[4]["input"] == "*** a\n+b"
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["name"], item["input"]) == (
+        "custom_tool_call", "apply_patch", "*** a\n+b",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", [{"type": "custom", "name": "apply_patch"}, "required"])
+def test_a_custom_tool_is_held_to_its_regex(choice: Any) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "add|del"}
+
+    @on_http(max_model_len=2000)
+    async def run(scene: HttpScene) -> None:
+        tools = [{**PATCH, "format": form}]
+        reply = scene.post("/v1/responses", input="x", tools=tools, tool_choice=choice)
+        command = await scene.command()
+        output = command.sampling_params.structured_output
+        assert output is not None
+        for text, fits in (("add", True), ("mul", False)):
+            matcher = LLMatcher(GRAMMAR_TOKENIZER, make_grammar(output))
+            call = json.dumps({"name": "apply_patch", "arguments": {"input": text}})
+            token_ids = TOKENIZER.encode(call)
+            assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) is fits
+        said = json.dumps({"name": "apply_patch", "arguments": {"input": "add"}})
+        scene.say(command, 0, said, last=FinishReason.STOP)
+        (item,) = (await (await reply).json())["output"]
+        assert (item["type"], item["input"]) == ("custom_tool_call", "add")
+
+    run()
+
+
+@on_http(max_model_len=2000)
+async def test_items_of_tools_of_any_type_are_read(scene: HttpScene) -> None:
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "web_search_call", "id": "w", "status": "completed"},
+        {"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": "+b"},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "Done 1"},
+        {"type": "local_shell_call", "call_id": "b", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "b", "output": "Done 2"},
+        {"type": "function_call", "call_id": "c", "name": "look", "namespace": "mcp"},
+        {"type": "function_call_output", "call_id": "c", "output": "Done 3"},
+    ]
+    reply = scene.post("/v1/responses", input=items, tools=[PATCH])
+    command = await scene.command()
+    prompt = TOKENIZER.decode(command.prompt_token_ids)
+    for text in ('"input": "+b"', '"local_shell"', '"mcp__look"', "Done 1", "Done 2", "Done 3"):
+        assert text in prompt
+    scene.say(command, 0, "x", last=FinishReason.STOP)
+    assert (await reply).status == 200
+
+
+@on_http(max_model_len=2000)
+async def test_tools_and_blocks_of_anthropics_own_are_passed_over(scene: HttpScene) -> None:
+    blocks = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "It rains."},
+    ]
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": "y"},
+    ]
+    tools = [{"type": "web_search_20250305", "name": "web_search"}, {"name": "look"}]
+    reply = scene.post("/v1/messages", messages=messages, tools=tools, max_tokens=9)
+    command = await scene.command()
+    prompt = TOKENIZER.decode(command.prompt_token_ids)
+    assert "It rains." in prompt
+    assert '"look"' in prompt
+    assert "web_search" not in prompt
+    scene.say(command, 0, "x", last=FinishReason.STOP)
+    response = await reply
+    assert response.headers["X-Baton-Ignored-Fields"] == "tools.web_search_20250305"

@@ -1,0 +1,132 @@
+"""Tools of the Responses API: which of them a model is offered, and as what.
+
+function   -> a function
+custom     -> a function with one text, ``input``; a regex that the text must match is its pattern
+namespace  -> its functions, each under a name that has both names
+all others -> nothing: they run at OpenAI's, or in a client that knows its own model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from baton.api.errors import InvalidRequestError
+from router.api.http.schema import Function, Tool
+
+INPUT = "input"  # what the one parameter of a custom tool is called
+_BETWEEN = "__"  # a namespace and a name
+
+
+class ToolFormat(msgspec.Struct):
+    """What the input of a custom tool must be: any text, or one of a grammar."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class ResponsesTool(msgspec.Struct):
+    """A tool that the model may call; which fields it has depends on its type.
+
+    Attributes:
+        format: of a custom tool.
+        tools: of a namespace.
+    """
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: ToolFormat | None = None
+    tools: list[ResponsesTool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """Tools as a chat offers them, and what its calls become.
+
+    Attributes:
+        tools: functions; None: the request has no tools.
+        custom: names of those that are custom tools.
+        namespaces: namespace and name by the name that the model is told.
+        dropped: what has no effect, for the header that tells clients.
+    """
+
+    tools: list[Tool] | None = None
+    custom: frozenset[str] = frozenset()
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    dropped: Sequence[str] = ()
+
+    def told_as(self, name: str, namespace: str | None) -> str:
+        """Return the name of a function as the model is told it."""
+        return f"{namespace}{_BETWEEN}{name}" if namespace else name
+
+
+def read_tools(given: Sequence[ResponsesTool] | None) -> OfferedTools:
+    """Read a request's tools; raises InvalidRequestError."""
+    if given is None:
+        return OfferedTools()
+    tools: list[Tool] = []
+    custom: set[str] = set()
+    namespaces: dict[str, tuple[str, str]] = {}
+    dropped: list[str] = []
+    for where, tool, namespace in _each(given):
+        if tool.type not in ("function", "custom"):
+            dropped.append(f"tools.{tool.type}")
+            continue
+        if not tool.name:
+            raise InvalidRequestError(f"{where}.name", "is needed")
+        name = tool.name
+        if namespace:
+            name = OfferedTools().told_as(name, namespace)
+            namespaces[name] = (namespace, tool.name)
+        parameters, strict = tool.parameters, tool.strict
+        if tool.type == "custom":
+            custom.add(name)
+            parameters, strict = _parameters_of(tool.format, where), True
+            if tool.format is not None and tool.format.syntax == "lark":
+                dropped.append(f"tools.{name}.format")
+        tools.append(Tool("function", Function(name, _description(tool), parameters, strict)))
+    return OfferedTools(tools, frozenset(custom), namespaces, dropped)
+
+
+def _each(given: Sequence[ResponsesTool]) -> list[tuple[str, ResponsesTool, str]]:
+    """List tools with their places in the request and their namespaces."""
+    found: list[tuple[str, ResponsesTool, str]] = []
+    for index, tool in enumerate(given):
+        where = f"tools[{index}]"
+        if tool.type != "namespace":
+            found.append((where, tool, ""))
+            continue
+        for number, inner in enumerate(tool.tools or ()):
+            found.append((f"{where}.tools[{number}]", inner, tool.name))
+    return found
+
+
+def _parameters_of(form: ToolFormat | None, where: str) -> dict[str, Any]:
+    text: dict[str, Any] = {"type": "string"}
+    if form is not None and form.type == "grammar":
+        if not form.definition or form.syntax not in ("lark", "regex"):
+            raise InvalidRequestError(f"{where}.format", "needs a text and a syntax (lark, regex)")
+        if form.syntax == "regex":
+            text["pattern"] = f"^(?:{form.definition})$"
+    return {
+        "type": "object",
+        "properties": {INPUT: text},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+
+
+def _description(tool: ResponsesTool) -> str | None:
+    """Describe a tool; of a custom one with its grammar, which the model has to know."""
+    form = tool.format if tool.type == "custom" else None
+    if form is None or not form.definition:
+        return tool.description
+    told = f"The input is a text of this grammar ({form.syntax}):\n{form.definition}"
+    return f"{tool.description}\n{told}" if tool.description else told
