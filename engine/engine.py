@@ -88,14 +88,11 @@ class Engine:
         }
         if config.num_lookahead_drafts:  # its KV lies beside the model's
             self.compatibility["drafter"] = drafter_identity(config, model_folder)
-        namespace = cache_namespace(self.compatibility)
         kv_cache_manager = KVCacheManager(
             self.num_blocks,
             config.block_size,
             sliding_windows=self.kv_memory.spec.sliding_windows,
-            hasher=BlockHasher(config.block_size, config.prefix_hash, namespace)
-            if config.prefix_cache
-            else None,
+            hasher=_hasher(config, self.compatibility) if config.prefix_cache else None,
         )
         self.block_pool = kv_cache_manager.block_pool
         self._masks, self._made_at = MaskThreads(), time.monotonic()
@@ -421,3 +418,9 @@ class Engine:
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""
         self._scheduler.check()
+
+
+def _hasher(config: EngineConfig, compatibility: Mapping[str, str]) -> BlockHasher:
+    """Make what names cached blocks, alike only on nodes that compute alike."""
+    namespace = cache_namespace(compatibility)
+    return BlockHasher(config.block_size, config.prefix_hash, namespace)
