@@ -5,8 +5,15 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import dataclass
 
-from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, new_call_id
+from router.intake.parsers.base import (
+    CallArguments,
+    CallBegins,
+    MakeId,
+    OutputParser,
+    ParserContext,
+)
 from router.intake.parsers.json_call import SPACE
 from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_text
 
@@ -16,28 +23,43 @@ _WORDS = {"true": "true", "false": "false", "null": "null"}
 _CLOSES = {")": "(", "]": "[", "}": "{"}
 
 
-class Pythonic(ScriptedParser):
-    """Only functions that are offered are called: other lists are text."""
+@dataclass(frozen=True, slots=True)
+class PythonForm:
+    """Marks of calls in Python's words.
 
-    special_tokens = ("<|python_start|>", "<|python_end|>")
+    Attributes:
+        open, close: marks that may be around an output that is a list of calls.
+    """
 
-    def __init__(self, context: ParserContext) -> None:
+    open: str
+    close: str
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return (self.open, self.close)
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return ()
+
+    def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
+        """Make a parser; only functions that are offered are called: other lists are text."""
         names = frozenset(context.tools)
 
         def script(source: Source) -> Steps[None]:
-            yield from source.take("<|python_start|>")
+            yield from source.take(self.open)
             read = yield from source.match(SPACE)
             if (yield from source.take("[")):
-                read = yield from _calls(source, names, read + "[")
-            yield from source.take("<|python_end|>")
+                read = yield from _calls(source, names, read + "[", make_id)
+            yield from source.take(self.close)
             if read:
                 yield read
             yield from rest_as_text(source)
 
-        super().__init__(script)
+        return ScriptedParser(script)
 
 
-def _calls(source: Source, names: frozenset[str], read: str) -> Steps[str]:
+def _calls(source: Source, names: frozenset[str], read: str, make_id: MakeId) -> Steps[str]:
     """Read calls; returns what was consumed and is none."""
     is_first = True
     while True:
@@ -46,7 +68,7 @@ def _calls(source: Source, names: frozenset[str], read: str) -> Steps[str]:
         read += name
         if name not in names or not (yield from source.take("(")):
             return read
-        yield CallBegins(name, new_call_id())
+        yield CallBegins(name, make_id(name))
         rest = yield from _arguments(source)
         if rest is not None:
             return rest

@@ -202,7 +202,7 @@ def test_without_tools_tags_are_text() -> None:
 
 
 def test_a_name_that_there_is_not_lists_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="unknown tool-call parser 'x'; known: hermes, llama3"):
+    with pytest.raises(ConfigError, match="unknown tool-call parser 'x'; known: openai, "):
         TOOL_CALL_PARSERS.load("x")
 
 
