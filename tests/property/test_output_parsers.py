@@ -18,6 +18,7 @@ PIECES = (
     "</parameter>", "</function>", "<|python_tag|>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
     "<｜tool▁call▁end｜>", "```json\n", "<|channel|>", "analysis", "final", "commentary",
     " to=functions.f", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<think>", "</think>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "é", "日", "null", "1", "\\ud800", "\x00", "'",
 )  # fmt: skip
 NAMES = [*TOOL_CALL_PARSERS.names(), *REASONING_PARSERS.names()]

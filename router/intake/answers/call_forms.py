@@ -155,12 +155,18 @@ def _json_calls(form: JsonForm, functions: Sequence[Function], mark: Mark, sever
 
 def _tagged(form: TaggedForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
     line = ' "\\n"' if form.has_lines else ""
-    opened = f"{mark(form.open)} {json.dumps(chr(10) + form.function)} {_names(functions)}"
+    opened, closed = mark(form.open), mark(form.close)
+    if form.function:
+        opened += f" {json.dumps(chr(10) + form.function)}"
+    if form.end:
+        closed = f"{mark(form.end)} {_NEWLINE} {closed}"
     key = f"{mark(form.key)} /[^<>\\r\\n]+/ {mark(form.key_end)}"
+    if form.value:
+        key += f" {_NEWLINE} {mark(form.value)}"
     return (
         f"calls: {_repeated('call', _NEWLINE, several)}\n"
-        f"call: {opened} {json.dumps(form.name_end + chr(10))} argument* "
-        f"{mark(form.end)} {_NEWLINE} {mark(form.close)}\n"
+        f"call: {opened} {_names(functions)} {json.dumps(form.name_end + chr(10))} "
+        f"argument* {closed}\n"
         f"argument: {key}{line} value\n" + _value(form, mark)
     )
 

@@ -95,6 +95,17 @@ class Thoughts:
 # A template is of the first family that it has a sign of.
 CALLS: dict[str, Family] = {
     "openai": Family(HarmonyForm(), ("<|channel|>",), takes_all=True),
+    "glm45": Family(
+        TaggedForm(
+            open="<tool_call>",
+            close="</tool_call>",
+            key="<arg_key>",
+            key_end="</arg_key>",
+            value="<arg_value>",
+            value_end="</arg_value>",
+        ),
+        ("<arg_key>",),
+    ),
     "qwen3_coder": Family(
         TaggedForm(
             open="<tool_call>",
@@ -127,7 +138,7 @@ CALLS: dict[str, Family] = {
 }
 THOUGHTS: dict[str, Thoughts] = {
     "openai_gptoss": Thoughts(HarmonyForm(), ("<|channel|>",), takes_all=True),
-    "qwen3": Thoughts(ThinkForm("<think>", "</think>"), ("</think>",)),
+    "qwen3": Thoughts(ThinkForm("<think>", "</think>"), ("</think>", "<think>")),
     "deepseek_r1": Thoughts(ThinkForm("<think>", "</think>", always_thinks=True), ()),
 }
 

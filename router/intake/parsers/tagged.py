@@ -29,6 +29,7 @@ from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text
 
 _DECIDED_CHARS = 64
 _NAME = re.compile(r"[^<>\r\n]*")
+_PLAIN_NAME = re.compile(r"[\w.:/\-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +40,28 @@ class TaggedForm:
         open, close: mark the call.
         function, name_end: mark the function's name.
         key, key_end: mark an argument's name.
-        value_end: marks the end of an argument's value.
+        value, value_end: mark an argument's value.
         end: marks the end of the arguments.
         has_lines: a value has lines of its own, whose ends are no part of the value.
+
+    An empty text is a mark that the family does not have.
     """
 
     open: str
     close: str
-    function: str
-    name_end: str
     key: str
     key_end: str
     value_end: str
-    end: str
+    function: str = ""
+    name_end: str = ""
+    value: str = ""
+    end: str = ""
     has_lines: bool = False
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        marks = (self.open, self.close, self.key, self.key_end, self.value_end, self.end)
+        arguments = (self.key, self.key_end, self.value, self.value_end, self.end)
+        marks = (self.open, self.close, *arguments)
         return tuple(mark for mark in marks if mark[:1] == "<" and mark[-1:] == ">")
 
     @property
@@ -73,8 +78,8 @@ class _Reader:
         self._form = form
         self._context = context
         self._make_id = make_id
-        self._tags = (form.open, form.function)
-        self._ends = (form.key, form.end, form.close, *self._tags)
+        self._tags = tuple(filter(None, (form.open, form.function)))
+        self._ends = tuple(filter(None, (form.key, form.end, form.close, *self._tags)))
 
     def steps(self, source: Source) -> Steps[None]:
         form = self._form
@@ -105,10 +110,23 @@ class _Reader:
                 return ""
             read += form.function
         name = yield from source.match(_NAME)
-        if name.strip() and (yield from source.take(form.name_end)):
-            return name.strip()
-        yield read + name
-        return ""
+        read += name
+        name = name.strip()
+        if form.name_end:
+            is_call = bool(name) and (yield from source.take(form.name_end))
+        else:
+            read += yield from source.match(SPACE)
+            is_call = bool(_PLAIN_NAME.fullmatch(name)) and (yield from self._goes_on(source))
+        if not is_call:
+            yield read
+            return ""
+        return name
+
+    def _goes_on(self, source: Source) -> Steps[bool]:
+        """Return whether an argument, or the end of the call, comes next."""
+        if (yield from source.comes(self._form.key)):
+            return True
+        return (yield from source.comes(self._form.close))
 
     def _arguments(self, source: Source, types: ArgumentTypes) -> Steps[str]:
         """Read arguments as a JSON object; returns the mark that ended them."""
@@ -117,6 +135,10 @@ class _Reader:
             name = (yield from source.match(_NAME)).strip()
             if not (yield from source.take(form.key_end)):
                 continue
+            if form.value:
+                yield from source.match(SPACE)
+                if not (yield from source.take(form.value)):
+                    continue
             yield CallArguments(f"{sign}{json.dumps(name, ensure_ascii=False)}: ")
             sign = ", "
             yield from self._value(source, _Value(types, name))

@@ -138,6 +138,9 @@ STREAMED = {
     "mistral": ('[TOOL_CALLS][{"name": "f", "arguments": {"x": "', "long text", '"}}]'),
     "qwen3_coder": ("<tool_call><function=f><parameter=x>", "long text", "</parameter></function>"),
     "deepseek_v3": ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "', "long text", f'"}}{DS_END}'),
+    "glm45": (
+        "<tool_call>f\n<arg_key>x</arg_key><arg_value>", "long text", "</arg_value></tool_call>"
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -220,6 +223,7 @@ LONG = {
     "python": "[f(x=" + "[" * 150_000 + "]" * 150_000,
     "strings": '[f(x="' + "a" * 300_000,
     "parameters": "<function=f>" + "<parameter=x>a</parameter>" * 12_000,
+    "pairs": "<tool_call>f\n" + "<arg_key>x</arg_key><arg_value>a</arg_value>" * 9_000,
     "headers": "<|channel|>" * 28_000,
     "mistral": "[TOOL_CALLS]" * 25_000,
     "deepseek": SIGN * 20_000,
@@ -233,6 +237,7 @@ READ_BY = {
     "mistral": ("mistral",),
     "qwen3_coder": ("parameters", "beginnings"),
     "deepseek_v3": ("deepseek",),
+    "glm45": ("pairs", "beginnings"),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }

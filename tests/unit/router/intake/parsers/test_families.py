@@ -1,0 +1,95 @@
+"""Unit tests of families of models: what each one writes is read, and its template is known.
+
+The outputs are of the kinds that other servers test their parsers with.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from baton.text.tokenizer import Tokenizer
+from router.intake.parsers import TOOL_CALL_PARSERS
+from router.intake.parsers.base import CallBegins, ParserContext
+from router.intake.parsers.choice import OutputParsers
+from tests.fakes.parsed_outputs import Found, make_parser, parse
+
+DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
+WEATHER = ("weather", '{"city": "Bonn"}')
+NEWS = ("news", '{"topic": "ice"}')
+CASES: list[tuple[str, str, Found]] = [
+    ("glm45", "I look. <tool_call>weather\n    <arg_key>city</arg_key>\n    <arg_value>Bonn</arg_value>\n"
+     "    </tool_call>\n    <tool_call>weather\n<arg_key>city</arg_key>\n"
+     "<arg_value>Bonn</arg_value>\n</tool_call>", ["I look. ", WEATHER, WEATHER]),
+    ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>7</arg_value>\n"
+     "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", [("f", '{"x": "7", "n": 3}')]),
+    ("glm45", "<tool_call>f<arg_key>x</arg_key><arg_value>两\n\"行\"</arg_value></tool_call>",
+     [("f", '{"x": "两\\n\\"行\\""}')]),
+    ("glm45", "<tool_call>g\n</tool_call>", [("g", "{}")]),
+    ("glm45", "<tool_call>g</tool_call> so", [("g", "{}"), " so"]),
+    ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n<arg_key>x\n"
+     "<arg_value>a</arg_value>\n</tool_call>", [("f", '{"n": 1}')]),
+    ("glm45", "<tool_call>g\n<arg_key>a</arg_key>\n<arg_value>[1, {}]</arg_value>\n"
+     "<tool_call>g\n</tool_call>", [("g", '{"a": [1, {}]}'), ("g", "{}")]),
+    ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>ab", [("f", '{"x": "ab"}')]),
+    ("glm45", "<tool_call>two words</tool_call>", ["<tool_call>two words</tool_call>"]),
+    ("glm45", '<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
+    ("glm45", "<tool_call>f\n", ["<tool_call>f\n"]),
+]  # fmt: skip
+# Signs of templates, and the parsers of calls and of reasoning that they ask for.
+TEMPLATES: list[tuple[str, str, str]] = [
+    (
+        "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}"
+        "</arg_value>\n</tool_call>",
+        "glm45",
+        "none",
+    ),
+    (
+        "<tool_call>{function-name}\n<arg_key>k</arg_key><|assistant|>\n<think></think>",
+        "glm45",
+        "qwen3",
+    ),
+]  # of templates
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_an_output_is_read_wherever_it_is_cut(name: str, text: str, expected: Found) -> None:
+    assert parse(make_parser(name), [text]) == expected
+    assert parse(make_parser(name), text) == expected
+    for cut in range(len(text)):
+        assert parse(make_parser(name), [text[:cut], text[cut:]]) == expected
+
+
+@pytest.mark.parametrize(("shown", "calls", "reasoning"), TEMPLATES)
+def test_a_template_tells_the_family(
+    tmp_path: Path, shown: str, calls: str, reasoning: str
+) -> None:
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(
+        "{%- if tools -%}{{ tools | tojson }}{%- endif -%}{% raw %}" + shown + "{% endraw %}"
+        "{%- for message in messages -%}{{ message['content'] }}{%- endfor -%}",
+        encoding="utf-8",
+    )
+    parsers = OutputParsers(Tokenizer(DEMO, chat_template=template))
+    assert (parsers.tool_call_parser, parsers.reasoning_parser) == (calls, reasoning)
+
+
+def ids_of(name: str, text: str, *, is_forced: bool = False, num_calls: int = 0) -> list[str]:
+    """Return the ids of the calls in an output."""
+    context = ParserContext({"weather": {}}, num_calls=num_calls)
+    parser = OutputParsers(None, name, "none").make(context, is_forced=is_forced)
+    parts = [*parser.push(text), *parser.finish()]
+    return [part.call_id for part in parts if isinstance(part, CallBegins)]
+
+
+FORCED = '{"name": "weather", "arguments": {"city": "Bonn"}}'
+# What an id looks like where a conversation has two calls already.
+IDS = {"mistral": r"[0-9a-f]{9}", "kimi_k2": r"functions\.weather:2"}
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_PARSERS.names())
+def test_a_forced_call_is_read_and_has_an_id_as_the_family_writes_it(name: str) -> None:
+    (call_id,) = ids_of(name, FORCED, is_forced=True, num_calls=2)
+    assert re.fullmatch(IDS.get(name, r"call_[0-9a-f]{32}"), call_id)
