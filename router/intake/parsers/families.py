@@ -122,6 +122,16 @@ CALLS: dict[str, Family] = {
     ),
     "hermes": Family(JsonForm(("<tool_call>",), "</tool_call>"), ("<tool_call>",)),
     "mistral": Family(MistralForm(), ("[TOOL_CALLS]",), new_short_id),
+    "deepseek_v31": Family(
+        NamedForm(
+            all_open="<｜tool▁calls▁begin｜>",
+            all_close="<｜tool▁calls▁end｜>",
+            open="<｜tool▁call▁begin｜>",
+            separator="<｜tool▁sep｜>",
+            close="<｜tool▁call▁end｜>",
+        ),
+        ("<｜tool▁sep｜>tool_call_arguments", "<｜tool▁sep｜>' + tool['function']['arguments']"),
+    ),
     "deepseek_v3": Family(
         NamedForm(
             all_open="<｜tool▁calls▁begin｜>",

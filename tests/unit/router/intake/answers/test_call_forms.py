@@ -56,6 +56,9 @@ CALLS = {
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    f"{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "pythonic": '[weather(city="Bonn", days=3), now()]',
 }
 ONE_CALL = {

@@ -37,6 +37,13 @@ CASES: list[tuple[str, str, Found]] = [
     ("glm45", "<tool_call>two words</tool_call>", ["<tool_call>two words</tool_call>"]),
     ("glm45", '<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
     ("glm45", "<tool_call>f\n", ["<tool_call>f\n"]),
+    ("deepseek_v31", "So <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+     '{"city": "Bonn"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>news<｜tool▁sep｜>{"topic": "ice"}'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ["So ", WEATHER, NEWS]),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>g<｜tool▁sep｜><｜tool▁call▁end｜>", [("g", "{}")]),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>g<｜tool▁sep｜>null<｜tool▁call▁end｜>", [("g", "{}")]),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>g<｜tool▁sep｜>no JSON<｜tool▁call▁end｜>",
+     ["<｜tool▁call▁begin｜>g<｜tool▁sep｜>no JSON<｜tool▁call▁end｜>"]),
 ]  # fmt: skip
 # Signs of templates, and the parsers of calls and of reasoning that they ask for.
 TEMPLATES: list[tuple[str, str, str]] = [
@@ -50,6 +57,16 @@ TEMPLATES: list[tuple[str, str, str]] = [
         "<tool_call>{function-name}\n<arg_key>k</arg_key><|assistant|>\n<think></think>",
         "glm45",
         "qwen3",
+    ),
+    (
+        "<｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments<｜tool▁call▁end｜></think>",
+        "deepseek_v31",
+        "qwen3",
+    ),
+    (
+        "<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '```json",
+        "deepseek_v3",
+        "none",
     ),
 ]  # of templates
 

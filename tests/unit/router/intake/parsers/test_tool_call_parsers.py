@@ -141,6 +141,9 @@ STREAMED = {
     "glm45": (
         "<tool_call>f\n<arg_key>x</arg_key><arg_value>", "long text", "</arg_value></tool_call>"
     ),
+    "deepseek_v31": (
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "', "long text", f'"}}{DS_END}'
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -238,6 +241,7 @@ READ_BY = {
     "qwen3_coder": ("parameters", "beginnings"),
     "deepseek_v3": ("deepseek",),
     "glm45": ("pairs", "beginnings"),
+    "deepseek_v31": ("deepseek",),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }
