@@ -19,6 +19,7 @@ PIECES = (
     "<｜tool▁call▁end｜>", "```json\n", "<|channel|>", "analysis", "final", "commentary",
     " to=functions.f", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<think>", "</think>",
     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     "é", "日", "null", "1", "\\ud800", "\x00", "'",
 )  # fmt: skip
 NAMES = [*TOOL_CALL_PARSERS.names(), *REASONING_PARSERS.names()]

@@ -185,6 +185,10 @@ def _named(form: NamedForm, functions: Sequence[Function], mark: Mark, several: 
         f"calls: {mark(form.all_open)} {_repeated('call', f'{_NEWLINE}?', several)} "
         f"{mark(form.all_close)}\n"
     )
+    if form.prefix:
+        numbered = _each(functions, f"/:[0-9]{{1,4}}/ {separator}")
+        prefix = json.dumps(form.prefix)
+        return f"{calls}call: {mark(form.open)} {prefix} {numbered} {mark(form.close)}\n"
     plain = _each(functions, separator)
     if not form.is_fenced:
         return f"{calls}call: {mark(form.open)} {plain} {mark(form.close)}\n"

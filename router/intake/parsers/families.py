@@ -92,6 +92,11 @@ class Thoughts:
         return self.form.make_parser(context)
 
 
+def numbered_id(name: str, number: int) -> str:
+    """Make the id of a call as Kimi's templates show it."""
+    return f"functions.{name}:{number}"
+
+
 # A template is of the first family that it has a sign of.
 CALLS: dict[str, Family] = {
     "openai": Family(HarmonyForm(), ("<|channel|>",), takes_all=True),
@@ -122,6 +127,18 @@ CALLS: dict[str, Family] = {
     ),
     "hermes": Family(JsonForm(("<tool_call>",), "</tool_call>"), ("<tool_call>",)),
     "mistral": Family(MistralForm(), ("[TOOL_CALLS]",), new_short_id),
+    "kimi_k2": Family(
+        NamedForm(
+            all_open="<|tool_calls_section_begin|>",
+            all_close="<|tool_calls_section_end|>",
+            open="<|tool_call_begin|>",
+            separator="<|tool_call_argument_begin|>",
+            close="<|tool_call_end|>",
+            prefix="functions.",
+        ),
+        ("<|tool_call_argument_begin|>", "<|im_system|>tool_declare"),
+        numbered_id,
+    ),
     "deepseek_v31": Family(
         NamedForm(
             all_open="<｜tool▁calls▁begin｜>",

@@ -24,7 +24,8 @@ from router.intake.parsers.json_call import (
 )
 from router.intake.parsers.source import ScriptedParser, Source, Steps, as_text
 
-_NAME = re.compile(r"[\w.\-]*")
+_NAME = re.compile(r"[\w.:\-]*")
+_NUMBERED = re.compile(r"(.+):[0-9]+")
 _FENCE = re.compile(r"[`a-z \t\r\n}\]]*")
 
 
@@ -37,6 +38,7 @@ class NamedForm:
         open, close: mark one call.
         separator: divides a name from its arguments.
         is_fenced: the name may stand behind the separator, and its arguments in a block of code.
+        prefix: stands before a function's name, which ``:`` and a number of the call follow.
     """
 
     all_open: str
@@ -45,6 +47,7 @@ class NamedForm:
     separator: str
     close: str
     is_fenced: bool = False
+    prefix: str = ""
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -87,14 +90,24 @@ class _Reader:
             inner = word if form.is_fenced else ""
             called = name if is_nothing(word) else inner
             if called and (yield from source.take(form.close)):
-                yield CallBegins(called, self._make_id(called))
+                yield self._begin(called)
                 yield CallArguments(NO_ARGUMENTS)
                 return None
             name = inner
         if not name or (yield from source.peek()) != "{":
             return read
-        yield CallBegins(name, self._make_id(name))
+        yield self._begin(name)
         yield from value_steps(source, CallArguments)
         yield from source.match(_FENCE if form.is_fenced else BEHIND)
         yield from source.take(form.close)
         return None
+
+    def _begin(self, written: str) -> CallBegins:
+        """Begin a call; an id that the model wrote stays, as the model refers to it later."""
+        if not self._form.prefix:
+            return CallBegins(written, self._make_id(written))
+        name = written.removeprefix(self._form.prefix)
+        numbered = _NUMBERED.fullmatch(name)
+        name = numbered[1] if numbered else name
+        new_id = self._make_id(name)
+        return CallBegins(name, written if numbered else new_id)

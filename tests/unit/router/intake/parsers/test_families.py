@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.text.tokenizer import Tokenizer
+from router.api.http.conversation import parser_context
+from router.api.http.schema import ChatRequest
 from router.intake.parsers import TOOL_CALL_PARSERS
 from router.intake.parsers.base import CallBegins, ParserContext
 from router.intake.parsers.choice import OutputParsers
@@ -44,6 +47,16 @@ CASES: list[tuple[str, str, Found]] = [
     ("deepseek_v31", "<｜tool▁call▁begin｜>g<｜tool▁sep｜>null<｜tool▁call▁end｜>", [("g", "{}")]),
     ("deepseek_v31", "<｜tool▁call▁begin｜>g<｜tool▁sep｜>no JSON<｜tool▁call▁end｜>",
      ["<｜tool▁call▁begin｜>g<｜tool▁sep｜>no JSON<｜tool▁call▁end｜>"]),
+    ("kimi_k2", "I look. <|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0 "
+     '<|tool_call_argument_begin|>{"city": "Bonn"}<|tool_call_end|><|tool_call_begin|>news:1'
+     '<|tool_call_argument_begin|> {"topic": "ice"} <|tool_call_end|><|tool_calls_section_end|>',
+     ["I look. ", WEATHER, NEWS]),
+    ("kimi_k2", "<|tool_call_begin|>functions.g:0<|tool_call_argument_begin|><|tool_call_end|>",
+     [("g", "{}")]),
+    ("kimi_k2", '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": "<b>"}',
+     [("f", '{"x": "<b>"}')]),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0 so", ["<|tool_call_begin|>functions.f:0 so"]),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>Yes.", ["Yes."]),
 ]  # fmt: skip
 # Signs of templates, and the parsers of calls and of reasoning that they ask for.
 TEMPLATES: list[tuple[str, str, str]] = [
@@ -68,6 +81,8 @@ TEMPLATES: list[tuple[str, str, str]] = [
         "deepseek_v3",
         "none",
     ),
+    ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2", "none"),
+    ("<|im_system|>tool_declare<|im_middle|><think></think>", "kimi_k2", "qwen3"),
 ]  # of templates
 
 
@@ -110,3 +125,25 @@ IDS = {"mistral": r"[0-9a-f]{9}", "kimi_k2": r"functions\.weather:2"}
 def test_a_forced_call_is_read_and_has_an_id_as_the_family_writes_it(name: str) -> None:
     (call_id,) = ids_of(name, FORCED, is_forced=True, num_calls=2)
     assert re.fullmatch(IDS.get(name, r"call_[0-9a-f]{32}"), call_id)
+
+
+def test_an_id_that_a_model_wrote_stays() -> None:
+    """Kimi's templates show a result by its id, and the model counts on from it."""
+    mark = "<|tool_call_begin|>"
+    text = "".join(
+        f"{mark}{written}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for written in ("functions.weather:7", "weather:8", "weather")
+    )
+    assert ids_of("kimi_k2", text, num_calls=2) == [
+        "functions.weather:7", "weather:8", "functions.weather:4"
+    ]  # fmt: skip
+
+
+def test_calls_of_a_conversation_are_counted() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+    ]
+    request = msgspec.convert({"model": "m", "messages": messages}, ChatRequest)
+    assert parser_context(request, "").num_calls == 2

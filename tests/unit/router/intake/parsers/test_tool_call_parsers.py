@@ -144,6 +144,10 @@ STREAMED = {
     "deepseek_v31": (
         '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "', "long text", f'"}}{DS_END}'
     ),
+    "kimi_k2": (
+        '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": "', "long text",
+        '"}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -227,6 +231,7 @@ LONG = {
     "strings": '[f(x="' + "a" * 300_000,
     "parameters": "<function=f>" + "<parameter=x>a</parameter>" * 12_000,
     "pairs": "<tool_call>f\n" + "<arg_key>x</arg_key><arg_value>a</arg_value>" * 9_000,
+    "kimi": "<|tool_call_begin|>functions.f:0" * 12_000,
     "headers": "<|channel|>" * 28_000,
     "mistral": "[TOOL_CALLS]" * 25_000,
     "deepseek": SIGN * 20_000,
@@ -242,6 +247,7 @@ READ_BY = {
     "deepseek_v3": ("deepseek",),
     "glm45": ("pairs", "beginnings"),
     "deepseek_v31": ("deepseek",),
+    "kimi_k2": ("kimi",),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }
