@@ -111,6 +111,19 @@ CALLS: dict[str, Family] = {
         ),
         ("<arg_key>",),
     ),
+    "seed_oss": Family(
+        TaggedForm(
+            open="<seed:tool_call>",
+            close="</seed:tool_call>",
+            function="<function=",
+            name_end=">",
+            key="<parameter=",
+            key_end=">",
+            value_end="</parameter>",
+            end="</function>",
+        ),
+        ("<seed:tool_call>",),
+    ),
     "qwen3_coder": Family(
         TaggedForm(
             open="<tool_call>",
@@ -165,6 +178,14 @@ CALLS: dict[str, Family] = {
 }
 THOUGHTS: dict[str, Thoughts] = {
     "openai_gptoss": Thoughts(HarmonyForm(), ("<|channel|>",), takes_all=True),
+    "seed_oss": Thoughts(
+        ThinkForm(
+            "<seed:think>",
+            "</seed:think>",
+            within=("<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>"),
+        ),
+        ("<seed:think>",),
+    ),
     "qwen3": Thoughts(ThinkForm("<think>", "</think>"), ("</think>", "<think>")),
     "deepseek_r1": Thoughts(ThinkForm("<think>", "</think>", always_thinks=True), ()),
 }

@@ -19,11 +19,13 @@ class ThinkForm:
 
     Attributes:
         always_thinks: the model thinks without saying so, until the mark that ends it.
+        within: special tokens that reasoning may have in it.
     """
 
     open: str
     close: str
     always_thinks: bool = False
+    within: tuple[str, ...] = ()
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -31,7 +33,7 @@ class ThinkForm:
 
     @property
     def inner_tokens(self) -> tuple[str, ...]:
-        return (self.open, self.close)
+        return (self.open, self.close, *self.within)
 
     def make_parser(self, context: ParserContext) -> OutputParser:
         """Make a parser of one output."""

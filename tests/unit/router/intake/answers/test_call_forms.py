@@ -62,6 +62,9 @@ CALLS = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
     f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.now:1"
     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "seed_oss": "<seed:tool_call>\n<function=weather>\n<parameter=city>Bonn</parameter>\n"
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
     "pythonic": '[weather(city="Bonn", days=3), now()]',
 }
 ONE_CALL = {

@@ -23,8 +23,8 @@ DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
 WEATHER = ("weather", '{"city": "Bonn"}')
 NEWS = ("news", '{"topic": "ice"}')
 CASES: list[tuple[str, str, Found]] = [
-    ("glm45", "I look. <tool_call>weather\n    <arg_key>city</arg_key>\n    <arg_value>Bonn</arg_value>\n"
-     "    </tool_call>\n    <tool_call>weather\n<arg_key>city</arg_key>\n"
+    ("glm45", "I look. <tool_call>weather\n    <arg_key>city</arg_key>\n"
+     "    <arg_value>Bonn</arg_value>\n    </tool_call>\n    <tool_call>weather\n<arg_key>city</arg_key>\n"
      "<arg_value>Bonn</arg_value>\n</tool_call>", ["I look. ", WEATHER, WEATHER]),
     ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>7</arg_value>\n"
      "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", [("f", '{"x": "7", "n": 3}')]),
@@ -57,6 +57,13 @@ CASES: list[tuple[str, str, Found]] = [
      [("f", '{"x": "<b>"}')]),
     ("kimi_k2", "<|tool_call_begin|>functions.f:0 so", ["<|tool_call_begin|>functions.f:0 so"]),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>Yes.", ["Yes."]),
+    ("seed_oss", "So.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Bonn</parameter>\n"
+     "</function>\n</seed:tool_call>", ["So.\n", WEATHER]),
+    ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=x>one\n two\n</parameter>\n"
+     "<parameter=n>3</parameter>\n</function>\n</seed:tool_call>",
+     [("f", '{"x": "one\\n two\\n", "n": 3}')]),
+    ("seed_oss", "<seed:tool_call>\n<function=g>\n</function>\n</seed:tool_call>", [("g", "{}")]),
+    ("seed_oss", "<seed:tool_call>\n</seed:tool_call>", ["<seed:tool_call>\n</seed:tool_call>"]),
 ]  # fmt: skip
 # Signs of templates, and the parsers of calls and of reasoning that they ask for.
 TEMPLATES: list[tuple[str, str, str]] = [
@@ -77,12 +84,22 @@ TEMPLATES: list[tuple[str, str, str]] = [
         "qwen3",
     ),
     (
-        "<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '```json",
+        "<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['name'] + '```json",
         "deepseek_v3",
         "none",
     ),
     ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2", "none"),
     ("<|im_system|>tool_declare<|im_middle|><think></think>", "kimi_k2", "qwen3"),
+    (
+        "<seed:tool_call>\n<function=name>\n<parameter=x>1</parameter>\n<seed:think>",
+        "seed_oss",
+        "seed_oss",
+    ),
+    (
+        "<tool_call>\n<function=name>\n<parameter=x>\n1\n</parameter>\n<think>",
+        "qwen3_coder",
+        "qwen3",
+    ),
 ]  # of templates
 
 

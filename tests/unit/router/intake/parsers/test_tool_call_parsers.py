@@ -148,6 +148,10 @@ STREAMED = {
         '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": "', "long text",
         '"}<|tool_call_end|><|tool_calls_section_end|>',
     ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=f>\n<parameter=x>", "long text",
+        "</parameter>\n</function>\n</seed:tool_call>",
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -248,6 +252,7 @@ READ_BY = {
     "glm45": ("pairs", "beginnings"),
     "deepseek_v31": ("deepseek",),
     "kimi_k2": ("kimi",),
+    "seed_oss": ("parameters", "beginnings"),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }
