@@ -22,6 +22,7 @@ PIECES = (
     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     "<seed:tool_call>", "</seed:tool_call>",
+    "<|tool_call|>", "<tool_call>",
     "é", "日", "null", "1", "\\ud800", "\x00", "'",
 )  # fmt: skip
 KINDS = [

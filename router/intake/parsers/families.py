@@ -139,6 +139,9 @@ CALLS: dict[str, Family] = {
         ("<function=",),
     ),
     "hermes": Family(JsonForm(("<tool_call>",), "</tool_call>"), ("<tool_call>",)),
+    "granite": Family(
+        JsonForm(("<|tool_call|>", "<tool_call>"), "", is_list=True), ("<|tool_call|>",)
+    ),
     "mistral": Family(MistralForm(), ("[TOOL_CALLS]",), new_short_id),
     "kimi_k2": Family(
         NamedForm(

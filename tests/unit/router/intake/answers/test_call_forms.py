@@ -65,6 +65,8 @@ CALLS = {
     "seed_oss": "<seed:tool_call>\n<function=weather>\n<parameter=city>Bonn</parameter>\n"
     "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n"
     "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ARGUMENTS}}}, '
+    '{"name": "now", "arguments": {}}]',
     "pythonic": '[weather(city="Bonn", days=3), now()]',
 }
 ONE_CALL = {

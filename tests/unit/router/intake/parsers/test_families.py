@@ -64,6 +64,17 @@ CASES: list[tuple[str, str, Found]] = [
      [("f", '{"x": "one\\n two\\n", "n": 3}')]),
     ("seed_oss", "<seed:tool_call>\n<function=g>\n</function>\n</seed:tool_call>", [("g", "{}")]),
     ("seed_oss", "<seed:tool_call>\n</seed:tool_call>", ["<seed:tool_call>\n</seed:tool_call>"]),
+    ("granite", 'I look.\n<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
+     '{"name": "news", "arguments": {"topic": "ice"}}\n]', ["I look.\n", WEATHER, NEWS]),
+    ("granite", '<|tool_call|>[{"arguments": {"city": "Bonn"}, "name": "weather"}]', [WEATHER]),
+    ("granite", '<|tool_call|> [{"name": "g", "arguments": "{}"}]\nSo.', [("g", "{}"), "\nSo."]),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"x": ', [("f", '{"x": ')]),
+    ("granite", "<|tool_call|>[]", ["<|tool_call|>[]"]),
+    ("granite", "<|tool_call|>[ so ]", ["<|tool_call|>[ so ]"]),
+    ("granite", '<tool_call> [{"name": "weather", "arguments": {"city": "Bonn"}}]', [WEATHER]),
+    ("granite", '<|tool_call|>{"name": "weather", "arguments": {"city": "Bonn"}}', [WEATHER]),
+    ("hermes", '<tool_call> {"name": "weather", "arguments": "{\\"city\\": \\"Bonn\\"}"} </tool_call>',
+     [("weather", '{"city": "Bonn"}')]),
 ]  # fmt: skip
 # Signs of templates, and the parsers of calls and of reasoning that they ask for.
 TEMPLATES: list[tuple[str, str, str]] = [
@@ -100,6 +111,13 @@ TEMPLATES: list[tuple[str, str, str]] = [
         "qwen3_coder",
         "qwen3",
     ),
+    ("respond only with <|tool_call|> followed by a JSON list of tools used", "granite", "none"),
+    ('<tool_call>\n{"name": <function-name>}\n</tool_call>', "hermes", "none"),  # Granite 4
+    (
+        "a json object within <tool_call></tool_call> XML tags <think>\n\n</think>\n",
+        "hermes",
+        "qwen3",
+    ),  # SmolLM3
 ]  # of templates
 
 

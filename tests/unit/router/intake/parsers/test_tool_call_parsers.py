@@ -152,6 +152,9 @@ STREAMED = {
         "<seed:tool_call>\n<function=f>\n<parameter=x>", "long text",
         "</parameter>\n</function>\n</seed:tool_call>",
     ),
+    "granite": (
+        '<|tool_call|>[{"name": "f", "arguments": {"x": "', "long text", '"}}]'
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -236,6 +239,7 @@ LONG = {
     "parameters": "<function=f>" + "<parameter=x>a</parameter>" * 12_000,
     "pairs": "<tool_call>f\n" + "<arg_key>x</arg_key><arg_value>a</arg_value>" * 9_000,
     "kimi": "<|tool_call_begin|>functions.f:0" * 12_000,
+    "lists": "<|tool_call|>[" * 10_000 + "functools[" * 10_000 + "<TOOLCALL>[" * 10_000,
     "headers": "<|channel|>" * 28_000,
     "mistral": "[TOOL_CALLS]" * 25_000,
     "deepseek": SIGN * 20_000,
@@ -253,6 +257,7 @@ READ_BY = {
     "deepseek_v31": ("deepseek",),
     "kimi_k2": ("kimi",),
     "seed_oss": ("parameters", "beginnings"),
+    "granite": ("lists",),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }
