@@ -23,6 +23,7 @@ PIECES = (
     "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     "<seed:tool_call>", "</seed:tool_call>",
     "<|tool_call|>", "<tool_call>",
+    "functools", "<|tool_call|>", "<|/tool_call|>",
     "é", "日", "null", "1", "\\ud800", "\x00", "'",
 )  # fmt: skip
 KINDS = [

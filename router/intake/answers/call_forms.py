@@ -139,10 +139,10 @@ def _rules(form: CallForm, functions: Sequence[Function], mark: Mark, several: b
 
 
 def _json_calls(form: JsonForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    call, close = (
-        _named_object(functions, "arguments"),
-        f" {mark(form.close)}" if form.close else "",
-    )
+    call = _named_object(functions, "arguments")
+    close = f" {mark(form.close)}" if form.close else ""
+    if close and len(form.opens) > 1:
+        close += "?"  # not every mark is closed
     if form.is_list:
         opened = " | ".join(f"{mark(one)}" for one in form.opens)
         listed = f'"[" {_repeated("call", _COMMA, several)} "]"{close}'

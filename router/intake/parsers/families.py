@@ -139,6 +139,10 @@ CALLS: dict[str, Family] = {
         ("<function=",),
     ),
     "hermes": Family(JsonForm(("<tool_call>",), "</tool_call>"), ("<tool_call>",)),
+    "phi4_mini_json": Family(
+        JsonForm(("functools", "<|tool_call|>"), "<|/tool_call|>", is_list=True),
+        ("functools[", "<|/tool_call|>"),
+    ),
     "granite": Family(
         JsonForm(("<|tool_call|>", "<tool_call>"), "", is_list=True), ("<|tool_call|>",)
     ),

@@ -67,6 +67,8 @@ CALLS = {
     "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ARGUMENTS}}}, '
     '{"name": "now", "arguments": {}}]',
+    "phi4_mini_json": f'functools[{{"name": "weather", "arguments": {ARGUMENTS}}}, '
+    '{"name": "now", "arguments": {}}]',
     "pythonic": '[weather(city="Bonn", days=3), now()]',
 }
 ONE_CALL = {

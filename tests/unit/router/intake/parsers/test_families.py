@@ -24,8 +24,8 @@ WEATHER = ("weather", '{"city": "Bonn"}')
 NEWS = ("news", '{"topic": "ice"}')
 CASES: list[tuple[str, str, Found]] = [
     ("glm45", "I look. <tool_call>weather\n    <arg_key>city</arg_key>\n"
-     "    <arg_value>Bonn</arg_value>\n    </tool_call>\n    <tool_call>weather\n<arg_key>city</arg_key>\n"
-     "<arg_value>Bonn</arg_value>\n</tool_call>", ["I look. ", WEATHER, WEATHER]),
+     "    <arg_value>Bonn</arg_value>\n    </tool_call>\n    <tool_call>weather\n"
+     "<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>", ["I look. ", WEATHER, WEATHER]),
     ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>7</arg_value>\n"
      "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", [("f", '{"x": "7", "n": 3}')]),
     ("glm45", "<tool_call>f<arg_key>x</arg_key><arg_value>两\n\"行\"</arg_value></tool_call>",
@@ -73,8 +73,19 @@ CASES: list[tuple[str, str, Found]] = [
     ("granite", "<|tool_call|>[ so ]", ["<|tool_call|>[ so ]"]),
     ("granite", '<tool_call> [{"name": "weather", "arguments": {"city": "Bonn"}}]', [WEATHER]),
     ("granite", '<|tool_call|>{"name": "weather", "arguments": {"city": "Bonn"}}', [WEATHER]),
-    ("hermes", '<tool_call> {"name": "weather", "arguments": "{\\"city\\": \\"Bonn\\"}"} </tool_call>',
-     [("weather", '{"city": "Bonn"}')]),
+    ("hermes", '<tool_call> {"name": "weather", "arguments": "{\\"city\\": \\"Bonn\\"}"}\n'
+     "</tool_call>", [("weather", '{"city": "Bonn"}')]),
+    ("phi4_mini_json", 'I look.\n<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
+     '{"name": "news", "arguments": {"topic": "ice"}}\n]<|/tool_call|>', ["I look.\n", WEATHER, NEWS]),
+    ("phi4_mini_json", '<|tool_call|>[{"arguments": {"city": "Bonn"}, "name": "weather"}]<|/tool_call|>', [WEATHER]),
+    ("phi4_mini_json", '<|tool_call|> [{"name": "g", "arguments": "{}"}]<|/tool_call|>\nSo.', [("g", "{}"), "\nSo."]),
+    ("phi4_mini_json", '<|tool_call|>[{"name": "f", "arguments": {"x": ', [("f", '{"x": ')]),
+    ("phi4_mini_json", "<|tool_call|>[]<|/tool_call|>", ["<|tool_call|>[]<|/tool_call|>"]),
+    ("phi4_mini_json", "<|tool_call|>[ so ]<|/tool_call|>", ["<|tool_call|>[ so ]<|/tool_call|>"]),
+    ("phi4_mini_json", 'functools[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
+     '{"name": "news", "arguments": {"topic": "ice"}}]', [WEATHER, NEWS]),
+    ("phi4_mini_json", "Import functools, and use functools.partial.",
+     ["Import functools, and use functools.partial."]),
 ]  # fmt: skip
 # Signs of templates, and the parsers of calls and of reasoning that they ask for.
 TEMPLATES: list[tuple[str, str, str]] = [
@@ -118,6 +129,8 @@ TEMPLATES: list[tuple[str, str, str]] = [
         "hermes",
         "qwen3",
     ),  # SmolLM3
+    ("formatted as functools[{name: ..., arguments: ...}, ...]", "phi4_mini_json", "none"),
+    ("<|tool_call|>{}<|/tool_call|>", "phi4_mini_json", "none"),
 ]  # of templates
 
 

@@ -155,6 +155,9 @@ STREAMED = {
     "granite": (
         '<|tool_call|>[{"name": "f", "arguments": {"x": "', "long text", '"}}]'
     ),
+    "phi4_mini_json": (
+        'functools[{"name": "f", "arguments": {"x": "', "long text", '"}}]'
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -258,6 +261,7 @@ READ_BY = {
     "kimi_k2": ("kimi",),
     "seed_oss": ("parameters", "beginnings"),
     "granite": ("lists",),
+    "phi4_mini_json": ("lists",),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }
