@@ -24,6 +24,7 @@ PIECES = (
     "<seed:tool_call>", "</seed:tool_call>",
     "<|tool_call|>", "<tool_call>",
     "functools", "<|tool_call|>", "<|/tool_call|>",
+    "<TOOLCALL>", "</TOOLCALL>",
     "é", "日", "null", "1", "\\ud800", "\x00", "'",
 )  # fmt: skip
 KINDS = [

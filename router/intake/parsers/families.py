@@ -146,6 +146,9 @@ CALLS: dict[str, Family] = {
     "granite": Family(
         JsonForm(("<|tool_call|>", "<tool_call>"), "", is_list=True), ("<|tool_call|>",)
     ),
+    "nemotron_json": Family(
+        JsonForm(("<TOOLCALL>",), "</TOOLCALL>", is_list=True), ("<TOOLCALL>",)
+    ),
     "mistral": Family(MistralForm(), ("[TOOL_CALLS]",), new_short_id),
     "kimi_k2": Family(
         NamedForm(

@@ -69,6 +69,8 @@ CALLS = {
     '{"name": "now", "arguments": {}}]',
     "phi4_mini_json": f'functools[{{"name": "weather", "arguments": {ARGUMENTS}}}, '
     '{"name": "now", "arguments": {}}]',
+    "nemotron_json": f'<TOOLCALL>[{{"name": "weather", "arguments": {ARGUMENTS}}}, '
+    '{"name": "now", "arguments": {}}]</TOOLCALL>',
     "pythonic": '[weather(city="Bonn", days=3), now()]',
 }
 ONE_CALL = {

@@ -86,6 +86,13 @@ CASES: list[tuple[str, str, Found]] = [
      '{"name": "news", "arguments": {"topic": "ice"}}]', [WEATHER, NEWS]),
     ("phi4_mini_json", "Import functools, and use functools.partial.",
      ["Import functools, and use functools.partial."]),
+    ("nemotron_json", 'I look.\n<TOOLCALL>[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
+     '{"name": "news", "arguments": {"topic": "ice"}}\n]</TOOLCALL>', ["I look.\n", WEATHER, NEWS]),
+    ("nemotron_json", '<TOOLCALL>[{"arguments": {"city": "Bonn"}, "name": "weather"}]</TOOLCALL>', [WEATHER]),
+    ("nemotron_json", '<TOOLCALL> [{"name": "g", "arguments": "{}"}]</TOOLCALL>\nSo.', [("g", "{}"), "\nSo."]),
+    ("nemotron_json", '<TOOLCALL>[{"name": "f", "arguments": {"x": ', [("f", '{"x": ')]),
+    ("nemotron_json", "<TOOLCALL>[]</TOOLCALL>", ["<TOOLCALL>[]</TOOLCALL>"]),
+    ("nemotron_json", "<TOOLCALL>[ so ]</TOOLCALL>", ["<TOOLCALL>[ so ]</TOOLCALL>"]),
 ]  # fmt: skip
 # Signs of templates, and the parsers of calls and of reasoning that they ask for.
 TEMPLATES: list[tuple[str, str, str]] = [
@@ -131,6 +138,7 @@ TEMPLATES: list[tuple[str, str, str]] = [
     ),  # SmolLM3
     ("formatted as functools[{name: ..., arguments: ...}, ...]", "phi4_mini_json", "none"),
     ("<|tool_call|>{}<|/tool_call|>", "phi4_mini_json", "none"),
+    ("<TOOLCALL>[{}]</TOOLCALL><think></think>", "nemotron_json", "qwen3"),
 ]  # of templates
 
 

@@ -158,6 +158,9 @@ STREAMED = {
     "phi4_mini_json": (
         'functools[{"name": "f", "arguments": {"x": "', "long text", '"}}]'
     ),
+    "nemotron_json": (
+        '<TOOLCALL>[{"name": "f", "arguments": {"x": "', "long text", '"}}]</TOOLCALL>'
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -262,6 +265,7 @@ READ_BY = {
     "seed_oss": ("parameters", "beginnings"),
     "granite": ("lists",),
     "phi4_mini_json": ("lists",),
+    "nemotron_json": ("lists",),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }
