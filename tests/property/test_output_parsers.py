@@ -25,6 +25,7 @@ PIECES = (
     "<|tool_call|>", "<tool_call>",
     "functools", "<|tool_call|>", "<|/tool_call|>",
     "<TOOLCALL>", "</TOOLCALL>",
+    "<|tool_call_start|>", "<|tool_call_end|>",
     "é", "日", "null", "1", "\\ud800", "\x00", "'",
 )  # fmt: skip
 KINDS = [

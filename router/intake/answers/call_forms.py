@@ -200,8 +200,13 @@ def _named(form: NamedForm, functions: Sequence[Function], mark: Mark, several: 
 
 
 def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
+    calls = f'"[" {_repeated("call", _COMMA, several)} "]"'
+    if not form.is_list:
+        calls = f"{_NEWLINE}? {_repeated('call', _NEWLINE, several)} {_NEWLINE}?"
+    if form.is_marked:
+        calls = f"{mark(form.open)} {calls} {mark(form.close)}"
     return (
-        f'calls: "[" {_repeated("call", _COMMA, several)} "]"\n'
+        f"calls: {calls}\n"
         f'call: {_names(functions)} "(" (argument ({_COMMA} argument)*)? ")"\n'
         'argument: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value\n'
         f"value: {_json({})}\n"

@@ -183,6 +183,10 @@ CALLS: dict[str, Family] = {
         ),
         ("tool▁call▁begin",),
     ),
+    "lfm2": Family(
+        PythonForm("<|tool_call_start|>", "<|tool_call_end|>", is_marked=True),
+        ("<|tool_call_start|>", "<|tool_list_start|>"),
+    ),
     "pythonic": Family(PythonForm("<|python_start|>", "<|python_end|>"), ("[func_name1(",)),
     "llama3_json": Family(BareJsonForm("<|python_tag|>"), ("<|python_tag|>", '"parameters": ')),
 }

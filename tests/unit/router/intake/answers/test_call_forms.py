@@ -71,6 +71,7 @@ CALLS = {
     '{"name": "now", "arguments": {}}]',
     "nemotron_json": f'<TOOLCALL>[{{"name": "weather", "arguments": {ARGUMENTS}}}, '
     '{"name": "now", "arguments": {}}]</TOOLCALL>',
+    "lfm2": '<|tool_call_start|>[weather(city="Bonn", days=3), now()]<|tool_call_end|>',
     "pythonic": '[weather(city="Bonn", days=3), now()]',
 }
 ONE_CALL = {

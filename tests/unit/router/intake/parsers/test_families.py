@@ -93,6 +93,19 @@ CASES: list[tuple[str, str, Found]] = [
     ("nemotron_json", '<TOOLCALL>[{"name": "f", "arguments": {"x": ', [("f", '{"x": ')]),
     ("nemotron_json", "<TOOLCALL>[]</TOOLCALL>", ["<TOOLCALL>[]</TOOLCALL>"]),
     ("nemotron_json", "<TOOLCALL>[ so ]</TOOLCALL>", ["<TOOLCALL>[ so ]</TOOLCALL>"]),
+    ("lfm2", "I look. <|tool_call_start|>[weather(city='Bonn'), news(topic='ice')]<|tool_call_end|> So.",
+     ["I look. ", WEATHER, NEWS, " So."]),
+    ("lfm2", "<|tool_call_start|>[f(x='a]', n=37, o={'a': [1, 'b']}, p=None, q=True)]<|tool_call_end|>",
+     [("f", '{"x": "a]", "n": 37, "o": {"a": [1, "b"]}, "p": null, "q": true}')]),
+    ("lfm2", "<|tool_call_start|>[f(p=null, q=[true, false], r=[])]<|tool_call_end|>",
+     [("f", '{"p": null, "q": [true, false], "r": []}')]),
+    ("lfm2", "<|tool_call_start|>[f(x='one\ntwo')]<|tool_call_end|>", [("f", '{"x": "one\\ntwo"}')]),
+    ("lfm2", "<|tool_call_start|>[f(x='it\\'s')]<|tool_call_end|>", [("f", '{"x": "it\'s"}')]),
+    ("lfm2", "<|tool_call_start|>[a.g()]<|tool_call_end|>", [("a.g", "{}")]),
+    ("lfm2", "<|tool_call_start|>[no call]<|tool_call_end|>", ["<|tool_call_start|>[no call]<|tool_call_end|>"]),
+    ("lfm2", '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Bonn"}]'
+     "<|tool_call_end|>", [WEATHER]),
+    ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", ["<|tool_call_start|>[]<|tool_call_end|>"]),
 ]  # fmt: skip
 # Signs of templates, and the parsers of calls and of reasoning that they ask for.
 TEMPLATES: list[tuple[str, str, str]] = [
@@ -139,6 +152,8 @@ TEMPLATES: list[tuple[str, str, str]] = [
     ("formatted as functools[{name: ..., arguments: ...}, ...]", "phi4_mini_json", "none"),
     ("<|tool_call|>{}<|/tool_call|>", "phi4_mini_json", "none"),
     ("<TOOLCALL>[{}]</TOOLCALL><think></think>", "nemotron_json", "qwen3"),
+    ("<|tool_call_start|>[<|tool_call_end|>", "lfm2", "none"),
+    ("List of tools: <|tool_list_start|>", "lfm2", "none"),
 ]  # of templates
 
 

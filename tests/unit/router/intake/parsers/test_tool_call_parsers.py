@@ -161,6 +161,9 @@ STREAMED = {
     "nemotron_json": (
         '<TOOLCALL>[{"name": "f", "arguments": {"x": "', "long text", '"}}]</TOOLCALL>'
     ),
+    "lfm2": (
+        "<|tool_call_start|>[f(", 'x="long text", ', "n=1)]<|tool_call_end|>"
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -266,6 +269,7 @@ READ_BY = {
     "granite": ("lists",),
     "phi4_mini_json": ("lists",),
     "nemotron_json": ("lists",),
+    "lfm2": ("python", "strings"),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }
