@@ -26,6 +26,7 @@ PIECES = (
     "functools", "<|tool_call|>", "<|/tool_call|>",
     "<TOOLCALL>", "</TOOLCALL>",
     "<|tool_call_start|>", "<|tool_call_end|>",
+    "<function_calls>", "</function_calls>",
     "é", "日", "null", "1", "\\ud800", "\x00", "'",
 )  # fmt: skip
 KINDS = [

@@ -183,6 +183,10 @@ CALLS: dict[str, Family] = {
         ),
         ("tool▁call▁begin",),
     ),
+    "olmo3": Family(
+        PythonForm("<function_calls>", "</function_calls>", is_marked=True, is_list=False),
+        ("<function_calls>",),
+    ),
     "lfm2": Family(
         PythonForm("<|tool_call_start|>", "<|tool_call_end|>", is_marked=True),
         ("<|tool_call_start|>", "<|tool_list_start|>"),

@@ -72,6 +72,7 @@ CALLS = {
     "nemotron_json": f'<TOOLCALL>[{{"name": "weather", "arguments": {ARGUMENTS}}}, '
     '{"name": "now", "arguments": {}}]</TOOLCALL>',
     "lfm2": '<|tool_call_start|>[weather(city="Bonn", days=3), now()]<|tool_call_end|>',
+    "olmo3": '<function_calls>\nweather(city="Bonn", days=3)\nnow()\n</function_calls>',
     "pythonic": '[weather(city="Bonn", days=3), now()]',
 }
 ONE_CALL = {

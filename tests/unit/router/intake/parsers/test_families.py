@@ -106,6 +106,16 @@ CASES: list[tuple[str, str, Found]] = [
     ("lfm2", '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Bonn"}]'
      "<|tool_call_end|>", [WEATHER]),
     ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", ["<|tool_call_start|>[]<|tool_call_end|>"]),
+    ("olmo3", "I look. <function_calls>weather(city='Bonn')\nnews(topic='ice')</function_calls> So.",
+     ["I look. ", WEATHER, NEWS, " So."]),
+    ("olmo3", "<function_calls>f(x='a]', n=37, o={'a': [1, 'b']}, p=None, q=True)</function_calls>",
+     [("f", '{"x": "a]", "n": 37, "o": {"a": [1, "b"]}, "p": null, "q": true}')]),
+    ("olmo3", "<function_calls>f(p=null, q=[true, false], r=[])</function_calls>",
+     [("f", '{"p": null, "q": [true, false], "r": []}')]),
+    ("olmo3", "<function_calls>f(x='one\ntwo')</function_calls>", [("f", '{"x": "one\\ntwo"}')]),
+    ("olmo3", "<function_calls>f(x='it\\'s')</function_calls>", [("f", '{"x": "it\'s"}')]),
+    ("olmo3", "<function_calls>a.g()</function_calls>", [("a.g", "{}")]),
+    ("olmo3", "<function_calls>no call</function_calls>", ["<function_calls>no call</function_calls>"]),
 ]  # fmt: skip
 # Signs of templates, and the parsers of calls and of reasoning that they ask for.
 TEMPLATES: list[tuple[str, str, str]] = [
@@ -154,6 +164,8 @@ TEMPLATES: list[tuple[str, str, str]] = [
     ("<TOOLCALL>[{}]</TOOLCALL><think></think>", "nemotron_json", "qwen3"),
     ("<|tool_call_start|>[<|tool_call_end|>", "lfm2", "none"),
     ("List of tools: <|tool_list_start|>", "lfm2", "none"),
+    ("<function_calls>\nf(x=1)\n</function_calls>", "olmo3", "none"),
+    ("<function_calls></function_calls><|im_start|>assistant\n<think>", "olmo3", "qwen3"),
 ]  # of templates
 
 

@@ -164,6 +164,9 @@ STREAMED = {
     "lfm2": (
         "<|tool_call_start|>[f(", 'x="long text", ', "n=1)]<|tool_call_end|>"
     ),
+    "olmo3": (
+        "<function_calls>f(", 'x="long text", ', "n=1)</function_calls>"
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -270,6 +273,7 @@ READ_BY = {
     "phi4_mini_json": ("lists",),
     "nemotron_json": ("lists",),
     "lfm2": ("python", "strings"),
+    "olmo3": ("python", "strings"),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }
