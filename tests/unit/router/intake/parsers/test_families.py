@@ -23,49 +23,95 @@ DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
 WEATHER = ("weather", '{"city": "Bonn"}')
 NEWS = ("news", '{"topic": "ice"}')
 CASES: list[tuple[str, str, Found]] = [
-    ("glm45", "I look. <tool_call>weather\n    <arg_key>city</arg_key>\n"
-     "    <arg_value>Bonn</arg_value>\n    </tool_call>\n    <tool_call>weather\n"
-     "<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>", ["I look. ", WEATHER, WEATHER]),
-    ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>7</arg_value>\n"
-     "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", [("f", '{"x": "7", "n": 3}')]),
-    ("glm45", "<tool_call>f<arg_key>x</arg_key><arg_value>两\n\"行\"</arg_value></tool_call>",
-     [("f", '{"x": "两\\n\\"行\\""}')]),
+    (
+        "glm45",
+        "I look. <tool_call>weather\n    <arg_key>city</arg_key>\n"
+        "    <arg_value>Bonn</arg_value>\n    </tool_call>\n    <tool_call>weather\n"
+        "<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>",
+        ["I look. ", WEATHER, WEATHER],
+    ),
+    (
+        "glm45",
+        "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>7</arg_value>\n"
+        "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        [("f", '{"x": "7", "n": 3}')],
+    ),
+    (
+        "glm45",
+        '<tool_call>f<arg_key>x</arg_key><arg_value>两\n"行"</arg_value></tool_call>',
+        [("f", '{"x": "两\\n\\"行\\""}')],
+    ),
     ("glm45", "<tool_call>g\n</tool_call>", [("g", "{}")]),
     ("glm45", "<tool_call>g</tool_call> so", [("g", "{}"), " so"]),
-    ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n<arg_key>x\n"
-     "<arg_value>a</arg_value>\n</tool_call>", [("f", '{"n": 1}')]),
-    ("glm45", "<tool_call>g\n<arg_key>a</arg_key>\n<arg_value>[1, {}]</arg_value>\n"
-     "<tool_call>g\n</tool_call>", [("g", '{"a": [1, {}]}'), ("g", "{}")]),
+    (
+        "glm45",
+        "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n<arg_key>x\n"
+        "<arg_value>a</arg_value>\n</tool_call>",
+        [("f", '{"n": 1}')],
+    ),
+    (
+        "glm45",
+        "<tool_call>g\n<arg_key>a</arg_key>\n<arg_value>[1, {}]</arg_value>\n"
+        "<tool_call>g\n</tool_call>",
+        [("g", '{"a": [1, {}]}'), ("g", "{}")],
+    ),
     ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>ab", [("f", '{"x": "ab"}')]),
     ("glm45", "<tool_call>two words</tool_call>", ["<tool_call>two words</tool_call>"]),
     ("glm45", '<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
     ("glm45", "<tool_call>f\n", ["<tool_call>f\n"]),
-    ("deepseek_v31", "So <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
-     '{"city": "Bonn"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>news<｜tool▁sep｜>{"topic": "ice"}'
-     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ["So ", WEATHER, NEWS]),
+    (
+        "deepseek_v31",
+        "So <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+        '{"city": "Bonn"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>news<｜tool▁sep｜>{"topic": "ice"}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ["So ", WEATHER, NEWS],
+    ),
     ("deepseek_v31", "<｜tool▁call▁begin｜>g<｜tool▁sep｜><｜tool▁call▁end｜>", [("g", "{}")]),
     ("deepseek_v31", "<｜tool▁call▁begin｜>g<｜tool▁sep｜>null<｜tool▁call▁end｜>", [("g", "{}")]),
-    ("deepseek_v31", "<｜tool▁call▁begin｜>g<｜tool▁sep｜>no JSON<｜tool▁call▁end｜>",
-     ["<｜tool▁call▁begin｜>g<｜tool▁sep｜>no JSON<｜tool▁call▁end｜>"]),
-    ("kimi_k2", "I look. <|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0 "
-     '<|tool_call_argument_begin|>{"city": "Bonn"}<|tool_call_end|><|tool_call_begin|>news:1'
-     '<|tool_call_argument_begin|> {"topic": "ice"} <|tool_call_end|><|tool_calls_section_end|>',
-     ["I look. ", WEATHER, NEWS]),
-    ("kimi_k2", "<|tool_call_begin|>functions.g:0<|tool_call_argument_begin|><|tool_call_end|>",
-     [("g", "{}")]),
-    ("kimi_k2", '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": "<b>"}',
-     [("f", '{"x": "<b>"}')]),
+    (
+        "deepseek_v31",
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>no JSON<｜tool▁call▁end｜>",
+        ["<｜tool▁call▁begin｜>g<｜tool▁sep｜>no JSON<｜tool▁call▁end｜>"],
+    ),
+    (
+        "kimi_k2",
+        "I look. <|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0 "
+        '<|tool_call_argument_begin|>{"city": "Bonn"}<|tool_call_end|><|tool_call_begin|>news:1'
+        '<|tool_call_argument_begin|> {"topic": "ice"} <|tool_call_end|><|tool_calls_section_end|>',
+        ["I look. ", WEATHER, NEWS],
+    ),
+    (
+        "kimi_k2",
+        "<|tool_call_begin|>functions.g:0<|tool_call_argument_begin|><|tool_call_end|>",
+        [("g", "{}")],
+    ),
+    (
+        "kimi_k2",
+        '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": "<b>"}',
+        [("f", '{"x": "<b>"}')],
+    ),
     ("kimi_k2", "<|tool_call_begin|>functions.f:0 so", ["<|tool_call_begin|>functions.f:0 so"]),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>Yes.", ["Yes."]),
-    ("seed_oss", "So.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Bonn</parameter>\n"
-     "</function>\n</seed:tool_call>", ["So.\n", WEATHER]),
-    ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=x>one\n two\n</parameter>\n"
-     "<parameter=n>3</parameter>\n</function>\n</seed:tool_call>",
-     [("f", '{"x": "one\\n two\\n", "n": 3}')]),
+    (
+        "seed_oss",
+        "So.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Bonn</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        ["So.\n", WEATHER],
+    ),
+    (
+        "seed_oss",
+        "<seed:tool_call>\n<function=f>\n<parameter=x>one\n two\n</parameter>\n"
+        "<parameter=n>3</parameter>\n</function>\n</seed:tool_call>",
+        [("f", '{"x": "one\\n two\\n", "n": 3}')],
+    ),
     ("seed_oss", "<seed:tool_call>\n<function=g>\n</function>\n</seed:tool_call>", [("g", "{}")]),
     ("seed_oss", "<seed:tool_call>\n</seed:tool_call>", ["<seed:tool_call>\n</seed:tool_call>"]),
-    ("granite", 'I look.\n<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
-     '{"name": "news", "arguments": {"topic": "ice"}}\n]', ["I look.\n", WEATHER, NEWS]),
+    (
+        "granite",
+        'I look.\n<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
+        '{"name": "news", "arguments": {"topic": "ice"}}\n]',
+        ["I look.\n", WEATHER, NEWS],
+    ),
     ("granite", '<|tool_call|>[{"arguments": {"city": "Bonn"}, "name": "weather"}]', [WEATHER]),
     ("granite", '<|tool_call|> [{"name": "g", "arguments": "{}"}]\nSo.', [("g", "{}"), "\nSo."]),
     ("granite", '<|tool_call|>[{"name": "f", "arguments": {"x": ', [("f", '{"x": ')]),
@@ -73,50 +119,117 @@ CASES: list[tuple[str, str, Found]] = [
     ("granite", "<|tool_call|>[ so ]", ["<|tool_call|>[ so ]"]),
     ("granite", '<tool_call> [{"name": "weather", "arguments": {"city": "Bonn"}}]', [WEATHER]),
     ("granite", '<|tool_call|>{"name": "weather", "arguments": {"city": "Bonn"}}', [WEATHER]),
-    ("hermes", '<tool_call> {"name": "weather", "arguments": "{\\"city\\": \\"Bonn\\"}"}\n'
-     "</tool_call>", [("weather", '{"city": "Bonn"}')]),
-    ("phi4_mini_json", 'I look.\n<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
-     '{"name": "news", "arguments": {"topic": "ice"}}\n]<|/tool_call|>', ["I look.\n", WEATHER, NEWS]),
-    ("phi4_mini_json", '<|tool_call|>[{"arguments": {"city": "Bonn"}, "name": "weather"}]<|/tool_call|>', [WEATHER]),
-    ("phi4_mini_json", '<|tool_call|> [{"name": "g", "arguments": "{}"}]<|/tool_call|>\nSo.', [("g", "{}"), "\nSo."]),
+    (
+        "hermes",
+        '<tool_call> {"name": "weather", "arguments": "{\\"city\\": \\"Bonn\\"}"}\n</tool_call>',
+        [("weather", '{"city": "Bonn"}')],
+    ),
+    (
+        "phi4_mini_json",
+        'I look.\n<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
+        '{"name": "news", "arguments": {"topic": "ice"}}\n]<|/tool_call|>',
+        ["I look.\n", WEATHER, NEWS],
+    ),
+    (
+        "phi4_mini_json",
+        '<|tool_call|>[{"arguments": {"city": "Bonn"}, "name": "weather"}]<|/tool_call|>',
+        [WEATHER],
+    ),
+    (
+        "phi4_mini_json",
+        '<|tool_call|> [{"name": "g", "arguments": "{}"}]<|/tool_call|>\nSo.',
+        [("g", "{}"), "\nSo."],
+    ),
     ("phi4_mini_json", '<|tool_call|>[{"name": "f", "arguments": {"x": ', [("f", '{"x": ')]),
     ("phi4_mini_json", "<|tool_call|>[]<|/tool_call|>", ["<|tool_call|>[]<|/tool_call|>"]),
     ("phi4_mini_json", "<|tool_call|>[ so ]<|/tool_call|>", ["<|tool_call|>[ so ]<|/tool_call|>"]),
-    ("phi4_mini_json", 'functools[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
-     '{"name": "news", "arguments": {"topic": "ice"}}]', [WEATHER, NEWS]),
-    ("phi4_mini_json", "Import functools, and use functools.partial.",
-     ["Import functools, and use functools.partial."]),
-    ("nemotron_json", 'I look.\n<TOOLCALL>[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
-     '{"name": "news", "arguments": {"topic": "ice"}}\n]</TOOLCALL>', ["I look.\n", WEATHER, NEWS]),
-    ("nemotron_json", '<TOOLCALL>[{"arguments": {"city": "Bonn"}, "name": "weather"}]</TOOLCALL>', [WEATHER]),
-    ("nemotron_json", '<TOOLCALL> [{"name": "g", "arguments": "{}"}]</TOOLCALL>\nSo.', [("g", "{}"), "\nSo."]),
+    (
+        "phi4_mini_json",
+        'functools[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
+        '{"name": "news", "arguments": {"topic": "ice"}}]',
+        [WEATHER, NEWS],
+    ),
+    (
+        "phi4_mini_json",
+        "Import functools, and use functools.partial.",
+        ["Import functools, and use functools.partial."],
+    ),
+    (
+        "nemotron_json",
+        'I look.\n<TOOLCALL>[{"name": "weather", "arguments": {"city": "Bonn"}},\n'
+        '{"name": "news", "arguments": {"topic": "ice"}}\n]</TOOLCALL>',
+        ["I look.\n", WEATHER, NEWS],
+    ),
+    (
+        "nemotron_json",
+        '<TOOLCALL>[{"arguments": {"city": "Bonn"}, "name": "weather"}]</TOOLCALL>',
+        [WEATHER],
+    ),
+    (
+        "nemotron_json",
+        '<TOOLCALL> [{"name": "g", "arguments": "{}"}]</TOOLCALL>\nSo.',
+        [("g", "{}"), "\nSo."],
+    ),
     ("nemotron_json", '<TOOLCALL>[{"name": "f", "arguments": {"x": ', [("f", '{"x": ')]),
     ("nemotron_json", "<TOOLCALL>[]</TOOLCALL>", ["<TOOLCALL>[]</TOOLCALL>"]),
     ("nemotron_json", "<TOOLCALL>[ so ]</TOOLCALL>", ["<TOOLCALL>[ so ]</TOOLCALL>"]),
-    ("lfm2", "I look. <|tool_call_start|>[weather(city='Bonn'), news(topic='ice')]<|tool_call_end|> So.",
-     ["I look. ", WEATHER, NEWS, " So."]),
-    ("lfm2", "<|tool_call_start|>[f(x='a]', n=37, o={'a': [1, 'b']}, p=None, q=True)]<|tool_call_end|>",
-     [("f", '{"x": "a]", "n": 37, "o": {"a": [1, "b"]}, "p": null, "q": true}')]),
-    ("lfm2", "<|tool_call_start|>[f(p=null, q=[true, false], r=[])]<|tool_call_end|>",
-     [("f", '{"p": null, "q": [true, false], "r": []}')]),
-    ("lfm2", "<|tool_call_start|>[f(x='one\ntwo')]<|tool_call_end|>", [("f", '{"x": "one\\ntwo"}')]),
+    (
+        "lfm2",
+        "I look. <|tool_call_start|>[weather(city='Bonn'), news(topic='ice')]<|tool_call_end|> So.",
+        ["I look. ", WEATHER, NEWS, " So."],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(x='a]', n=37, o={'a': [1, 'b']}, p=None, q=True)]<|tool_call_end|>",
+        [("f", '{"x": "a]", "n": 37, "o": {"a": [1, "b"]}, "p": null, "q": true}')],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(p=null, q=[true, false], r=[])]<|tool_call_end|>",
+        [("f", '{"p": null, "q": [true, false], "r": []}')],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(x='one\ntwo')]<|tool_call_end|>",
+        [("f", '{"x": "one\\ntwo"}')],
+    ),
     ("lfm2", "<|tool_call_start|>[f(x='it\\'s')]<|tool_call_end|>", [("f", '{"x": "it\'s"}')]),
     ("lfm2", "<|tool_call_start|>[a.g()]<|tool_call_end|>", [("a.g", "{}")]),
-    ("lfm2", "<|tool_call_start|>[no call]<|tool_call_end|>", ["<|tool_call_start|>[no call]<|tool_call_end|>"]),
-    ("lfm2", '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Bonn"}]'
-     "<|tool_call_end|>", [WEATHER]),
+    (
+        "lfm2",
+        "<|tool_call_start|>[no call]<|tool_call_end|>",
+        ["<|tool_call_start|>[no call]<|tool_call_end|>"],
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Bonn"}}]<|tool_call_end|>',
+        [WEATHER],
+    ),
     ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", ["<|tool_call_start|>[]<|tool_call_end|>"]),
-    ("olmo3", "I look. <function_calls>weather(city='Bonn')\nnews(topic='ice')</function_calls> So.",
-     ["I look. ", WEATHER, NEWS, " So."]),
-    ("olmo3", "<function_calls>f(x='a]', n=37, o={'a': [1, 'b']}, p=None, q=True)</function_calls>",
-     [("f", '{"x": "a]", "n": 37, "o": {"a": [1, "b"]}, "p": null, "q": true}')]),
-    ("olmo3", "<function_calls>f(p=null, q=[true, false], r=[])</function_calls>",
-     [("f", '{"p": null, "q": [true, false], "r": []}')]),
+    (
+        "olmo3",
+        "I look. <function_calls>weather(city='Bonn')\nnews(topic='ice')</function_calls> So.",
+        ["I look. ", WEATHER, NEWS, " So."],
+    ),
+    (
+        "olmo3",
+        "<function_calls>f(x='a]', n=37, o={'a': [1, 'b']}, p=None, q=True)</function_calls>",
+        [("f", '{"x": "a]", "n": 37, "o": {"a": [1, "b"]}, "p": null, "q": true}')],
+    ),
+    (
+        "olmo3",
+        "<function_calls>f(p=null, q=[true, false], r=[])</function_calls>",
+        [("f", '{"p": null, "q": [true, false], "r": []}')],
+    ),
     ("olmo3", "<function_calls>f(x='one\ntwo')</function_calls>", [("f", '{"x": "one\\ntwo"}')]),
     ("olmo3", "<function_calls>f(x='it\\'s')</function_calls>", [("f", '{"x": "it\'s"}')]),
     ("olmo3", "<function_calls>a.g()</function_calls>", [("a.g", "{}")]),
-    ("olmo3", "<function_calls>no call</function_calls>", ["<function_calls>no call</function_calls>"]),
-]  # fmt: skip
+    (
+        "olmo3",
+        "<function_calls>no call</function_calls>",
+        ["<function_calls>no call</function_calls>"],
+    ),
+]
 # Signs of templates, and the parsers of calls and of reasoning that they ask for.
 TEMPLATES: list[tuple[str, str, str]] = [
     (
@@ -166,7 +279,7 @@ TEMPLATES: list[tuple[str, str, str]] = [
     ("List of tools: <|tool_list_start|>", "lfm2", "none"),
     ("<function_calls>\nf(x=1)\n</function_calls>", "olmo3", "none"),
     ("<function_calls></function_calls><|im_start|>assistant\n<think>", "olmo3", "qwen3"),
-]  # of templates
+]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
