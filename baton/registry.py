@@ -1,6 +1,7 @@
 """Registry: a name -> "module:attribute" table whose entries are imported on first use.
 
-Strings keep imports lazy (nothing is imported that is not chosen) and easy to grep for.
+Strings keep imports lazy (nothing is imported that is not chosen) and easy to grep for. An entry
+that costs no import may be the thing itself.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ class Registry(Generic[T]):
 
     Args:
         kind: what the entries are, for error messages ("attention backend").
-        entries: name -> ``"package.module:attribute"``.
+        entries: name -> ``"package.module:attribute"``, or what is registered.
     """
 
-    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, entries: Mapping[str, str] | Mapping[str, T]) -> None:
         self.kind = kind
-        self._entries = dict(entries)
+        self._entries: dict[str, str | T] = {**entries}
 
     def names(self) -> list[str]:
         """List all registered names, in the order they were written down."""
@@ -39,5 +40,8 @@ class Registry(Generic[T]):
     def load(self, name: str) -> T:
         """Import and return the entry; raises ConfigError that lists the names if unknown."""
         self.check(name)
-        module_name, _, attribute = self._entries[name].partition(":")
+        entry = self._entries[name]
+        if not isinstance(entry, str):
+            return entry
+        module_name, _, attribute = entry.partition(":")
         return cast("T", getattr(importlib.import_module(module_name), attribute))

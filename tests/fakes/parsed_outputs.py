@@ -26,10 +26,13 @@ TOOLS: dict[str, Any] = {
 
 
 def make_parser(name: str, prompt_end: str = "") -> OutputParser:
-    """One of calls or of reasoning, by its name."""
+    """Make a parser of calls by its name."""
+    return TOOL_CALL_PARSERS.load(name)(ParserContext(TOOLS, prompt_end))
+
+
+def make_reasoning_parser(name: str, prompt_end: str = "") -> OutputParser:
+    """Make a parser of reasoning by its name."""
     context = ParserContext(TOOLS, prompt_end)
-    if name in TOOL_CALL_PARSERS.names():
-        return TOOL_CALL_PARSERS.load(name)(context)
     return ThinkFirst(REASONING_PARSERS.load(name)(context), PlainText())
 
 

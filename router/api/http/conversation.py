@@ -71,7 +71,8 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
 def parser_context(request: ChatRequest, prompt_end: str) -> ParserContext:
     """What the parsers of the answer may know of the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
-    return ParserContext(tools, prompt_end)
+    num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
+    return ParserContext(tools, prompt_end, num_calls)
 
 
 def forced_call(request: ChatRequest) -> StructuredOutput | None:

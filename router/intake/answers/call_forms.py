@@ -16,7 +16,14 @@ from typing import Any
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES
 from baton.text.schema_repairs import enforceable_schema
-from router.intake.parsers import deepseek, harmony, mistral
+from router.intake.parsers import harmony, mistral
+from router.intake.parsers.families import CallForm
+from router.intake.parsers.harmony import HarmonyForm
+from router.intake.parsers.json_calls import JsonForm
+from router.intake.parsers.mistral import MistralForm
+from router.intake.parsers.named import NamedForm
+from router.intake.parsers.pythonic import PythonForm
+from router.intake.parsers.tagged import TaggedForm
 
 # How JSON is written within calls and answers, as everywhere else.
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,26 +46,13 @@ Mark = Callable[[str], str]
 """Writes a mark as a grammar has it: a special token, or a text."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """How a family's calls look.
-
-    Attributes:
-        begins: the text that all calls begin with; empty: nothing tells them from an answer.
-        rules: makes rules of a Lark grammar; one of them is ``calls``.
-    """
-
-    begins: str
-    rules: Callable[[Sequence[Function], Mark, bool], str]
-
-
 def answer_or_calls(
-    form: str, answer: str, functions: Sequence[Function], mark: Mark, *, several: bool
+    form: CallForm, answer: str, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> str:
     """Make a Lark grammar of an answer, or calls; raises InvalidRequestError of the answer.
 
     Args:
-        form: name of the family's parser of calls.
+        form: the marks and the shape of the family's calls.
         answer: a JSON schema.
         several: whether one output may have more than one call.
 
@@ -69,7 +63,7 @@ def answer_or_calls(
         num_chars = sum(len(json.dumps(function.parameters)) for function in functions)
         open_ones = [Function(function.name) for function in functions]
         for chosen in (functions if num_chars < MAX_TEXT_BYTES else open_ones, open_ones):
-            grammar = start + FORMS[form].rules(chosen, mark, several)
+            grammar = start + _rules(form, chosen, mark, several)
             if len(grammar.encode(errors="surrogatepass")) <= MAX_TEXT_BYTES:
                 break
     except RecursionError:
@@ -124,17 +118,99 @@ def _each(functions: Sequence[Function], before: str, behind: str = "") -> str:
     return "(" + " | ".join(ways) + ")"
 
 
-def _hermes(functions: Sequence[Function], mark: Mark, several: bool) -> str:
+def _rules(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
+    """Write the rules of a family's calls, as Lark does; one of them is ``calls``."""
+    match form:
+        case JsonForm():
+            return _json_calls(form, functions, mark, several)
+        case TaggedForm():
+            return _tagged(form, functions, mark, several)
+        case NamedForm():
+            return _named(form, functions, mark, several)
+        case PythonForm():
+            return _python(form, functions, mark, several)
+        case MistralForm():
+            return _mistral(functions, mark, several)
+        case HarmonyForm():
+            return _harmony(functions, mark)
+        case _:
+            calls = _repeated("call", '"; "', several)
+            return f"calls: {calls}\ncall: {_named_object(functions, 'parameters')}\n"
+
+
+def _json_calls(form: JsonForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
     call = _named_object(functions, "arguments")
+    close = f" {mark(form.close)}" if form.close else ""
+    if close and len(form.opens) > 1:
+        close += "?"  # not every mark is closed
+    if form.is_list:
+        opened = " | ".join(f"{mark(one)}" for one in form.opens)
+        listed = f'"[" {_repeated("call", _COMMA, several)} "]"{close}'
+        return f'calls: ({opened}) " "? {listed}\ncall: {call}\n'
     return (
         f"calls: {_repeated('call', _NEWLINE, several)}\n"
-        f"call: {mark('<tool_call>')} {_NEWLINE} {call} {_NEWLINE} {mark('</tool_call>')}\n"
+        f"call: {mark(form.opens[0])} {_NEWLINE} {call} {_NEWLINE}{close}\n"
     )
 
 
-def _llama3_json(functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    calls = _repeated("call", '"; "', several)
-    return f"calls: {calls}\ncall: {_named_object(functions, 'parameters')}\n"
+def _tagged(form: TaggedForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
+    line = ' "\\n"' if form.has_lines else ""
+    opened, closed = mark(form.open), mark(form.close)
+    if form.function:
+        opened += f" {json.dumps(chr(10) + form.function)}"
+    if form.end:
+        closed = f"{mark(form.end)} {_NEWLINE} {closed}"
+    key = f"{mark(form.key)} /[^<>\\r\\n]+/ {mark(form.key_end)}"
+    if form.value:
+        key += f" {_NEWLINE} {mark(form.value)}"
+    return (
+        f"calls: {_repeated('call', _NEWLINE, several)}\n"
+        f"call: {opened} {_names(functions)} {json.dumps(form.name_end + chr(10))} "
+        f"argument* {closed}\n"
+        f"argument: {key}{line} value\n" + _value(form, mark)
+    )
+
+
+def _value(form: TaggedForm, mark: Mark) -> str:
+    """Write the rule of an argument's text, up to the mark behind it and the end of the line."""
+    if mark(form.value_end) != json.dumps(form.value_end):  # a token that no text has
+        return f"value: TEXT? {mark(form.value_end)} {_NEWLINE}\nTEXT: /(?s:.+)/\n"
+    end = ("\n" if form.has_lines else "") + form.value_end + "\n"
+    return f"value[suffix={json.dumps(end)}]: /(?s:.*)/\n"
+
+
+def _named(form: NamedForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
+    separator = mark(form.separator)
+    calls = (
+        f"calls: {mark(form.all_open)} {_repeated('call', f'{_NEWLINE}?', several)} "
+        f"{mark(form.all_close)}\n"
+    )
+    if form.prefix:
+        numbered = _each(functions, f"/:[0-9]{{1,4}}/ {separator}")
+        prefix = json.dumps(form.prefix)
+        return f"{calls}call: {mark(form.open)} {prefix} {numbered} {mark(form.close)}\n"
+    plain = _each(functions, separator)
+    if not form.is_fenced:
+        return f"{calls}call: {mark(form.open)} {plain} {mark(form.close)}\n"
+    fenced = _each(functions, '"\\n```json\\n"', '"\\n```"')
+    return (
+        f"{calls}call: {mark(form.open)} (fenced | plain) {mark(form.close)}\n"
+        f'fenced: "function" {separator} {fenced}\nplain: {plain}\n'
+    )
+
+
+def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
+    calls = f'"[" {_repeated("call", _COMMA, several)} "]"'
+    if not form.is_list:
+        calls = f"{_NEWLINE}? {_repeated('call', _NEWLINE, several)} {_NEWLINE}?"
+    if form.is_marked:
+        calls = f"{mark(form.open)} {calls} {mark(form.close)}"
+    return (
+        f"calls: {calls}\n"
+        f'call: {_names(functions)} "(" (argument ({_COMMA} argument)*)? ")"\n'
+        'argument: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value\n'
+        f"value: {_json({})}\n"
+    )
 
 
 def _mistral(functions: Sequence[Function], mark: Mark, several: bool) -> str:
@@ -147,38 +223,7 @@ def _mistral(functions: Sequence[Function], mark: Mark, several: bool) -> str:
     )
 
 
-def _qwen3_coder(functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    opened = f'{mark("<tool_call>")} "\\n<function=" {_names(functions)} ">\\n"'
-    closed = f'"</function>" {_NEWLINE} {mark("</tool_call>")}'
-    return (
-        f"calls: {_repeated('call', _NEWLINE, several)}\n"
-        f"call: {opened} argument* {closed}\n"
-        'argument: "<parameter=" /[^<>\\r\\n]+/ ">\\n" value\n'
-        'value[suffix="\\n</parameter>\\n"]: /(?s:.*)/\n'
-    )
-
-
-def _deepseek(functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    separator = mark(deepseek.SEPARATOR)
-    fenced = _each(functions, '"\\n```json\\n"', '"\\n```"')
-    return (
-        f"calls: {mark(deepseek.ALL_BEGIN)} {_repeated('call', f'{_NEWLINE}?', several)} "
-        f"{mark(deepseek.ALL_END)}\n"
-        f"call: {mark(deepseek.BEGIN)} (fenced | plain) {mark(deepseek.END)}\n"
-        f'fenced: "function" {separator} {fenced}\nplain: {_each(functions, separator)}\n'
-    )
-
-
-def _pythonic(functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    return (
-        f'calls: "[" {_repeated("call", _COMMA, several)} "]"\n'
-        f'call: {_names(functions)} "(" (argument ({_COMMA} argument)*)? ")"\n'
-        'argument: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value\n'
-        f"value: {_json({})}\n"
-    )
-
-
-def _harmony(functions: Sequence[Function], mark: Mark, several: bool) -> str:
+def _harmony(functions: Sequence[Function], mark: Mark) -> str:
     channel, message = mark(harmony.CHANNEL), mark(harmony.MESSAGE)
     json_mark = f'(" "? {mark(harmony.CONSTRAIN)} "json" | " json")? {message}'
     behind = f'{channel} "commentary" {json_mark}'
@@ -187,14 +232,3 @@ def _harmony(functions: Sequence[Function], mark: Mark, several: bool) -> str:
         f'first: {channel} "commentary to=functions." {_each(functions, json_mark)}\n'
         f'second: " to=functions." {_each(functions, behind)}\n'
     )
-
-
-FORMS: dict[str, CallForm] = {
-    "hermes": CallForm("<tool_call>", _hermes),
-    "llama3_json": CallForm("", _llama3_json),
-    "mistral": CallForm(mistral.TAG, _mistral),
-    "qwen3_coder": CallForm("<tool_call>", _qwen3_coder),
-    "deepseek_v3": CallForm(deepseek.ALL_BEGIN, _deepseek),
-    "pythonic": CallForm("", _pythonic),
-    "openai": CallForm("", _harmony),
-}

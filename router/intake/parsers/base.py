@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ class Reasoning:
     text: str
 
 
-def new_call_id() -> str:
-    """Make an id as OpenAI's API has them."""
+def new_call_id(name: str = "", number: int = 0) -> str:
+    """Make the id of a call as OpenAI's API has them, whatever the function and the number."""
     return f"call_{uuid.uuid4().hex}"
 
 
@@ -35,6 +35,8 @@ class CallArguments:
     text: str
 
 
+MakeId = Callable[[str], str]
+"""Makes the id of an output's next call, of the function with this name."""
 Part = str | Reasoning | CallBegins | CallArguments
 """A text is what the assistant says."""
 
@@ -62,7 +64,9 @@ class ParserContext:
     Attributes:
         tools: the parameters (a JSON schema) of each function that is offered, by its name.
         prompt_end: what the prompt already has of the answer, special tokens included.
+        num_calls: how many calls the conversation has so far.
     """
 
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     prompt_end: str = ""
+    num_calls: int = 0

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TypeVar
 
 from baton.registry import Registry
 from baton.text.tokenizer import Tokenizer
-from router.intake.answers.call_forms import FORMS, Function, answer_or_calls
-from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserKind
+from router.intake.answers.call_forms import Function, answer_or_calls
+from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.intake.parsers.base import OutputParser, ParserContext, new_call_id
+from router.intake.parsers.families import CALLS, THOUGHTS, Family, Thoughts, family_of
 from router.intake.parsers.plain import CallsOrText, OneCall, PlainText
 from router.intake.parsers.think import ThinkFirst
 
-# What a template says of its model, the first that it says.
-_CALLS = (
-    ("<|channel|>", "openai"),
-    ("<function=", "qwen3_coder"),
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("tool▁call▁begin", "deepseek_v3"),
-    ("[func_name1(", "pythonic"),
-    ("<|python_tag|>", "llama3_json"),
-    ('"parameters": ', "llama3_json"),
-)
-_REASONING = (("<|channel|>", "openai_gptoss"), ("</think>", "qwen3"))
+Row = TypeVar("Row", Family, Thoughts)
 _PROMPT_END_TOKENS = 8
 _MAX_PROMPT_END_TOKENS = 8_192  # a millisecond
 
@@ -53,11 +44,15 @@ class OutputParsers:
         if tokenizer is not None and tokenizer.chat_template is not None:
             source = tokenizer.chat_template.source(with_tools=True)
         # Where a template takes no tools, they are told in Hermes' form.
-        of_calls = _CALLS if tokenizer is not None and tokenizer.takes_tools else ()
-        self.tool_call_parser = _named(tool_call_parser, source, of_calls, "hermes")
-        self.reasoning_parser = _named(reasoning_parser, source, _REASONING, NONE)
-        self._calls = _load(TOOL_CALL_PARSERS, self.tool_call_parser)
-        self._reasoning = _load(REASONING_PARSERS, self.reasoning_parser)
+        takes_tools = tokenizer is not None and tokenizer.takes_tools
+        if tool_call_parser == AUTO:
+            tool_call_parser = family_of(source, CALLS if takes_tools else {}) or "hermes"
+        if reasoning_parser == AUTO:
+            reasoning_parser = family_of(source, THOUGHTS) or NONE
+        self.tool_call_parser = tool_call_parser
+        self.reasoning_parser = reasoning_parser
+        self._calls = _load(TOOL_CALL_PARSERS, tool_call_parser)
+        self._reasoning = _load(REASONING_PARSERS, reasoning_parser)
         self._marks: frozenset[int] = frozenset()  # special tokens that no answer has
         if tokenizer is not None and self._reasoning is not None:
             inner = map(tokenizer.special_token_id, self._reasoning.inner_tokens)
@@ -94,9 +89,7 @@ class OutputParsers:
         """
         if self._calls is None:
             return None
-        return answer_or_calls(
-            self.tool_call_parser, answer, functions, self._mark, several=several
-        )
+        return answer_or_calls(self._calls.form, answer, functions, self._mark, several=several)
 
     def _mark(self, text: str) -> str:
         token_id = self._tokenizer.special_token_id(text) if self._tokenizer else None
@@ -118,23 +111,18 @@ class OutputParsers:
             is_either: the grammar is that of `answer_or_calls`.
         """
         if is_forced:
-            return OneCall(new_call_id if self._calls is None else self._calls.make_id)
+            return OneCall(new_call_id if self._calls is None else self._calls.make_ids(context))
         calls = self._calls if context.tools else None
         reasoning = None if is_constrained else self._reasoning
-        for kind in (reasoning, calls):
-            if kind is not None and kind.takes_all:
-                return kind(context)
+        if reasoning is not None and reasoning.takes_all:
+            return reasoning(context)
+        if calls is not None and calls.takes_all:
+            return calls(context)
         rest: OutputParser = PlainText() if calls is None else calls(context)
-        if is_either and (mark := FORMS[self.tool_call_parser].begins):
-            rest = CallsOrText(mark, rest)
+        if is_either and self._calls is not None and self._calls.form.begins:
+            rest = CallsOrText(self._calls.form.begins, rest)
         return rest if reasoning is None else ThinkFirst(reasoning(context), rest)
 
 
-def _named(given: str, source: str, signs: tuple[tuple[str, str], ...], otherwise: str) -> str:
-    if given != AUTO:
-        return given
-    return next((name for sign, name in signs if sign in source), otherwise)
-
-
-def _load(registry: Registry[ParserKind], name: str) -> ParserKind | None:
+def _load(registry: Registry[Row], name: str) -> Row | None:
     return None if name == NONE else registry.load(name)

@@ -8,10 +8,13 @@ What is analysed is reasoning; what goes to ``functions.NAME`` is a call; the re
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from router.intake.parsers.base import (
     CallArguments,
     CallBegins,
+    MakeId,
+    OutputParser,
     ParserContext,
     Reasoning,
     new_call_id,
@@ -27,15 +30,17 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
 _BEGINNINGS = (CHANNEL, START, " to=", "to=")
 
 
-class Harmony(ScriptedParser):
-    """Both a parser of reasoning and of calls, for they are one format."""
+@dataclass(frozen=True, slots=True)
+class HarmonyForm:
+    """Messages of channels: reasoning and calls are one format."""
 
-    special_tokens = _TAGS
-    inner_tokens = (CHANNEL, MESSAGE, CONSTRAIN)
-    takes_all = True
+    special_tokens: tuple[str, ...] = _TAGS
+    inner_tokens: tuple[str, ...] = (CHANNEL, MESSAGE, CONSTRAIN)
+    begins: tuple[str, ...] = ()
 
-    def __init__(self, context: ParserContext) -> None:
-        super().__init__(lambda source: _script(source, context.prompt_end))
+    def make_parser(self, context: ParserContext, make_id: MakeId = new_call_id) -> OutputParser:
+        """Make a parser of reasoning and calls."""
+        return ScriptedParser(lambda source: _script(source, context.prompt_end))
 
 
 def _script(source: Source, prompt_end: str) -> Steps[None]:

@@ -6,12 +6,15 @@ import json
 import re
 from collections.abc import Callable, Collection
 
-from router.intake.parsers.base import CallArguments, CallBegins, Part, new_call_id
+from router.intake.parsers.base import CallArguments, CallBegins, MakeId, Part, new_call_id
 from router.intake.parsers.source import Source, Steps
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 NO_ARGUMENTS = "{}"
 SPACE = re.compile(r"[ \t\r\n]*")
+# Between the arguments of a call and its mark: what ends the call, and too much of it.
+BEHIND = re.compile(r"[ \t\r\n}\]]*")
+_COMMA = re.compile(r"[ \t\r\n,]*")
 # Outside of strings: what may be there and means nothing here.
 _PLAIN = re.compile(r"[^\"{}\[\]<>();`|#$&=\\'@!?^%~]*")
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -28,7 +31,7 @@ def call_steps(
     source: Source,
     *,
     names: Collection[str] | None = None,
-    make_id: Callable[[], str] = new_call_id,
+    make_id: MakeId = new_call_id,
 ) -> Steps[str | None]:
     """Read a call; returns None when there was one, or what was consumed and is none.
 
@@ -40,10 +43,32 @@ def call_steps(
     return (yield from _CallReader(source, names, make_id).steps())
 
 
+def list_steps(source: Source, read: str, *, make_id: MakeId = new_call_id) -> Steps[str | None]:
+    """Read a list of calls behind its ``[``; returns what `call_steps` does.
+
+    A list is one of calls if the first thing in it is a call.
+
+    Args:
+        read: text consumed before the list; belongs to what is no call.
+    """
+    is_first = True
+    while True:
+        read += yield from source.match(_COMMA)
+        if (yield from source.take("]")):
+            return f"{read}]" if is_first else None
+        if (yield from source.peek()) != "{":
+            return read if is_first else None
+        no_call = yield from call_steps(source, make_id=make_id)
+        if no_call is not None:
+            if is_first:
+                return read + no_call
+            yield no_call
+            return None
+        is_first, read = False, ""
+
+
 class _CallReader:
-    def __init__(
-        self, source: Source, names: Collection[str] | None, make_id: Callable[[], str]
-    ) -> None:
+    def __init__(self, source: Source, names: Collection[str] | None, make_id: MakeId) -> None:
         self._source = source
         self._names = names
         self._make_id = make_id
@@ -60,7 +85,7 @@ class _CallReader:
         is_call = has_ended and self._name and (self._arguments or self._names is None)
         if not is_call:
             return "".join(self._read)
-        yield CallBegins(self._name, self._make_id())
+        yield CallBegins(self._name, self._make_id(self._name))
         yield CallArguments("".join(self._arguments or [NO_ARGUMENTS]))
         return None
 
@@ -100,7 +125,7 @@ class _CallReader:
         if not self._name:
             self._arguments = []
             return (yield from value_steps(self._source, self._keep_arguments))
-        yield CallBegins(self._name, self._make_id())
+        yield CallBegins(self._name, self._make_id(self._name))
         self._has_begun = True
         return (yield from value_steps(self._source, CallArguments))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from router.intake.parsers.base import OutputParser, Part, new_call_id
+from router.intake.parsers.base import MakeId, OutputParser, Part, new_call_id
 from router.intake.parsers.json_call import call_steps
 from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_text
 
@@ -27,7 +27,7 @@ class OneCall(ScriptedParser):
         make_id: makes the call's id.
     """
 
-    def __init__(self, make_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(self, make_id: MakeId = new_call_id) -> None:
         def script(source: Source) -> Steps[None]:
             if no_call := (yield from call_steps(source, make_id=make_id)):
                 yield no_call
@@ -37,16 +37,16 @@ class OneCall(ScriptedParser):
 
 
 class CallsOrText:
-    """Reads an output that is calls if it begins with their mark, and a text otherwise.
+    """Reads an output that is calls if it begins with one of their marks, and a text otherwise.
 
-    A text may have the mark within it.
+    A text may have a mark within it.
 
     Args:
         calls: divides calls.
     """
 
-    def __init__(self, mark: str, calls: OutputParser) -> None:
-        self._mark = mark
+    def __init__(self, marks: tuple[str, ...], calls: OutputParser) -> None:
+        self._marks = marks
         self._calls = calls
         self._held = ""
         self._chosen: OutputParser | None = None
@@ -54,9 +54,10 @@ class CallsOrText:
     def push(self, text: str) -> Iterator[Part]:
         if self._chosen is None:
             text = self._held = self._held + text
-            if len(text) < len(self._mark) and self._mark.startswith(text):
+            is_call = text.startswith(self._marks)
+            if not is_call and any(mark.startswith(text) for mark in self._marks):
                 return
-            self._chosen = self._calls if text.startswith(self._mark) else PlainText()
+            self._chosen = self._calls if is_call else PlainText()
         yield from self._chosen.push(text)
 
     def finish(self) -> Iterator[Part]:

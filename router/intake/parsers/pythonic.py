@@ -1,60 +1,115 @@
-"""Llama 3.2 and 4: an output that is a list of calls in Python's words, ``[f(x=1), g(y="a")]``."""
+"""Calls in Python's words: an output like ``[f(x=1), g(y="a")]``, or calls between marks."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
+from dataclasses import dataclass
 
-from router.intake.parsers.base import CallArguments, CallBegins, ParserContext, new_call_id
-from router.intake.parsers.json_call import SPACE
+from router.intake.parsers.base import (
+    CallArguments,
+    CallBegins,
+    MakeId,
+    OutputParser,
+    ParserContext,
+)
+from router.intake.parsers.json_call import BEHIND, SPACE, list_steps
+from router.intake.parsers.json_calls import marked_steps
 from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_text
 
 _NAME = re.compile(r"[\w.]*")
 _PLAIN = re.compile(r"[^\"'\\()\[\]{},]*")
 _WORDS = {"true": "true", "false": "false", "null": "null"}
+_ESCAPES = {0: "\\0", 10: "\\n", 13: "\\r"}
 _CLOSES = {")": "(", "]": "[", "}": "{"}
 
 
-class Pythonic(ScriptedParser):
-    """Only functions that are offered are called: other lists are text."""
+@dataclass(frozen=True, slots=True)
+class PythonForm:
+    """Marks of calls in Python's words.
 
-    special_tokens = ("<|python_start|>", "<|python_end|>")
+    Attributes:
+        open, close: marks around calls.
+        is_marked: calls are between marks, anywhere in a text; else an output is a list of calls,
+            marks may be missing, and only functions that are offered are called.
+        is_list: brackets are around calls, and commas between them; else each has its line.
+    """
 
-    def __init__(self, context: ParserContext) -> None:
-        names = frozenset(context.tools)
+    open: str
+    close: str
+    is_marked: bool = False
+    is_list: bool = True
 
-        def script(source: Source) -> Steps[None]:
-            yield from source.take("<|python_start|>")
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return (self.open, self.close)
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return (self.open,) if self.is_marked else ()
+
+    def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
+        """Make a parser; what is no call stays text."""
+        names = None if self.is_marked else frozenset(context.tools)
+
+        def block(source: Source) -> Steps[str | None]:
             read = yield from source.match(SPACE)
             if (yield from source.take("[")):
-                read = yield from _calls(source, names, read + "[")
-            yield from source.take("<|python_end|>")
+                read += "[" + (yield from source.match(SPACE))
+            if (yield from source.peek()) == "{":  # some templates show JSON
+                return (yield from list_steps(source, read, make_id=make_id))
+            no_call = yield from _calls(source, names, read, make_id)
+            if no_call is None:
+                yield from source.match(BEHIND)
+            return no_call
+
+        def script(source: Source) -> Steps[None]:
+            yield from source.take(self.open)
+            read: str | None = yield from source.match(SPACE)
+            if (yield from source.take("[")):
+                read = yield from _calls(source, names, f"{read}[", make_id)
+            yield from source.take(self.close)
             if read:
                 yield read
             yield from rest_as_text(source)
 
-        super().__init__(script)
+        if not self.is_marked:
+            return ScriptedParser(script)
+        return ScriptedParser(lambda source: marked_steps(source, (self.open,), self.close, block))
 
 
-def _calls(source: Source, names: frozenset[str], read: str) -> Steps[str]:
-    """Read calls; returns what was consumed and is none."""
+def _calls(
+    source: Source, names: frozenset[str] | None, read: str, make_id: MakeId
+) -> Steps[str | None]:
+    """Read calls; returns None when there was one, or what was consumed and is none.
+
+    Args:
+        names: of functions that may be called; any if not given.
+    """
     is_first = True
     while True:
         read += yield from source.match(SPACE)
         name = yield from source.match(_NAME)
         read += name
-        if name not in names or not (yield from source.take("(")):
-            return read
-        yield CallBegins(name, new_call_id())
+        is_name = bool(name) if names is None else name in names
+        if not is_name or not (yield from source.take("(")):
+            break
+        yield CallBegins(name, make_id(name))
         rest = yield from _arguments(source)
         if rest is not None:
-            return rest
+            is_first, read = False, rest
+            break
         is_first, read = False, ""
         yield from source.match(SPACE)
-        if not (yield from source.take(",")):
+        if not (yield from source.take(",")) and names is not None:
             yield from source.take("]")
-            return "" if not is_first else read
+            return None
+    if is_first:
+        return read
+    if read:
+        yield read
+    return None
 
 
 def _arguments(source: Source) -> Steps[str | None]:
@@ -107,13 +162,20 @@ def _value(source: Source) -> Steps[str]:
 
 
 def _as_json(text: str) -> str | None:
-    """A literal of Python as JSON; None if it is none, or cannot be said in JSON."""
+    """Write a literal of Python, or JSON, as JSON; None if it is none, or JSON cannot say it."""
     text = text.strip()
     if text in _WORDS:
         return _WORDS[text]
-    try:
-        written = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-        written.encode()
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None
-    return written
+    for read in (json.loads, ast.literal_eval, _read_lines):
+        try:
+            written = json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+            written.encode()
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+        return written
+    return None
+
+
+def _read_lines(text: str) -> object:
+    """Read a string with line breaks in it, which templates show as they are."""
+    return ast.literal_eval(text.translate(_ESCAPES))

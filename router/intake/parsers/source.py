@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Generator, Iterator
-from typing import ClassVar, Final, TypeVar
+from typing import Final, TypeVar
 
-from router.intake.parsers.base import CallArguments, CallBegins, Part, new_call_id
+from router.intake.parsers.base import CallArguments, CallBegins, Part
 
 
 class _More:
@@ -124,18 +124,7 @@ class ScriptedParser:
     """An output parser of a script, which must consume all that there is.
 
     Blanks between calls, and behind the last one, are no text.
-
-    Attributes:
-        special_tokens: that it reads: they must be in the text.
-        inner_tokens: special tokens within an answer; no other ones are behind its beginning.
-        takes_all: it finds reasoning and calls, both.
-        make_id: makes ids of calls as the model's templates take them.
     """
-
-    special_tokens: ClassVar[tuple[str, ...]] = ()
-    inner_tokens: ClassVar[tuple[str, ...]] = ()
-    takes_all: ClassVar[bool] = False
-    make_id: ClassVar[Callable[[], str]] = staticmethod(new_call_id)
 
     def __init__(self, script: Callable[[Source], Steps[None]]) -> None:
         self._source = Source()

@@ -4,54 +4,64 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from router.intake.parsers.base import OutputParser, ParserContext, Part, Reasoning
 from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_text
 
-OPEN, CLOSE = "<think>", "</think>"
 _NEWLINES = re.compile(r"[\r\n]*")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class Think(ScriptedParser):
-    """Divides an output that begins with the tag, or whose prompt ends in a thought."""
+@dataclass(frozen=True, slots=True)
+class ThinkForm:
+    """Marks of reasoning at the beginning of an output, or in what the prompt has of it.
 
-    special_tokens = (OPEN, CLOSE)
-    inner_tokens = (OPEN, CLOSE)
-    always_thinks = False
+    Attributes:
+        always_thinks: the model thinks without saying so, until the mark that ends it.
+        within: special tokens that reasoning may have in it.
+    """
 
-    def __init__(self, context: ParserContext) -> None:
+    open: str
+    close: str
+    always_thinks: bool = False
+    within: tuple[str, ...] = ()
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return (self.open, self.close)
+
+    @property
+    def inner_tokens(self) -> tuple[str, ...]:
+        return (self.open, self.close, *self.within)
+
+    def make_parser(self, context: ParserContext) -> OutputParser:
+        """Make a parser of one output."""
         prompt = context.prompt_end
-        begun, ended = prompt.rfind(OPEN), prompt.rfind(CLOSE)
+        begun, ended = prompt.rfind(self.open), prompt.rfind(self.close)
         thinks = begun > ended or (self.always_thinks and ended < 0)
-        goes_on = begun > ended and bool(prompt[begun + len(OPEN) :].strip())
+        goes_on = begun > ended and bool(prompt[begun + len(self.open) :].strip())
 
         def script(source: Source) -> Steps[None]:
             if goes_on:
-                yield from _reasoning(source)
+                yield from _reasoning(source, self.close)
                 yield from source.match(_NEWLINES)
                 yield from rest_as_text(source)
                 return
             blanks = yield from source.match(_SPACE)
-            if (yield from source.take(OPEN)) or thinks:
+            if (yield from source.take(self.open)) or thinks:
                 yield from source.match(_NEWLINES)
-                yield from _reasoning(source)
+                yield from _reasoning(source, self.close)
                 yield from source.match(_NEWLINES)
             elif blanks:
                 yield blanks
             yield from rest_as_text(source)
 
-        super().__init__(script)
+        return ScriptedParser(script)
 
 
-class AlwaysThink(Think):
-    """For models that think without saying so, until the tag that ends it."""
-
-    always_thinks = True
-
-
-def _reasoning(source: Source) -> Steps[None]:
-    """Read up to the tag; the newlines before the tag are no reasoning."""
+def _reasoning(source: Source, close: str) -> Steps[None]:
+    """Read up to the mark; the newlines before the mark are no reasoning."""
     newlines = ""
 
     def take(text: str) -> Part | None:
@@ -61,7 +71,7 @@ def _reasoning(source: Source) -> Steps[None]:
         newlines = text[len(kept) :]
         return Reasoning(kept) if kept else None
 
-    yield from source.until((CLOSE,), take)
+    yield from source.until((close,), take)
 
 
 class ThinkFirst:

@@ -12,8 +12,8 @@ from baton.api.errors import ConfigError
 from baton.text.tokenizer import Tokenizer
 from router.intake.parsers.base import ParserContext, Reasoning
 from router.intake.parsers.choice import OutputParsers
-from router.intake.parsers.hermes import Hermes
 from router.intake.parsers.plain import OneCall, PlainText
+from router.intake.parsers.source import ScriptedParser
 from router.intake.parsers.think import ThinkFirst
 from tests.fakes.parsed_outputs import parse
 
@@ -72,7 +72,7 @@ def test_what_is_named_is_used() -> None:
 def test_an_output_is_divided_as_its_request_says() -> None:
     parsers = OutputParsers(tokenizer_of("qwen3"))
     assert isinstance(parsers.make(ParserContext()), ThinkFirst)
-    assert isinstance(parsers.make(WITH_TOOLS, is_constrained=True), Hermes)
+    assert type(parsers.make(WITH_TOOLS, is_constrained=True)) is ScriptedParser
     assert isinstance(parsers.make(WITH_TOOLS, is_forced=True), OneCall)
     assert isinstance(parsers.make(ParserContext(), is_constrained=True), PlainText)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from router.intake.parsers.base import ParserContext, Reasoning
-from router.intake.parsers.think import Think, ThinkFirst
-from tests.fakes.parsed_outputs import Found, make_parser, parse
+from router.intake.parsers.think import ThinkFirst, ThinkForm
+from tests.fakes.parsed_outputs import Found, make_parser, make_reasoning_parser, parse
 
 CASES: list[tuple[str, str, str, Found]] = [
     ("qwen3", "", "<think>\nHm.\n</think>\n\nYes.", [Reasoning("Hm."), "Yes."]),
@@ -27,6 +27,9 @@ CASES: list[tuple[str, str, str, Found]] = [
     ("openai_gptoss", "assistant<|channel|>analysis<|message|>So", " it is.<|end|>"
      "<|start|>assistant<|channel|>final<|message|>Yes.", [Reasoning(" it is."), "Yes."]),
     ("openai_gptoss", "assistant<|channel|>final<|message|>Yes", ", it is.", [", it is."]),
+    ("seed_oss", "", "<seed:think>\nHm.</seed:think>\nYes.", [Reasoning("Hm."), "Yes."]),
+    ("seed_oss", "<seed:think><seed:cot_budget_reflect>", "None.</seed:think>Yes.",
+     [Reasoning("None."), "Yes."]),
     ("deepseek_r1", "", "Hm.</think>Yes.", [Reasoning("Hm."), "Yes."]),
     ("deepseek_r1", "", "<think>Hm.</think>Yes.", [Reasoning("Hm."), "Yes."]),
     ("deepseek_r1", "<think>\n\n</think>", "Yes.", ["Yes."]),
@@ -39,14 +42,14 @@ CASES: list[tuple[str, str, str, Found]] = [
 def test_reasoning_and_text_wherever_the_output_is_cut(
     name: str, prompt_end: str, text: str, expected: Found
 ) -> None:
-    assert parse(make_parser(name, prompt_end), [text]) == expected
-    assert parse(make_parser(name, prompt_end), text) == expected
+    assert parse(make_reasoning_parser(name, prompt_end), [text]) == expected
+    assert parse(make_reasoning_parser(name, prompt_end), text) == expected
     for cut in range(len(text)):
-        assert parse(make_parser(name, prompt_end), [text[:cut], text[cut:]]) == expected
+        assert parse(make_reasoning_parser(name, prompt_end), [text[:cut], text[cut:]]) == expected
 
 
 def test_reasoning_is_shown_as_it_comes() -> None:
-    parser = make_parser("qwen3")
+    parser = make_reasoning_parser("qwen3")
     assert list(parser.push("<think>")) == []
     assert list(parser.push("So")) == [Reasoning("So")]
     assert list(parser.push(", then\n")) == [Reasoning(", then")]
@@ -55,6 +58,6 @@ def test_reasoning_is_shown_as_it_comes() -> None:
 def test_calls_behind_reasoning_are_found_and_those_in_it_are_not() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     hermes = make_parser("hermes")
-    parser = ThinkFirst(Think(ParserContext()), hermes)
+    parser = ThinkFirst(ThinkForm("<think>", "</think>").make_parser(ParserContext()), hermes)
     found = parse(parser, [f"<think>{call}</think>\n{call}"])
     assert found == [Reasoning(call), ("f", "{}")]

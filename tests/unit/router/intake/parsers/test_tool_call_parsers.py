@@ -138,6 +138,35 @@ STREAMED = {
     "mistral": ('[TOOL_CALLS][{"name": "f", "arguments": {"x": "', "long text", '"}}]'),
     "qwen3_coder": ("<tool_call><function=f><parameter=x>", "long text", "</parameter></function>"),
     "deepseek_v3": ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "', "long text", f'"}}{DS_END}'),
+    "glm45": (
+        "<tool_call>f\n<arg_key>x</arg_key><arg_value>", "long text", "</arg_value></tool_call>"
+    ),
+    "deepseek_v31": (
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "', "long text", f'"}}{DS_END}'
+    ),
+    "kimi_k2": (
+        '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": "', "long text",
+        '"}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=f>\n<parameter=x>", "long text",
+        "</parameter>\n</function>\n</seed:tool_call>",
+    ),
+    "granite": (
+        '<|tool_call|>[{"name": "f", "arguments": {"x": "', "long text", '"}}]'
+    ),
+    "phi4_mini_json": (
+        'functools[{"name": "f", "arguments": {"x": "', "long text", '"}}]'
+    ),
+    "nemotron_json": (
+        '<TOOLCALL>[{"name": "f", "arguments": {"x": "', "long text", '"}}]</TOOLCALL>'
+    ),
+    "lfm2": (
+        "<|tool_call_start|>[f(", 'x="long text", ', "n=1)]<|tool_call_end|>"
+    ),
+    "olmo3": (
+        "<function_calls>f(", 'x="long text", ', "n=1)</function_calls>"
+    ),
     "pythonic": ("[f(", 'x="long text", ', "n=1)]"),
     "openai": (
         '<|channel|>commentary to=functions.f<|message|>{"x": "', "long text", '"}<|call|>'
@@ -202,7 +231,7 @@ def test_without_tools_tags_are_text() -> None:
 
 
 def test_a_name_that_there_is_not_lists_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="unknown tool-call parser 'x'; known: hermes, llama3"):
+    with pytest.raises(ConfigError, match="unknown tool-call parser 'x'; known: openai, "):
         TOOL_CALL_PARSERS.load("x")
 
 
@@ -220,6 +249,9 @@ LONG = {
     "python": "[f(x=" + "[" * 150_000 + "]" * 150_000,
     "strings": '[f(x="' + "a" * 300_000,
     "parameters": "<function=f>" + "<parameter=x>a</parameter>" * 12_000,
+    "pairs": "<tool_call>f\n" + "<arg_key>x</arg_key><arg_value>a</arg_value>" * 9_000,
+    "kimi": "<|tool_call_begin|>functions.f:0" * 12_000,
+    "lists": "<|tool_call|>[" * 10_000 + "functools[" * 10_000 + "<TOOLCALL>[" * 10_000,
     "headers": "<|channel|>" * 28_000,
     "mistral": "[TOOL_CALLS]" * 25_000,
     "deepseek": SIGN * 20_000,
@@ -233,6 +265,15 @@ READ_BY = {
     "mistral": ("mistral",),
     "qwen3_coder": ("parameters", "beginnings"),
     "deepseek_v3": ("deepseek",),
+    "glm45": ("pairs", "beginnings"),
+    "deepseek_v31": ("deepseek",),
+    "kimi_k2": ("kimi",),
+    "seed_oss": ("parameters", "beginnings"),
+    "granite": ("lists",),
+    "phi4_mini_json": ("lists",),
+    "nemotron_json": ("lists",),
+    "lfm2": ("python", "strings"),
+    "olmo3": ("python", "strings"),
     "pythonic": ("python", "strings"),
     "openai": ("headers",),
 }

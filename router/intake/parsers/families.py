@@ -1,0 +1,215 @@
+"""Families: how models write calls and reasoning, one row each.
+
+A row says all of a family: signs of its chat templates, marks of calls, and ids of calls.
+Parsers read by the rows, and `router/intake/answers/call_forms.py` writes grammars by the rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.intake.parsers.base import MakeId, OutputParser, ParserContext, new_call_id
+from router.intake.parsers.harmony import HarmonyForm
+from router.intake.parsers.json_calls import BareJsonForm, JsonForm
+from router.intake.parsers.mistral import MistralForm, new_short_id
+from router.intake.parsers.named import NamedForm
+from router.intake.parsers.pythonic import PythonForm
+from router.intake.parsers.tagged import TaggedForm
+from router.intake.parsers.think import ThinkForm
+
+
+class CallForm(Protocol):
+    """Marks of calls, and what reads them.
+
+    Attributes:
+        special_tokens: marks that may be special tokens: those must be in the text.
+        begins: marks of which one begins all calls; empty: nothing tells calls from an answer.
+    """
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]: ...
+
+    @property
+    def begins(self) -> tuple[str, ...]: ...
+
+    def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a family of models writes calls.
+
+    Attributes:
+        signs: a chat template that has one of these texts is of the family.
+        new_id: makes the id of a function's call, from the number of calls before it, as the
+            family's templates show ids.
+        takes_all: the parser of calls finds reasoning, too.
+    """
+
+    form: CallForm
+    signs: tuple[str, ...]
+    new_id: Callable[[str, int], str] = new_call_id
+    takes_all: bool = False
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return self.form.special_tokens
+
+    def __call__(self, context: ParserContext) -> OutputParser:
+        return self.form.make_parser(context, self.make_ids(context))
+
+    def make_ids(self, context: ParserContext) -> MakeId:
+        """Make what makes ids of one output's calls."""
+        numbers = itertools.count(context.num_calls)
+        return lambda name: self.new_id(name, next(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """How a family of models marks its reasoning.
+
+    Attributes:
+        signs: a chat template that has one of these texts is of the family.
+        takes_all: the parser finds calls, too.
+    """
+
+    form: ThinkForm | HarmonyForm
+    signs: tuple[str, ...]
+    takes_all: bool = False
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return self.form.special_tokens
+
+    @property
+    def inner_tokens(self) -> tuple[str, ...]:
+        return self.form.inner_tokens
+
+    def __call__(self, context: ParserContext) -> OutputParser:
+        return self.form.make_parser(context)
+
+
+def numbered_id(name: str, number: int) -> str:
+    """Make the id of a call as Kimi's templates show it."""
+    return f"functions.{name}:{number}"
+
+
+# A template is of the first family that it has a sign of.
+CALLS: dict[str, Family] = {
+    "openai": Family(HarmonyForm(), ("<|channel|>",), takes_all=True),
+    "glm45": Family(
+        TaggedForm(
+            open="<tool_call>",
+            close="</tool_call>",
+            key="<arg_key>",
+            key_end="</arg_key>",
+            value="<arg_value>",
+            value_end="</arg_value>",
+        ),
+        ("<arg_key>",),
+    ),
+    "seed_oss": Family(
+        TaggedForm(
+            open="<seed:tool_call>",
+            close="</seed:tool_call>",
+            function="<function=",
+            name_end=">",
+            key="<parameter=",
+            key_end=">",
+            value_end="</parameter>",
+            end="</function>",
+        ),
+        ("<seed:tool_call>",),
+    ),
+    "qwen3_coder": Family(
+        TaggedForm(
+            open="<tool_call>",
+            close="</tool_call>",
+            function="<function=",
+            name_end=">",
+            key="<parameter=",
+            key_end=">",
+            value_end="</parameter>",
+            end="</function>",
+            has_lines=True,
+        ),
+        ("<function=",),
+    ),
+    "hermes": Family(JsonForm(("<tool_call>",), "</tool_call>"), ("<tool_call>",)),
+    "phi4_mini_json": Family(
+        JsonForm(("functools", "<|tool_call|>"), "<|/tool_call|>", is_list=True),
+        ("functools[", "<|/tool_call|>"),
+    ),
+    "granite": Family(
+        JsonForm(("<|tool_call|>", "<tool_call>"), "", is_list=True), ("<|tool_call|>",)
+    ),
+    "nemotron_json": Family(
+        JsonForm(("<TOOLCALL>",), "</TOOLCALL>", is_list=True), ("<TOOLCALL>",)
+    ),
+    "mistral": Family(MistralForm(), ("[TOOL_CALLS]",), new_short_id),
+    "kimi_k2": Family(
+        NamedForm(
+            all_open="<|tool_calls_section_begin|>",
+            all_close="<|tool_calls_section_end|>",
+            open="<|tool_call_begin|>",
+            separator="<|tool_call_argument_begin|>",
+            close="<|tool_call_end|>",
+            prefix="functions.",
+        ),
+        ("<|tool_call_argument_begin|>", "<|im_system|>tool_declare"),
+        numbered_id,
+    ),
+    "deepseek_v31": Family(
+        NamedForm(
+            all_open="<｜tool▁calls▁begin｜>",
+            all_close="<｜tool▁calls▁end｜>",
+            open="<｜tool▁call▁begin｜>",
+            separator="<｜tool▁sep｜>",
+            close="<｜tool▁call▁end｜>",
+        ),
+        ("<｜tool▁sep｜>tool_call_arguments", "<｜tool▁sep｜>' + tool['function']['arguments']"),
+    ),
+    "deepseek_v3": Family(
+        NamedForm(
+            all_open="<｜tool▁calls▁begin｜>",
+            all_close="<｜tool▁calls▁end｜>",
+            open="<｜tool▁call▁begin｜>",
+            separator="<｜tool▁sep｜>",
+            close="<｜tool▁call▁end｜>",
+            is_fenced=True,
+        ),
+        ("tool▁call▁begin",),
+    ),
+    "olmo3": Family(
+        PythonForm("<function_calls>", "</function_calls>", is_marked=True, is_list=False),
+        ("<function_calls>",),
+    ),
+    "lfm2": Family(
+        PythonForm("<|tool_call_start|>", "<|tool_call_end|>", is_marked=True),
+        ("<|tool_call_start|>", "<|tool_list_start|>"),
+    ),
+    "pythonic": Family(PythonForm("<|python_start|>", "<|python_end|>"), ("[func_name1(",)),
+    "llama3_json": Family(BareJsonForm("<|python_tag|>"), ("<|python_tag|>", '"parameters": ')),
+}
+THOUGHTS: dict[str, Thoughts] = {
+    "openai_gptoss": Thoughts(HarmonyForm(), ("<|channel|>",), takes_all=True),
+    "seed_oss": Thoughts(
+        ThinkForm(
+            "<seed:think>",
+            "</seed:think>",
+            within=("<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>"),
+        ),
+        ("<seed:think>",),
+    ),
+    "qwen3": Thoughts(ThinkForm("<think>", "</think>"), ("</think>", "<think>")),
+    "deepseek_r1": Thoughts(ThinkForm("<think>", "</think>", always_thinks=True), ()),
+}
+
+
+def family_of(template: str, rows: Mapping[str, Family] | Mapping[str, Thoughts]) -> str | None:
+    """Return the name of the row that a chat template is of, or None."""
+    signs = ((name, sign) for name, row in rows.items() for sign in row.signs)
+    return next((name for name, sign in signs if sign in template), None)

@@ -1,0 +1,123 @@
+"""Calls as JSON objects: between marks anywhere in a text, or an output that is nothing else.
+
+I will look.<tool_call>
+{"name": "get_weather", "arguments": {"city": "Bonn"}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.intake.parsers.base import MakeId, OutputParser, ParserContext
+from router.intake.parsers.json_call import BEHIND, SPACE, call_steps, list_steps
+from router.intake.parsers.source import (
+    ScriptedParser,
+    Source,
+    Steps,
+    as_text,
+    rest_as_text,
+)
+
+_BETWEEN = re.compile(r"[ \t\r\n;,]*")
+Block = Callable[[Source], Steps[str | None]]
+"""Reads calls behind a mark; returns None when there was one, or what was consumed and is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonForm:
+    """Marks of calls in JSON; what is between marks and is no call stays text, marks included.
+
+    Attributes:
+        opens: marks that calls may begin with, the one that grammars use first.
+        close: marks the end of calls; empty: nothing does.
+        is_list: one mark is before all calls, which are a list; a parser reads both.
+    """
+
+    opens: tuple[str, ...]
+    close: str
+    is_list: bool = False
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return (*self.opens, *filter(None, (self.close,)))
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return self.opens
+
+    def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
+        """Make a parser of calls anywhere in a text."""
+
+        def block(source: Source) -> Steps[str | None]:
+            read = yield from source.match(SPACE)
+            if (yield from source.take("[")):
+                return (yield from list_steps(source, read + "[", make_id=make_id))
+            no_call = yield from call_steps(source, make_id=make_id)
+            if no_call is not None:
+                return read + no_call
+            yield from source.match(BEHIND)
+            return None
+
+        return ScriptedParser(lambda source: marked_steps(source, self.opens, self.close, block))
+
+
+@dataclass(frozen=True, slots=True)
+class BareJsonForm:
+    """An output that is nothing but calls, divided by semicolons, perhaps behind a mark.
+
+    Only functions that are offered are called: other JSON is text.
+    """
+
+    tag: str
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return (self.tag,)
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return ()
+
+    def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
+        """Make a parser of an output."""
+        names = frozenset(context.tools)
+
+        def script(source: Source) -> Steps[None]:
+            blanks = yield from source.match(SPACE)
+            if (yield from source.take(self.tag)):
+                blanks = yield from source.match(SPACE)
+            before = blanks
+            while (yield from source.peek()) == "{":
+                no_call = yield from call_steps(source, names=names, make_id=make_id)
+                if no_call is not None:
+                    yield before + no_call
+                    before = ""
+                    break
+                before = yield from source.match(_BETWEEN)
+            if before:
+                yield before
+            yield from rest_as_text(source)
+
+        return ScriptedParser(script)
+
+
+def marked_steps(source: Source, opens: tuple[str, ...], close: str, block: Block) -> Steps[None]:
+    """Read calls between marks, anywhere in a text.
+
+    Args:
+        close: empty: no mark is behind calls.
+    """
+    ends = (close, *opens) if close else opens
+    tag = yield from source.until(opens, as_text)
+    while tag:
+        no_call = yield from block(source)
+        if no_call is not None:
+            yield tag + no_call
+        tag = yield from source.until(ends, as_text)
+        if tag and tag == close:  # models forget it
+            if no_call is not None:
+                yield close
+            tag = yield from source.until(opens, as_text)
