@@ -36,7 +36,7 @@ class ArgumentTypes:
     """Types of one function's arguments.
 
     Args:
-        schema: of the function's parameters.
+        schema: JSON Schema of the function's parameters.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:

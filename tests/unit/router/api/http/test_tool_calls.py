@@ -40,7 +40,7 @@ def conversation(path: str, arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("arguments", [CUT, "{", "", "null", "5", "nonsense", '"{}"'])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_a_conversation_goes_on_after_a_call_that_was_cut(path: str, arguments: str) -> None:
-    """It was 400 from there on, though the client sent back what the server had given."""
+    """A client that sent back what the server had given got 400 from there on."""
 
     @on_http(max_model_len=1000)
     async def run(scene: HttpScene) -> None:
