@@ -197,6 +197,7 @@ def _make_intake(
         parsers=parsers,
         sampling_defaults=config.texts.sampling_defaults(folder),
         trusts_templates=config.texts.trust_request_chat_template,
+        cuts_changing_lines=config.texts.cut_changing_lines,
         logs_prompts=config.log_prompts,
     )
 

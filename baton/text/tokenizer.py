@@ -22,7 +22,7 @@ from baton.text.chat_template import (
 from baton.text.continued_message import left_out, up_to_mark, with_last_marked
 from baton.text.detokenizer import Detokenizer
 from baton.text.token_pieces import OutputPieces, output_pieces, piece_decoder
-from baton.text.tool_prompt import with_tools
+from baton.text.tool_prompt import with_one_system_turn, with_tools
 
 # So many characters may become one before a text is cut into tokens (Unicode's NFC and NFKC).
 _MAX_SHRINKAGE = 4
@@ -172,7 +172,14 @@ class Tokenizer:
         if chosen is None:
             raise InvalidRequestError("chat", "this checkpoint has no chat template")
         if not tools or chosen.takes_tools:
-            return chosen.render(messages, tools=tools, options=template_options)
+            try:
+                return chosen.render(messages, tools=tools, options=template_options)
+            except InvalidRequestError:
+                joined = with_one_system_turn(messages)
+                if joined is None:
+                    raise
+            return chosen.render(joined, tools=tools, options=template_options)
+        messages = with_one_system_turn(messages) or messages
         try:
             return chosen.render(with_tools(messages, tools), options=template_options)
         except InvalidRequestError:

@@ -21,6 +21,24 @@ To call one, write its name and its arguments, as JSON, within <tool_call></tool
 </tool_call>"""
 
 
+def with_one_system_turn(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
+    """Join the system messages at the beginning; later ones become the user's.
+
+    Many templates take one system message, at the beginning. Returns None if there is no other.
+    """
+    is_system = [message.get("role") == "system" for message in messages]
+    num_first = is_system.index(False) if False in is_system else len(messages)
+    if num_first <= 1 and not any(is_system[num_first:]):
+        return None
+    texts = [str(message.get("content") or "") for message in messages[:num_first]]
+    first = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    later = [
+        {**message, "role": "user"} if message.get("role") == "system" else message
+        for message in messages[num_first:]
+    ]
+    return [*first, *later]
+
+
 def with_tools(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],

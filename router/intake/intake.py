@@ -36,6 +36,7 @@ from router.calls.dispatcher import Dispatcher
 from router.gate.rate_limits import Rate
 from router.intake.answers.divided_text import DividedDelta, DividedText
 from router.intake.cache_salts import CacheSalts
+from router.intake.changing_lines import without_changing_lines
 from router.intake.grammar_checks import GrammarChecks
 from router.intake.long_answers import LongAnswers
 from router.intake.metrics import RouterMetrics
@@ -67,6 +68,7 @@ class Intake:
         parsers: what outputs of conversations go through; by the chat template if not given.
         sampling_defaults: what HTTP clients' requests are sampled with where they do not say.
         trusts_templates: whether a request may bring a chat template.
+        cuts_changing_lines: whether lines that clients write anew into each prompt are left out.
         logs_prompts: whether prompts and outputs are in the log.
 
     Attributes:
@@ -86,6 +88,7 @@ class Intake:
         parsers: OutputParsers | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
         trusts_templates: bool = False,
+        cuts_changing_lines: bool = True,
         logs_prompts: bool = False,
     ) -> None:
         self._dispatcher = dispatcher
@@ -96,6 +99,7 @@ class Intake:
         self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
         self._trusts_templates = trusts_templates
+        self._cuts_changing_lines = cuts_changing_lines
         self._prompt_log = PromptLog(tokenizer) if logs_prompts else None
         self._own_prompts = OwnPrompts(self.cache_salts)
         self._vocab_size = vocab_size
@@ -257,6 +261,9 @@ class Intake:
                 "chat_template",
                 "is the operator's choice here, not a request's (--trust-request-chat-template)",
             )
+        if self._cuts_changing_lines:
+            messages = without_changing_lines(list(prompt.messages))
+            prompt = dataclasses.replace(prompt, messages=messages)
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
 
     async def tokenize_only(

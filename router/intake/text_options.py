@@ -33,6 +33,11 @@ class TextOptions:
         help="Let HTTP requests bring a chat template of their own (chat_template). It runs in "
         "Jinja's sandbox, in a process with limits; still, it is a program.",
     )
+    cut_changing_lines: bool = option(
+        True,
+        help="Leave out lines that clients are known to write anew into each system message, such "
+        "as Claude Code's x-anthropic-billing-header: behind one no prompt is found in a cache.",
+    )
     generation_config: str = option(
         AUTO,
         choices=(AUTO, NONE),

@@ -426,3 +426,22 @@ def test_ids_of_any_server_fit_a_template_that_takes_nine_characters(call_id: st
     assert len(called) == 9
     assert called.isalnum()
     assert (called == call_id) is (call_id == "a1B2c3D4e")
+
+
+def test_a_template_that_takes_one_system_message_gets_one(tmp_path: Path) -> None:
+    """A second system message, as agents send them, was refused."""
+    source = (
+        "{%- for m in messages %}{%- if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be at the beginning.') }}{%- endif %}"
+        "[{{ m.role }}:{{ m.content }}]{%- endfor %}"
+    )
+    (tmp_path / "one.jinja").write_text(source, encoding="utf-8")
+    tokenizer = Tokenizer(DEMO, chat_template=tmp_path / "one.jinja")
+    system = [{"role": "system", "content": text} for text in ("a", "b", "c")]
+    user = {"role": "user", "content": "x"}
+    assert tokenizer.render_chat([*system[:2], user]) == "[system:a\n\nb][user:x]"
+    text = tokenizer.render_chat([system[0], user, system[1], user])
+    assert text == "[system:a][user:x][user:b][user:x]"
+    assert tokenizer.render_chat([system[0], user]) == "[system:a][user:x]"
+    # A template that takes several gets them as they are.
+    assert TOKENIZER.render_chat([*system, user]).count("<|im_start|>system") == 3
