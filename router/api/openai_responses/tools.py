@@ -33,8 +33,8 @@ class ResponsesTool(msgspec.Struct):
     """A tool that the model may call; which fields it has depends on its type.
 
     Attributes:
-        format: of a custom tool.
-        tools: of a namespace.
+        format: form of a custom tool's input; None: any text.
+        tools: members of a namespace.
     """
 
     type: str
@@ -54,7 +54,7 @@ class OfferedTools:
         tools: functions; None: the request has no tools.
         custom: names of those that are custom tools.
         namespaces: namespace and name by the name that the model is told.
-        dropped: what has no effect, for the header that tells clients.
+        dropped: names of tools without effect, for the header that tells clients.
     """
 
     tools: list[Tool] | None = None
