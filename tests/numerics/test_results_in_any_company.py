@@ -153,8 +153,8 @@ def test_alone_and_in_company(kind: str, model: str) -> None:
             max_num_requests=GROUP,
             max_num_batched_tokens=random_.choice([64, 300, 1024] if full else [11, 64]),
             long_prefill_token_threshold=random_.choice([7, 50, 193, 512]),
-            prefill_tokens_beside_decodes=random_.choice([5, 64, 2048]),
             prefix_cache=random_.random() < 0.5,
+            prefill_tokens_beside_decodes=2048 if full else random_.choice([5, 64]),
         )
         found = company.generate(prompts, params)
         assert results(found) == results(expected)
