@@ -152,11 +152,16 @@ def test_many_grammars_of_one_tenant_do_not_hold_up_anothers(compiler: GrammarCo
     compiler.compile_now(choosing("a"))  # starts the processes
     many = [
         compiling(compiler, StructuredOutput(regex=f"(x|yz){{1,{number}}}"), "a")
-        for number in range(2950, 3000)
+        for number in range(200, 250)
     ]
     last = compiling(compiler, StructuredOutput(regex="[cd]"), "b")
-    compiler._on_loop(wait_for(last)).result(60)
-    assert sum(not one.done() for one in many) > len(many) // 2
+
+    async def count_left() -> int:
+        await last
+        return sum(not one.done() for one in many)
+
+    # Counted on the compiler's loop: this thread may be late.
+    assert compiler._on_loop(count_left()).result(60) > len(many) // 2
     for one in many:
         compiler._on_loop(wait_for(one)).result(60)
 
