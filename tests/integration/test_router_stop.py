@@ -26,10 +26,8 @@ LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
 SOME = SamplingParams(max_tokens=600, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=1, ignore_eos=True)
 WHY = "the router is stopping"
-STOPPING = json.dumps(
-    {"error": {"message": WHY, "type": "service_unavailable_error", "param": None, "code": None}},
-    separators=(",", ":"),
-)
+ERROR = {"message": WHY, "type": "service_unavailable_error", "param": None}
+STOPPING = json.dumps({"error": {**ERROR, "code": "server_is_overloaded"}}, separators=(",", ":"))
 
 
 async def over_grpc(address: str, begun: set[str], name: str, *, resumable: bool) -> None:
