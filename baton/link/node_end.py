@@ -140,12 +140,17 @@ def merge_steps(events: Sequence[NodeEvent]) -> list[NodeEvent]:
     Only the last step of a merged one has more than plain tokens: a router reads these first.
     """
     merged = list[NodeEvent]()
-    is_open = False  # the last event is a step of plain tokens
+    before: NodeEvent | None = None
     for event in events:
-        if is_open and isinstance(event, tuple):
+        if (
+            isinstance(event, tuple)
+            and isinstance(before, tuple)
+            and all(map(wire.is_plain, before))
+        ):
             last = merged.pop()
             assert isinstance(last, tuple)
-            event = (*last, *event)
-        merged.append(event)
-        is_open = isinstance(event, tuple) and all(map(wire.is_plain, event))
+            merged.append((*last, *event))
+        else:
+            merged.append(event)
+        before = event
     return merged

@@ -26,7 +26,7 @@ from baton.api.prompt import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import find_model_folder
-from baton.engine_config import EngineConfig
+from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
@@ -67,6 +67,8 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
+        # Nobody waits for a single token of a batch: prompts need not be cut for those who decode.
+        options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         self.engine = Engine(folder, EngineConfig(**options))
         self._answers: dict[str, Answer] = {}  # of requests in progress
         self._num_requests = 0

@@ -119,6 +119,19 @@ def test_every_block_is_free_after_generate(llm: LLM) -> None:
     assert llm.engine.requests == {}
 
 
+def test_prompts_of_a_batch_are_not_cut_for_those_who_decode() -> None:
+    llm = LLM(str(DEMO), kv_cache_bytes=2**24)
+    [first] = llm._make_choices([300, 301], SamplingParams(max_tokens=5, ignore_eos=True))
+    llm.engine.add(first)
+    llm.engine.step()
+    [long] = llm._make_choices(list(range(300, 400)), SamplingParams(max_tokens=1))
+    llm.engine.add(long)
+    llm.engine.step()
+    assert long.status.is_finished
+    while llm.engine.has_work:
+        llm.engine.step()
+
+
 # ---------------------------------------------------------------- what is refused
 
 
