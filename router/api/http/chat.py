@@ -14,7 +14,10 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import (
     answer_or_calls,
+    asked_thinking,
     chat_prompt,
+    effort_field,
+    effort_of,
     forced_call,
     parser_context,
     takes_effort,
@@ -42,12 +45,13 @@ from router.api.http.responses import (
     ToolCallDelta,
     ToolCallObject,
 )
-from router.api.http.sampling import as_client_wrote, sampling_params
+from router.api.http.sampling import as_client_wrote, asked_format, sampling_params
 from router.api.http.schema import ChatRequest
 from router.calls.call import Call
 from router.intake.answers.divided_text import DividedDelta
 from router.intake.choices import accept_choices
 from router.intake.intake import Intake
+from router.intake.parsers import NONE
 from router.intake.parsers.base import CallArguments, CallBegins, OutputParser, Part, Reasoning
 from router.served_names import NameDefaults
 
@@ -182,7 +186,9 @@ async def chat_completions(
     received_at = time.perf_counter()
     body = await read_body(request, ChatRequest, options)
     check_stream(body)
-    note_effort(request, intake, body, "reasoning_effort")
+    note_effort(request, intake, body, effort_field(body))
+    if body.thinking is not None and intake.parsers.reasoning_parser == NONE:
+        note_ignored(request, ["thinking"])
     calls, dialect = await open_chat(request, intake, body, received_at)
     return await Exchange(
         request=request,
@@ -195,10 +201,21 @@ async def chat_completions(
 
 
 def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: str) -> None:
-    """Note the field of a reasoning effort if the model knows none."""
+    """Note the fields about thinking that have no effect, as the model does not think.
+
+    Args:
+        field: what the client calls the reasoning effort.
+    """
+    if intake.parsers.reasoning_parser != NONE:
+        return
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
-    if body.reasoning_effort is not None and not takes_effort(body.reasoning_effort, template):
+    reasoning = body.reasoning
+    if effort_of(body) is not None and not takes_effort(template):
         note_ignored(request, [field])
+    if reasoning is not None and reasoning.max_tokens is not None:
+        note_ignored(request, ["reasoning.max_tokens"])
+    if body.thinking_token_budget is not None:
+        note_ignored(request, ["thinking_token_budget"])
 
 
 async def open_chat(
@@ -214,6 +231,8 @@ async def open_chat(
         forced = forced_call(body)
         either = answer_or_calls(body, intake.parsers)
     intake.check_key(request[PRINCIPAL])  # before anything costs time
+    template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
+    asked = asked_thinking(body, template)
     prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
     named = request[DEFAULTS]
     params = sampling_params(
@@ -224,8 +243,14 @@ async def open_chat(
         prompt_logprobs=body.prompt_logprobs,
         structured_output=forced or either,
     )
+    is_constrained = params.structured_output is not None
+    parsers = intake.parsers
+    thinking = parsers.thinking(
+        prompt, asked, is_constrained=is_constrained, before_calls=either is not None
+    )
+    params = dataclasses.replace(params, thinking=thinking)
     terms = terms_of(request, body, received_at)
-    parsers, context = intake.parsers, parser_context(body, intake.parsers.prompt_end(prompt))
+    context = parser_context(body, parsers.prompt_end(prompt), thinking)
     shown = parsers.shown_token_ids(with_tools=bool(context.tools))
     if shown:
         text_options = dataclasses.replace(terms.text_options, shown_token_ids=shown)
@@ -233,13 +258,13 @@ async def open_chat(
     with as_client_wrote(body):
         calls = await accept_choices(intake, [prompt], params, terms, request[REQUEST_ID])
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
-    is_constrained = params.structured_output is not None
     make = functools.partial(
         parsers.make,
         context,
         is_forced=forced is not None,
         is_constrained=is_constrained,
-        is_either=either is not None,
+        is_either=either is not None and asked_format(body) is not None,
+        thinks=thinking is not None,
     )
     return calls, ChatDialect([make() for _ in calls], texts)
 

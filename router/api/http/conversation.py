@@ -8,14 +8,28 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
+from baton.api.thinking import Thinking, check_budget
 from baton.text.chat_template import ChatTemplate
 from router.api.http.sampling import asked_format
 from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
 from router.intake.answers.call_forms import Function
 from router.intake.parsers.base import ParserContext
-from router.intake.parsers.choice import OutputParsers
+from router.intake.parsers.choice import AskedThinking, OutputParsers
 from router.intake.texts import ChatPrompt, check_num_messages
 
+# Most tokens of a thought by its level, for models whose template does not know levels.
+EFFORT_BUDGETS: dict[str, int | None] = {
+    "none": 0,
+    "minimal": 512,
+    "low": 1_024,
+    "medium": 8_192,
+    "high": 24_576,
+    "xhigh": None,
+    "max": None,
+}
+# What templates call the switch: Qwen's and most others; DeepSeek's and Granite's.
+_SWITCHES = ("enable_thinking", "thinking")
+_EFFORT_VARIABLES = frozenset(("reasoning_effort", *_SWITCHES))
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
@@ -50,17 +64,88 @@ def _template_options(request: ChatRequest) -> dict[str, Any]:
         options["add_generation_prompt"] = request.add_generation_prompt
     if request.documents is not None:
         options["documents"] = request.documents
-    if request.reasoning_effort is not None:
-        options["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":
-            options["enable_thinking"] = False  # what Qwen's and others' templates call it
+    if (effort := effort_of(request)) is not None:
+        options["reasoning_effort"] = effort
+    if (is_on := _is_on(request)) is not None:
+        options.update(dict.fromkeys(_SWITCHES, is_on))
     return options
 
 
-def takes_effort(effort: str, template: ChatTemplate | None) -> bool:
-    """Whether a reasoning effort changes what the template makes of a conversation."""
-    names = {"reasoning_effort", *(["enable_thinking"] if effort == "none" else ())}
-    return template is not None and not names.isdisjoint(template.variables)
+def takes_effort(template: ChatTemplate | None) -> bool:
+    """Return whether a reasoning effort changes what the template makes of a conversation."""
+    return template is not None and not _EFFORT_VARIABLES.isdisjoint(template.variables)
+
+
+def asked_thinking(request: ChatRequest, template: ChatTemplate | None) -> AskedThinking:
+    """Read what a request says about the thought before the answer; raises InvalidRequestError.
+
+    Args:
+        template: the checkpoint's. A level is no budget where the template knows levels.
+    """
+    budget_tokens, effort = _budget(request), effort_of(request)
+    given = request.chat_template_kwargs or {}
+    switches = [given[name] for name in _SWITCHES if isinstance(given.get(name), bool)]
+    is_on = switches[0] if switches else _is_on(request)
+    # A level, as clients send one with every request, leaves the choice to the model.
+    must_think = is_on is True and bool(switches or budget_tokens or _is_enabled(request))
+    knows_levels = template is not None and "reasoning_effort" in template.variables
+    if budget_tokens is None and effort is not None and not knows_levels:
+        if effort not in EFFORT_BUDGETS:
+            raise InvalidRequestError(
+                effort_field(request),
+                f"must be one of {', '.join(EFFORT_BUDGETS)}, got {effort[:MAX_SHOWN_CHARS]!r}",
+            )
+        budget_tokens = EFFORT_BUDGETS[effort]
+    goes_on = bool(request.continue_final_message)
+    return AskedThinking(is_on is False, must_think, budget_tokens, goes_on)
+
+
+def _is_enabled(request: ChatRequest) -> bool:
+    switch, reasoning = request.thinking, request.reasoning
+    return (switch is not None and switch.type == "enabled") or (
+        reasoning is not None and reasoning.enabled is True
+    )
+
+
+def _budget(request: ChatRequest) -> int | None:
+    """Return the most tokens of a thought, if the request gives a number."""
+    given = {
+        "thinking.budget_tokens": request.thinking and request.thinking.budget_tokens,
+        "reasoning.max_tokens": request.reasoning and request.reasoning.max_tokens,
+        "thinking_token_budget": request.thinking_token_budget,
+    }
+    budgets = {field: value for field, value in given.items() if value is not None}
+    for field, value in budgets.items():
+        check_budget(field, value)
+    if len(set(budgets.values())) > 1:
+        first, other, *_ = budgets
+        raise InvalidRequestError(other, f"must be as {first}, got {budgets[other]}")
+    return next(iter(budgets.values()), None)
+
+
+def effort_of(request: ChatRequest) -> str | None:
+    """Return the level of reasoning that a request asks for, if it names one."""
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        return request.reasoning.effort
+    return request.reasoning_effort
+
+
+def effort_field(request: ChatRequest) -> str:
+    """Return the name of the field that has the level."""
+    of_reasoning = request.reasoning is not None and request.reasoning.effort is not None
+    return "reasoning.effort" if of_reasoning else "reasoning_effort"
+
+
+def _is_on(request: ChatRequest) -> bool | None:
+    """Return whether the request switches thinking on or off; None: it leaves that open."""
+    if request.thinking is not None:
+        return request.thinking.type != "disabled"
+    if request.reasoning is not None and request.reasoning.enabled is not None:
+        return request.reasoning.enabled
+    effort, budget_tokens = effort_of(request), _budget(request)
+    if budget_tokens is not None:
+        return budget_tokens > 0
+    return effort != "none" if effort is not None else None
 
 
 def offered_tools(request: ChatRequest) -> list[Tool]:
@@ -68,11 +153,14 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
     return [] if request.tool_choice == "none" else request.tools or []
 
 
-def parser_context(request: ChatRequest, prompt_end: str) -> ParserContext:
-    """What the parsers of the answer may know of the request."""
+def parser_context(
+    request: ChatRequest, prompt_end: str, thinking: Thinking | None = None
+) -> ParserContext:
+    """Collect what the parsers of the answer may know of the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
     num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
-    return ParserContext(tools, prompt_end, num_calls)
+    closes_by_token = thinking is not None and thinking.closes_by_token
+    return ParserContext(tools, prompt_end, num_calls, closes_by_token)
 
 
 def forced_call(request: ChatRequest) -> StructuredOutput | None:
@@ -99,22 +187,32 @@ def forced_call(request: ChatRequest) -> StructuredOutput | None:
 def answer_or_calls(request: ChatRequest, parsers: OutputParsers) -> StructuredOutput | None:
     """Make what holds the output to calls, or to a text of the response format, if it may be both.
 
-    A function that is ``strict`` is called with arguments that fit its schema.
+    Without a response format the answer is any text, and only ``strict`` functions need a grammar:
+    they are called with arguments that fit their schemas.
 
     Raises InvalidRequestError.
     """
     tools, answer = offered_tools(request), asked_format(request)
-    if request.tool_choice not in (None, "auto") or not tools or answer is None:
+    if request.tool_choice not in (None, "auto") or not tools:
         return None
-    if answer.kind not in ("json_schema", "json_object"):
+    if answer is None and not any(tool.function.strict for tool in tools):
+        return None
+    if answer is not None and answer.kind not in ("json_schema", "json_object"):
         raise InvalidRequestError("response_format", "cannot be together with tools, but for JSON")
     functions = [
-        Function(tool.function.name, tool.function.parameters or {})
+        Function(tool.function.name, tool.function.parameters or {}, is_strict=True)
         if tool.function.strict
         else Function(tool.function.name)
         for tool in tools
     ]
     several = request.parallel_tool_calls is not False
+    if answer is None:
+        grammar = parsers.text_or_calls(functions, several=several)
+        if grammar is None:
+            raise InvalidRequestError(
+                "tools", "must not be strict: no calls are looked for in this model's outputs"
+            )
+        return StructuredOutput(grammar=grammar)
     grammar = parsers.answer_or_calls(
         answer.text or '{"type":"object"}', functions, several=several
     )

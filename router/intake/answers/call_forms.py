@@ -4,11 +4,18 @@ A response format is of the answer's text: a model that may call tools calls the
 
 start -> answer (fits the format's schema)
       -> calls (begin with the family's mark, or are JSON or Python of their own kind)
+
+Where strict functions are offered and no format is asked for, the answer is any text, and calls may
+stand behind a text:
+
+start -> text
+      -> text calls
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +23,7 @@ from typing import Any
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES
 from baton.text.schema_repairs import enforceable_schema
+from router.intake.answers.strict_arguments import Argument, in_order, strict_arguments
 from router.intake.parsers import harmony, mistral
 from router.intake.parsers.families import CallForm
 from router.intake.parsers.harmony import HarmonyForm
@@ -36,10 +44,12 @@ class Function:
 
     Attributes:
         parameters: a JSON schema that the arguments fit.
+        is_strict: the arguments must fit; else they fit where a family's form allows that.
     """
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
+    is_strict: bool = False
 
 
 Mark = Callable[[str], str]
@@ -59,16 +69,79 @@ def answer_or_calls(
     Arguments of many large functions are left open, as a grammar's text has a limit.
     """
     try:
-        start = f"start: answer | calls\nanswer: {_json(json.loads(enforceable_schema(answer)))}\n"
-        num_chars = sum(len(json.dumps(function.parameters)) for function in functions)
-        open_ones = [Function(function.name) for function in functions]
-        for chosen in (functions if num_chars < MAX_TEXT_BYTES else open_ones, open_ones):
-            grammar = start + _rules(form, chosen, mark, several)
-            if len(grammar.encode(errors="surrogatepass")) <= MAX_TEXT_BYTES:
-                break
+        schema = _json(json.loads(enforceable_schema(answer)))
     except RecursionError:
         raise InvalidRequestError("tools", "are nested too deeply") from None
-    return grammar
+    start = f"start: answer | calls\nanswer: {schema}\n"
+    if isinstance(form, HarmonyForm):
+        start = f"start: final? answer | calls\nanswer: {schema}\nfinal: {_final(mark)}\n"
+    return start + _fitting_calls(form, functions, mark, several, len(start.encode()))
+
+
+def text_or_calls(
+    form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
+) -> str:
+    """Make a Lark grammar of a text, of calls, or of calls behind a text.
+
+    Takes what `answer_or_calls` does. Raises InvalidRequestError of tools that cannot be strict.
+    """
+    start = _free_text(form, mark)
+    return start + _fitting_calls(form, functions, mark, several, len(start.encode()))
+
+
+def _fitting_calls(
+    form: CallForm, functions: Sequence[Function], mark: Mark, several: bool, num_bytes: int
+) -> str:
+    """Write the rules of calls; where the grammar is too large, arguments are left open."""
+    try:
+        num_chars = sum(len(json.dumps(function.parameters)) for function in functions)
+        if num_chars < MAX_TEXT_BYTES:
+            rules = _rules(form, functions, mark, several)
+            if num_bytes + len(rules.encode(errors="surrogatepass")) <= MAX_TEXT_BYTES:
+                return rules
+        if any(function.is_strict for function in functions):
+            raise InvalidRequestError(
+                "tools",
+                f"of strict functions must have at most {MAX_TEXT_BYTES} bytes of schemas in all",
+            )
+        return _rules(form, [Function(function.name) for function in functions], mark, several)
+    except RecursionError:
+        raise InvalidRequestError("tools", "are nested too deeply") from None
+
+
+def _free_text(form: CallForm, mark: Mark) -> str:
+    """Write the rules of a text without calls, and of a text that calls follow."""
+    if isinstance(form, HarmonyForm):
+        marks = "|".join(map(_escaped, form.special_tokens))
+        text = f"TEXT: /(?s:.+)/ & ~/ ?to=(?s:.*)/ & ~/(?s:.*)({marks})(?s:.*)/\n"
+        return f"start: final? TEXT? | calls\nfinal: {_final(mark)}\n{text}"
+    if not form.begins:  # calls are all of an output, and their first sign tells them from a text
+        tag = _escaped(form.special_tokens[0])
+        sign = "\\[" if isinstance(form, PythonForm) else "\\{"
+        blanks = r"[ \t\r\n]*"
+        text = f"TEXT: /(?s:.+)/ & ~/{blanks}({tag})?{blanks}{sign}(?s:.*)/\n"
+        return f"start: TEXT? | calls\n{text}"
+    texts = [one for one in form.begins if mark(one) == json.dumps(one)]
+    special = [mark(one) for one in form.begins if one not in texts]
+    written = "|".join(map(_escaped, form.begins))
+    ways = ["TEXT?"]
+    rules = f"TEXT: /(?s:.+)/ & ~/(?s:.*)({written})(?s:.*)/\n"
+    if special:
+        ways.append(f"TEXT? ({' | '.join(special)}) rest")
+    if texts:
+        ways.append("before rest")
+        suffix = "|".join(map(_escaped, texts))
+        rules += f"before[suffix=/{suffix}/]: /(?s:.*)/\n"
+    return f"start: {' | '.join(ways)}\n{rules}"
+
+
+def _escaped(text: str) -> str:
+    """Write a text as a regex of a grammar has it."""
+    return re.escape(text).replace("/", "\\/")
+
+
+def _final(mark: Mark) -> str:
+    return f'{mark(harmony.CHANNEL)} "final" {mark(harmony.MESSAGE)}'
 
 
 def _json(schema: Any) -> str:
@@ -119,7 +192,10 @@ def _each(functions: Sequence[Function], before: str, behind: str = "") -> str:
 
 
 def _rules(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """Write the rules of a family's calls, as Lark does; one of them is ``calls``."""
+    """Write the rules of a family's calls, as Lark does.
+
+    One of them is ``calls``. Where calls begin with a mark, ``rest`` comes behind the first mark.
+    """
     match form:
         case JsonForm():
             return _json_calls(form, functions, mark, several)
@@ -143,47 +219,101 @@ def _json_calls(form: JsonForm, functions: Sequence[Function], mark: Mark, sever
     close = f" {mark(form.close)}" if form.close else ""
     if close and len(form.opens) > 1:
         close += "?"  # not every mark is closed
+    opened = " | ".join(mark(one) for one in form.opens)
     if form.is_list:
-        opened = " | ".join(f"{mark(one)}" for one in form.opens)
         listed = f'"[" {_repeated("call", _COMMA, several)} "]"{close}'
-        return f'calls: ({opened}) " "? {listed}\ncall: {call}\n'
+        return f'calls: ({opened}) rest\nrest: " "? {listed}\ncall: {call}\n'
     return (
-        f"calls: {_repeated('call', _NEWLINE, several)}\n"
-        f"call: {mark(form.opens[0])} {_NEWLINE} {call} {_NEWLINE}{close}\n"
+        f"calls: {mark(form.opens[0])} rest\n"
+        f"rest: {_chained('call', mark(form.opens[0]), several)}\n"
+        f"call: {_NEWLINE} {call} {_NEWLINE}{close}\n"
     )
+
+
+def _chained(call: str, opened: str, several: bool) -> str:
+    """Write calls of a line each, behind the mark of the first of them."""
+    return f"{call} ({_NEWLINE} {opened} {call})*" if several else call
 
 
 def _tagged(form: TaggedForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
     line = ' "\\n"' if form.has_lines else ""
     opened, closed = mark(form.open), mark(form.close)
-    if form.function:
-        opened += f" {json.dumps(chr(10) + form.function)}"
+    function = f"{json.dumps(chr(10) + form.function)} " if form.function else ""
     if form.end:
         closed = f"{mark(form.end)} {_NEWLINE} {closed}"
-    key = f"{mark(form.key)} /[^<>\\r\\n]+/ {mark(form.key_end)}"
+    key_end = mark(form.key_end)
     if form.value:
-        key += f" {_NEWLINE} {mark(form.value)}"
-    return (
-        f"calls: {_repeated('call', _NEWLINE, several)}\n"
-        f"call: {opened} {_names(functions)} {json.dumps(form.name_end + chr(10))} "
-        f"argument* {closed}\n"
-        f"argument: {key}{line} value\n" + _value(form, mark)
+        key_end += f" {_NEWLINE} {mark(form.value)}"
+    open_ones = [one for one in functions if not one.is_strict]
+    ways, rules = list[str](), list[str]()
+    name_end = json.dumps(form.name_end + chr(10))
+    if open_ones:
+        ways.append(f"{_names(open_ones)} {name_end} argument*")
+        rules += [
+            f"argument: {mark(form.key)} /[^<>\\r\\n]+/ {key_end}{line} value",
+            _value(form, mark, "value"),
+        ]
+    for index, one in enumerate(functions):
+        if not one.is_strict:
+            continue
+        items = []
+        for place, argument in enumerate(strict_arguments(one.name, one.parameters)):
+            rule = f"a{index}_{place}"
+            items.append(rule if argument.is_required else f"{rule}?")
+            key = f"{mark(form.key)} {json.dumps(argument.name)} {key_end}"
+            rules.append(f"{rule}: {key}{line} v{index}_{place}")
+            rules.append(_strict_value(form, mark, f"v{index}_{place}", argument))
+        ways.append(" ".join([json.dumps(one.name), name_end, *items]))
+    return "\n".join(
+        [
+            f"calls: {opened} rest",
+            f"rest: {_chained('call', opened, several)}",
+            f"call: {function}({' | '.join(ways)}) {closed}",
+            *rules,
+            "",
+        ]
     )
 
 
-def _value(form: TaggedForm, mark: Mark) -> str:
-    """Write the rule of an argument's text, up to the mark behind it and the end of the line."""
+def _strict_value(form: TaggedForm, mark: Mark, rule: str, argument: Argument) -> str:
+    """Write the rule of an argument that fits its schema."""
+    if argument.is_text and argument.texts is None:
+        return _value(form, mark, rule, argument.lengths)
+    line = f"{_NEWLINE} " if form.has_lines else ""
+    ways = _json(dict(argument.schema))
+    if argument.texts is not None:
+        ways = " | ".join(json.dumps(text, ensure_ascii=False) for text in argument.texts)
+    return f"{rule}: ({ways}) {line}{mark(form.value_end)} {_NEWLINE}"
+
+
+def _value(
+    form: TaggedForm,
+    mark: Mark,
+    rule: str,
+    lengths: tuple[int, int | None] = (0, None),
+) -> str:
+    """Write the rule of an argument's text, up to the mark behind it and the end of the line.
+
+    The text has none of the form's marks, as a parser would end it there.
+    """
+    least, most = lengths
+    limits = "*" if lengths == (0, None) else f"{{{least},{'' if most is None else most}}}"
+    marks = (form.key, form.value_end, form.end, form.close, form.open, form.function)
+    escaped = map(_escaped, filter(None, dict.fromkeys(marks)))
+    term = f"T_{rule.upper()}"
+    text = f"{term}: /(?s:.{limits})/ & ~/(?s:.*)({'|'.join(escaped)})(?s:.*)/"
     if mark(form.value_end) != json.dumps(form.value_end):  # a token that no text has
-        return f"value: TEXT? {mark(form.value_end)} {_NEWLINE}\nTEXT: /(?s:.+)/\n"
+        line = f"{_NEWLINE}? " if form.has_lines else ""
+        return f"{rule}: {term} {line}{mark(form.value_end)} {_NEWLINE}\n{text}"
     end = ("\n" if form.has_lines else "") + form.value_end + "\n"
-    return f"value[suffix={json.dumps(end)}]: /(?s:.*)/\n"
+    return f"{rule}[suffix={json.dumps(end)}]: {term}\n{text}"
 
 
 def _named(form: NamedForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
     separator = mark(form.separator)
     calls = (
-        f"calls: {mark(form.all_open)} {_repeated('call', f'{_NEWLINE}?', several)} "
-        f"{mark(form.all_close)}\n"
+        f"calls: {mark(form.all_open)} rest\n"
+        f"rest: {_repeated('call', f'{_NEWLINE}?', several)} {mark(form.all_close)}\n"
     )
     if form.prefix:
         numbered = _each(functions, f"/:[0-9]{{1,4}}/ {separator}")
@@ -203,23 +333,39 @@ def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several
     calls = f'"[" {_repeated("call", _COMMA, several)} "]"'
     if not form.is_list:
         calls = f"{_NEWLINE}? {_repeated('call', _NEWLINE, several)} {_NEWLINE}?"
+    rules = [f"calls: {calls}"]
     if form.is_marked:
-        calls = f"{mark(form.open)} {calls} {mark(form.close)}"
-    return (
-        f"calls: {calls}\n"
-        f'call: {_names(functions)} "(" (argument ({_COMMA} argument)*)? ")"\n'
-        'argument: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value\n'
-        f"value: {_json({})}\n"
-    )
+        rules = [f"calls: {mark(form.open)} rest", f"rest: {calls} {mark(form.close)}"]
+    open_ones = [one for one in functions if not one.is_strict]
+    ways = []
+    if open_ones:
+        ways.append(f'{_names(open_ones)} "(" (argument ({_COMMA} argument)*)? ")"')
+        rules += [
+            'argument: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value',
+            f"value: {_json({})}",
+        ]
+    for index, one in enumerate(functions):
+        if not one.is_strict:
+            continue
+        items = []
+        for place, argument in enumerate(strict_arguments(one.name, one.parameters)):
+            rule = f"a{index}_{place}"
+            items.append((rule, argument.is_required))
+            schema = _json(dict(argument.schema))
+            rules.append(f"{rule}: {json.dumps(argument.name + '=')} {schema}")
+        rules += in_order(items, _COMMA, f"all{index}")
+        ways.append(f'{json.dumps(one.name)} "(" all{index} ")"')
+    return "\n".join([*rules, f"call: {' | '.join(ways)}", ""])
 
 
 def _mistral(functions: Sequence[Function], mark: Mark, several: bool) -> str:
     tag, arguments = mark(mistral.TAG), mark(mistral.ARGS)
     listed = _repeated("call", '", "', several)
-    named = f"{tag} {_each(functions, f'{arguments}?')}"
+    named = _each(functions, f"{arguments}?")
+    more = f" ({tag} {named})*" if several else ""
     return (
-        f'calls: {tag} " "? "[" {listed} "]" | named{"+" if several else ""}\n'
-        f"call: {_named_object(functions, 'arguments')}\nnamed: {named}\n"
+        f'calls: {tag} rest\nrest: " "? "[" {listed} "]" | {named}{more}\n'
+        f"call: {_named_object(functions, 'arguments')}\n"
     )
 
 
