@@ -74,7 +74,7 @@ def answer_or_calls(
         raise InvalidRequestError("tools", "are nested too deeply") from None
     start = f"start: answer | calls\nanswer: {schema}\n"
     if isinstance(form, HarmonyForm):
-        start = f"start: final? answer | calls\nanswer: {schema}\nfinal: {_final(mark)}\n"
+        start = f"start: final answer | calls\nanswer: {schema}\nfinal: {_final(mark)}\n"
     return start + _fitting_calls(form, functions, mark, several, len(start.encode()))
 
 
@@ -113,8 +113,8 @@ def _free_text(form: CallForm, mark: Mark) -> str:
     """Write the rules of a text without calls, and of a text that calls follow."""
     if isinstance(form, HarmonyForm):
         marks = "|".join(map(_escaped, form.special_tokens))
-        text = f"TEXT: /(?s:.+)/ & ~/ ?to=(?s:.*)/ & ~/(?s:.*)({marks})(?s:.*)/\n"
-        return f"start: final? TEXT? | calls\nfinal: {_final(mark)}\n{text}"
+        text = f"TEXT: /(?s:.+)/ & ~/(?s:.*)({marks})(?s:.*)/\n"
+        return f"start: final TEXT? | calls\nfinal: {_final(mark)}\n{text}"
     if not form.begins:  # calls are all of an output, and their first sign tells them from a text
         tag = _escaped(form.special_tokens[0])
         sign = "\\[" if isinstance(form, PythonForm) else "\\{"
