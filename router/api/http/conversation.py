@@ -110,8 +110,8 @@ def _is_enabled(request: ChatRequest) -> bool:
 def _budget(request: ChatRequest) -> int | None:
     """Return the most tokens of a thought, if the request gives a number."""
     given = {
-        "thinking.budget_tokens": request.thinking and request.thinking.budget_tokens,
-        "reasoning.max_tokens": request.reasoning and request.reasoning.max_tokens,
+        "thinking.budget_tokens": request.thinking.budget_tokens if request.thinking else None,
+        "reasoning.max_tokens": request.reasoning.max_tokens if request.reasoning else None,
         "thinking_token_budget": request.thinking_token_budget,
     }
     budgets = {field: value for field, value in given.items() if value is not None}

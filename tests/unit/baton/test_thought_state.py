@@ -58,7 +58,7 @@ def test_a_thought_never_has_more_tokens_than_its_budget(
 def test_the_state_follows_from_the_tokens_alone() -> None:
     rng = random.Random(4)
     for _ in range(100):
-        fields = {
+        fields: dict[str, Any] = {
             "close_token_ids": (7, 8),
             "budget_tokens": rng.randrange(5),
             "is_open": rng.random() < 0.5,

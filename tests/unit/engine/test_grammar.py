@@ -409,7 +409,7 @@ def test_masks_behind_drafts_are_those_of_the_tokens_one_by_one(compiler: Gramma
         ({}, [OPEN, 8, CLOSE, a], 4),
         ({}, [OPEN, 8, CLOSE, 8], 3),
     ):
-        params = thinking("a", "ab", **fields)  # type: ignore[arg-type]  # fields
+        params = thinking("a", "ab", **fields)
         state = compiler.compile_now(params)
         assert state.look_ahead(drafts, 10.0) == num_possible
         masks = state.allowed_bits(num_possible)

@@ -291,10 +291,11 @@ def test_whatever_is_drawn_for_strict_functions_fits(tmp_path: Path, form: str) 
         )
         context = ParserContext({"weather": parameters})
         for part in parse(held.parsers.make(context, is_constrained=True), text):
-            if not isinstance(part, str):
+            if isinstance(part, tuple):
                 num_calls += 1
-                assert part[0] == "weather", text
-                assert validator.is_valid(json.loads(part[1])), text
+                name, arguments = part
+                assert name == "weather", text
+                assert validator.is_valid(json.loads(arguments)), text
     if TOOL_CALL_PARSERS.load(form).form.begins:
         assert num_calls
 
