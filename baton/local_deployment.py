@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.access.exposure import check_is_free, split_address
 from baton.access.tls import read_tls
@@ -195,9 +196,10 @@ class LocalDeployment:
         operator = read_tls(self.config.tls_of("operator"))
         with open_sync_channel(self.config.router_address, operator) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            health = health_pb2_grpc.HealthStub(channel)
             while True:
                 self.check()
-                self._update_states(stub)
+                self._update_states(stub, health)
                 if on_progress is not None:
                     on_progress(self.children)
                 if all(child.state == "ready" for child in self.children):
@@ -365,9 +367,12 @@ class LocalDeployment:
                 os.sched_setaffinity(process.pid, cores)
         return Child(name, process, log, arguments, cores)
 
-    def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
+    def _update_states(
+        self, stub: admin_pb2_grpc.AdminStub, health: health_pb2_grpc.HealthStub
+    ) -> None:
         metadata = bearer(self.admin_token)
         try:
+            checked = health.Check(health_pb2.HealthCheckRequest(), timeout=2)
             response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2, metadata=metadata)
         except grpc.RpcError:
             return
@@ -376,7 +381,8 @@ class LocalDeployment:
         for child in self.children:
             node = joined.get(child.name)
             if child.name == "router":
-                child.state = "ready"
+                is_serving = checked.status == health_pb2.HealthCheckResponse.SERVING
+                child.state = "ready" if is_serving else "starting"
             elif node is not None:
                 connected = sum(peer.connected for peer in node.peers)
                 child.state = "ready" if connected >= num_peers[child.name[0]] else "connecting"

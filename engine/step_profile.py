@@ -7,6 +7,7 @@ to know: what the times are for. No tensor.
 from __future__ import annotations
 
 import time
+from typing import TypeAlias
 
 from baton.api.sampling_params import SamplingParams
 from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
@@ -18,8 +19,11 @@ _MOST_SECONDS = 0.5
 _STRIDE = 7919  # a prime: ids all over the vocabulary, so that not one expert gets all tokens
 _GREEDY = SamplingParams(temperature=0)
 
+StepTimes: TypeAlias = tuple[tuple[int, float], ...]
+"""Prompt tokens and seconds of steps."""
 
-def measure_step_times(engine: Engine, *, pushes: bool) -> tuple[tuple[int, float], ...]:
+
+def measure_step_times(engine: Engine, *, pushes: bool) -> StepTimes:
     """Return (prompt tokens, seconds) of steps of 1, 64 and as many tokens as a chunk may have.
 
     Overwrites the last block of the KV memory and row 0; the engine must have no request.

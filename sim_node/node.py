@@ -222,15 +222,11 @@ class Simulation:
             "version": __version__,
             **({REVISION: self._options.revision} if self._options.revision else {}),
         }
-        loaded = LoadedEngine(
-            self.engine,
-            self.engine_id,
-            compatibility,
-            self._options.prefix_hash,
-            self._executor.step_times(),
-        )
+        loaded = LoadedEngine(self.engine, self.engine_id, compatibility, self._options.prefix_hash)
+        peer_info = self._network.peer_info(self.engine_id)
+        step_times = self._executor.step_times()
         # Nobody can ask it anything.
-        return loaded.registration(name, self._role, "", self._network.peer_info(self.engine_id))
+        return loaded.registration(name, self._role, "", peer_info, step_times)
 
     def slow_down(self, factor: float) -> None:
         """Take so many times as long as usual from the next step on; 1 is as usual."""
