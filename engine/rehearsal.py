@@ -7,7 +7,7 @@ memory that no step before has used. So does the first decode step. Refuses to k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,11 @@ from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
 from engine.engine import Engine
 
 _PROMPT_TOKENS = 8
-_MAX_ROWS = 2  # a step of one request takes other ways than a step of several
 _TOKEN = 1
-# Ways through the sampler, each with a first token and a decode step.
+# One request for each way through the sampler; all of them together in a step, too.
+_GREEDY = SamplingParams(temperature=0)
 _WAYS = (
-    SamplingParams(temperature=0),
+    _GREEDY,
     SamplingParams(seed=0),
     SamplingParams(seed=0, top_p=0.9, top_k=40, min_p=0.01),
     SamplingParams(seed=0, repetition_penalty=1.1, presence_penalty=0.1, logit_bias=((1, 1.0),)),
@@ -32,7 +32,7 @@ _WAYS = (
 
 
 def rehearse(engine: Engine) -> None:
-    """Compute a prompt and a decode step of one and of two requests, in each way of sampling.
+    """Compute prompts and decode steps: of one greedy request, then of one for each way to sample.
 
     Overwrites the last block of the KV memory and the first rows; the engine must have no request.
     Call this on the thread that computes all steps.
@@ -40,15 +40,12 @@ def rehearse(engine: Engine) -> None:
     assert not engine.requests, "steps are rehearsed before there are requests"
     config = engine.executor.config
     num_tokens = min(_PROMPT_TOKENS, config.max_num_batched_tokens, engine.max_model_len - 1)
-    most = min(_MAX_ROWS, config.max_num_requests, config.max_num_batched_tokens // num_tokens)
-    for params in _WAYS:
-        for num_rows in range(1, most + 1):
-            for plan in (
-                _prompts(engine, params, num_rows, num_tokens),
-                _decodes(params, num_rows, num_tokens),
-            ):
-                hooks = StepHooks(allowed_bits=_All(plan.constrained, engine))
-                engine.executor.submit(plan, hooks).wait()
+    most = min(config.max_num_requests, config.max_num_batched_tokens // num_tokens)
+    batches = [(_GREEDY,), *(_WAYS[start : start + most] for start in range(0, len(_WAYS), most))]
+    for batch in batches:
+        for plan in (_prompts(engine, batch, num_tokens), _decodes(batch, num_tokens)):
+            hooks = StepHooks(allowed_bits=_All(plan.constrained, engine))
+            engine.executor.submit(plan, hooks).wait()
     engine.executor.rest()
 
 
@@ -64,35 +61,35 @@ class _All:
         return {request_id: [bits] for request_id in self._request_ids}
 
 
-def _prompts(engine: Engine, params: SamplingParams, num_rows: int, num_tokens: int) -> StepPlan:
+def _prompts(engine: Engine, batch: Sequence[SamplingParams], num_tokens: int) -> StepPlan:
     """Plan whole prompts, all of whose KV lies in the last block."""
     spec, token_ids = engine.kv_memory.spec, [_TOKEN] * num_tokens
     num_blocks = -(-(num_tokens + 1) // spec.block_size) * spec.num_groups
-    looks_back = params.changes_logits or params.prompt_logprobs is not None
-    known, stops = token_ids if looks_back else [], frozenset[int]()
-    rows = range(num_rows)
-    new_rows = [
-        NewRow(row, _name(row), params, row, num_tokens, stops, known, is_drafted_for=False)
-        for row in rows
-    ]
     return StepPlan(
-        tuple(new_rows),
-        tuple(NewBlocks(row, [engine.num_blocks - 1] * num_blocks) for row in rows),
-        [number for row in rows for number in (row, 0, num_tokens, num_tokens)],
-        token_ids * num_rows,
-        _constrained(params, num_rows),
+        tuple(_new_row(row, params, token_ids) for row, params in enumerate(batch)),
+        tuple(NewBlocks(row, [engine.num_blocks - 1] * num_blocks) for row in range(len(batch))),
+        [number for row in range(len(batch)) for number in (row, 0, num_tokens, num_tokens)],
+        token_ids * len(batch),
+        _constrained(batch),
     )
 
 
-def _decodes(params: SamplingParams, num_rows: int, num_tokens: int) -> StepPlan:
+def _decodes(batch: Sequence[SamplingParams], num_tokens: int) -> StepPlan:
     """Plan the step behind `_prompts`, of one more token for each request."""
-    shares = [n for row in range(num_rows) for n in (row, num_tokens, 1, num_tokens + 1)]
-    return StepPlan((), (), shares, [_TOKEN] * num_rows, _constrained(params, num_rows))
+    shares = [n for row in range(len(batch)) for n in (row, num_tokens, 1, num_tokens + 1)]
+    return StepPlan((), (), shares, [_TOKEN] * len(batch), _constrained(batch))
 
 
-def _constrained(params: SamplingParams, num_rows: int) -> tuple[str, ...]:
-    has_grammar = params.structured_output is not None
-    return tuple(map(_name, range(num_rows))) if has_grammar else ()
+def _new_row(row: int, params: SamplingParams, token_ids: list[int]) -> NewRow:
+    looks_back = params.changes_logits or params.prompt_logprobs is not None
+    known = token_ids if looks_back else []
+    num_tokens, stops = len(token_ids), frozenset[int]()
+    return NewRow(row, _name(row), params, row, num_tokens, stops, known, is_drafted_for=False)
+
+
+def _constrained(batch: Sequence[SamplingParams]) -> tuple[str, ...]:
+    has_grammar = (params.structured_output is not None for params in batch)
+    return tuple(_name(row) for row, has_one in enumerate(has_grammar) if has_one)
 
 
 def _name(row: int) -> str:

@@ -83,7 +83,7 @@ def load_engine(
     """Load a model for a node.
 
     Args:
-        grammars: what was loaded and forked for them before; None: nothing was.
+        grammars: parts made before threads began; None: there are none.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unsupported.

@@ -37,7 +37,7 @@ def run_node(
         role: for the name of a node that was given none.
         load: imports what makes the node; called late, as it imports torch, and on a thread, as it
             may fetch the model.
-        grammars: what was loaded and forked for them before; None: nothing was.
+        grammars: parts made before threads began; None: there are none.
     """
     # Imported here: who asks for help does not wait for it.
     from baton.access.access import Access

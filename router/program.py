@@ -104,7 +104,7 @@ async def serve(config: RouterConfig, readers: EarlyReaders | None = None) -> No
     """Serve until told to stop; raises ConfigError when something is wrong at the start.
 
     Args:
-        readers: what was loaded and forked before; None: nothing was.
+        readers: parts made before threads began; None: there are none.
     """
     check_exposure(config)
     files = TlsFiles(config.tls) if config.tls else None

@@ -34,7 +34,7 @@ class ForkedProcess:
     """A child of this process; see `subprocess.Popen` for the methods.
 
     Attributes:
-        pid: of the child.
+        pid: process id of the child.
         returncode: None while it runs; below 0 if a signal ended it.
     """
 
