@@ -1,4 +1,4 @@
-"""What README shows works as it is shown, against real nodes and a router that wants API keys."""
+"""What README and the quickstart show works as shown, against real nodes and a router that wants API keys."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/quickstart.md")
 KEY = "open-sesame"
 
 
@@ -45,8 +46,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeploymen
 
 def snippets() -> list[tuple[str, str]]:
     """Language and text of all that can be run while a router runs."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in PAGES]
+    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", "".join(pages), re.MULTILINE | re.DOTALL)
     found = [
         (kind, text) for kind, text in blocks if not text.startswith(("make", "pip", ".venv/bin/"))
     ]
