@@ -12,6 +12,7 @@ import os
 import re
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -292,7 +293,7 @@ _STRUCTS: dict[str, type[Structure]] = {
 }
 
 # Function: (result, arguments), as in kernels/csrc.
-_SIGNATURES = {
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baton_panel": (c_int, []),
     "baton_run_tape": (c_int, [c_int64, POINTER(TapeEntry)]),
     "baton_linear": (c_int, [POINTER(LinearCall)]),
