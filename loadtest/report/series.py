@@ -30,9 +30,9 @@ class TimelineBin:
     """One bin of the timeline, from ``begin_s`` on; per second where it is a rate.
 
     Attributes:
-        good_per_s: ended well within the SLO, like all that ends at its end; None without an SLO.
-        ttft_p50_s: of the requests that were scheduled in it.
-        frame_gap_p99_s: of the frames that arrived in it.
+        good_per_s: rate of requests that ended well within the SLO; None without an SLO.
+        ttft_p50_s: median of the requests that were scheduled in the window.
+        frame_gap_p99_s: 99th percentile of the gaps before frames that arrived in the window.
     """
 
     begin_s: float
@@ -50,10 +50,10 @@ class Stage:
     """A part of the mean request's time, over all receipts: 0 where a request has no such part.
 
     Attributes:
-        latency: by which name the summary has the same part, over the requests that have it.
-        begin_s: where it begins in the mean request, after the request was received.
-        seconds: those of the mean request; of stages that follow each other they add up.
-        overlaps: it runs while other stages do; the others follow each other.
+        latency: the summary's name of this part, over the requests that have it.
+        begin_s: begin of the stage in the mean request, after the request was received.
+        seconds: length in the mean request; consecutive stages add up.
+        overlaps: whether the stage runs beside other stages, not between them.
     """
 
     name: str

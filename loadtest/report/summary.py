@@ -67,10 +67,10 @@ class TokenReport:
     """Checks of the token counts.
 
     Attributes:
-        num_checked: requests whose tokens were counted here and by the server.
-        num_miscounted: of those, where the numbers differ.
-        num_estimated: requests whose frames did not say how many tokens they had.
-        num_short: requests that ended with fewer tokens than were asked for.
+        num_checked: requests whose tokens were counted both here and by the server.
+        num_miscounted: checked requests whose two counts differ.
+        num_estimated: requests whose frames did not say their number of tokens.
+        num_short: requests that ended with fewer tokens than the client asked for.
     """
 
     num_checked: int
