@@ -69,10 +69,10 @@ class DecodeReceipt:
     """What the decode node did; durations in seconds on that node's clock.
 
     Attributes:
-        num_cached_tokens: that its own prefix cache had, so that they did not travel.
-        num_drafts: guesses of next tokens that it computed.
-        num_accepted_drafts: of them, those that the output goes on with.
-        why_drafts: so many in its last step, for people; empty where nobody chooses.
+        num_cached_tokens: prompt tokens in the node's own prefix cache, which did not travel.
+        num_drafts: drafts that the node computed.
+        num_accepted_drafts: drafts that became part of the output.
+        why_drafts: reason for the last step's number of drafts, for people; empty: none was chosen.
     """
 
     parked_s: float
@@ -133,8 +133,8 @@ class Receipt:
     """The latency receipt of a finished request.
 
     Attributes:
-        num_output_tokens: that the client got; a node may have computed more.
-        prefill_node: of the last attempt, like all that follows.
+        num_output_tokens: tokens that the client got; a node may have computed more.
+        prefill_node: the last attempt's node; all fields below are the last attempt's, too.
         decode_node: empty when the request ended with the prefill node's token.
         prefill: None when the decode node had (nearly) all of the prompt in its cache and computed
             the rest itself.
@@ -158,8 +158,8 @@ class Receipt:
 
     @property
     def network_s(self) -> float:
-        """What is left of the time to token 1: on the way between router and nodes, and waiting
-        for a turn there. With queues and prefill it sums to ``ttft_s``."""
+        """Return the rest of the time to token 1: on the way between router and nodes, and in
+        queues there. With queues and prefill it sums to ``ttft_s``."""
         prefill_s = self.prefill.queue_s + self.prefill.prefill_s if self.prefill else 0.0
         return self.ttft_s - self.router_queue_s - prefill_s
 
@@ -185,12 +185,12 @@ class RequestMetrics:
 
     Attributes:
         queue_s: from its arrival until it was first scheduled.
-        ttft_s: until its first token.
-        total_s: until its last token.
-        num_cached_tokens: of the prompt, found in the prefix cache.
-        num_preemptions: times that it lost its blocks and was computed again.
-        num_drafts: guesses of next tokens that were computed.
-        num_accepted_drafts: of them, those that the output goes on with.
+        ttft_s: time until its first token.
+        total_s: time until its last token.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_preemptions: how often the request lost its blocks and was computed again.
+        num_drafts: drafts that were computed.
+        num_accepted_drafts: drafts that became part of the output.
     """
 
     num_output_tokens: int
@@ -266,11 +266,11 @@ class Completion:
     """A finished output. ``text`` is empty when there is no tokenizer.
 
     Attributes:
-        choice_index: which of a prompt's ``n`` outputs it is.
-        receipt: of a served request.
-        logprobs: one per token, or none when they were not asked for.
-        prompt_logprobs: the same of the prompt; the first is None.
-        metrics: of a request that `engine.LLM` completed.
+        choice_index: number of the output among a prompt's ``n`` outputs.
+        receipt: the receipt, for served requests.
+        logprobs: one per token; empty if the request asked for none.
+        prompt_logprobs: one per prompt token; the first is None.
+        metrics: timings, for requests that `engine.LLM` completed.
     """
 
     request_id: str
