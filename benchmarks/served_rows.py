@@ -79,7 +79,7 @@ MISSING = {"openvino": "its server is in no package that pip installs"}
 
 @dataclass(slots=True)
 class Found:
-    """What was measured up to now.
+    """Measurements up to now.
 
     Attributes:
         runs: by row, then by server, a round each.
