@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.kernel_library.build import find_sources
+from baton.kernel_library.compilers import BuildError
 from baton_kernels.native import library
-from baton_kernels.native.build import BuildError, find_sources
 from baton_kernels.native.layouts import check_layouts
 
 STRUCTS = library._STRUCTS

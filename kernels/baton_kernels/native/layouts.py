@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from baton_kernels.native.build import BuildError
+from baton.kernel_library.compilers import BuildError
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _STRUCT = re.compile(r"typedef struct\s*\{([^{}]*)\}\s*(\w+);")

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
-from baton_kernels.native.ahead import open_library_built_ahead
-from baton_kernels.native.build import BuildError, find_sources, open_library
+from baton.kernel_library.ahead import open_library_built_ahead
+from baton.kernel_library.build import OpenedLibrary, find_sources, open_library
+from baton.kernel_library.compilers import BuildError
+from baton.kernel_library.state import BUILDING, SLOWER
 from baton_kernels.native.layouts import check_layouts
 
 logger = logging.getLogger(__name__)
@@ -331,16 +333,24 @@ def load_library() -> ctypes.CDLL | None:
         if runtime is not None:
             # Two OpenMP runtimes in a process would fight for its cores: ours is torch's.
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        descriptor, path = open_library_built_ahead(runtime) or open_library(runtime)
-        library = _load(descriptor, path)
+        ahead = open_library_built_ahead(runtime)
+        opened = OpenedLibrary(*ahead) if ahead else open_library(runtime, _tell_of_build)
+        library = _load(opened.descriptor, opened.path)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (BuildError, OSError, AttributeError) as error:
-        logger.warning("no native kernels, torch computes instead (slower): %s", error)
+        logger.warning("no native kernels, torch computes instead (%s): %s", SLOWER, error)
         return None
-    logger.info("native kernels: %s, %s threads", path.name, "OpenMP" if runtime else "no")
+    if opened.problem:
+        logger.warning("native kernels are kept in %s, as %s", opened.path.parent, opened.problem)
+    threads = "OpenMP" if runtime else "no"
+    logger.info("native kernels: %s, %s threads", opened.path.name, threads)
     return library
+
+
+def _tell_of_build() -> None:
+    logger.info("%s", BUILDING)
 
 
 def _load(descriptor: int, path: Path) -> ctypes.CDLL:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.checkpoint.cache_folder import is_own
-from baton_kernels.native import build
-from baton_kernels.native.build import BuildError
+from baton.kernel_library import build
+from baton.kernel_library.compilers import BuildError
 
 FOLDER_VARIABLE = "BATON_NATIVE_LIBRARIES"
 _INDEX = "libraries.json"
