@@ -243,7 +243,9 @@ class PrefillNode:
                 num_cached_tokens=job.request.num_cached_tokens,
             )
             reason = None if goes_on else output.finish_reason
-            delta = msgspec.structs.replace(output, finish_reason=reason, prefill=receipt)
+            delta = msgspec.structs.replace(
+                output, finish_reason=reason, prefill=receipt, sampled_at=now
+            )
             self._deltas.append(delta)
             self._traces.note_computed(job.command, receipt, job.started_at, now)
             if goes_on:
