@@ -38,6 +38,7 @@ from baton.text.tokenizer import Tokenizer
 from environment import record_environment, write_results
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
+MODEL_NAME = "measured"
 NUM_REQUESTS, NUM_WARM = 40, 5
 OUTPUT_TOKENS = 8
 PAUSE_S = 0.02  # between requests: the one before has ended everywhere
@@ -82,12 +83,12 @@ async def over_grpc(client: AsyncClient, prompt: str) -> Measured:
 
 async def over_http(session: aiohttp.ClientSession, url: str, prompt: str) -> Measured:
     body = {
-        "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True,
-        "stream": True, "include_receipt": True,
+        "model": MODEL_NAME, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0,
+        "ignore_eos": True, "stream": True, "include_receipt": True,
     }  # fmt: skip
     sent_at, first_at, receipt = time.perf_counter(), 0.0, None
     async with session.post(url, json=body) as response:
-        response.raise_for_status()
+        assert response.status == 200, await response.text()
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
@@ -144,7 +145,8 @@ def main() -> None:
     environment = record_environment()
     config = LocalDeploymentConfig(
         model=options.model, listen=free_address(), http_listen=free_address(),
-        router_args=["--no-local-prefill"], node_args=["--num-threads", str(options.threads)],
+        router_args=["--no-local-prefill", "--served-model-name", MODEL_NAME],
+        node_args=["--num-threads", str(options.threads)],
         lend_cores=options.lend_cores,
     )  # fmt: skip
     prompts, rows, problems = Prompts(options.model), list[dict[str, object]](), list[str]()
