@@ -14,7 +14,7 @@ from loadtest.load.record import Outcome, RequestRecord
 from loadtest.plan import LoadPlan
 from loadtest.report.distribution import distribution
 from loadtest.report.summary import RECEIPT_SECONDS, client_seconds, frame_gaps
-from loadtest.report.terms import LATENCY_NAMES
+from loadtest.report.terms import LATENCY_NAMES, TTFT_PARTS
 
 MAX_POINTS = 200  # of a curve, and then its last hundredth in full detail
 MIN_BINS, MAX_BINS = 10, 60
@@ -171,14 +171,12 @@ def timeline(
     return found
 
 
-# Stages that follow each other; those before token 1 sum to the TTFT.
-_IN_TURN = (
-    "router_queue_s", "prefill_queue_s", "prefill_s", "network_s", "decode_prompt_s", AFTER_FIRST,
-)  # fmt: skip
+_IN_TURN = (*TTFT_PARTS, AFTER_FIRST)
 # Stages that run beside them: after which of those above they begin.
 _BESIDE = {
-    "parked_s": "router_queue_s",
+    "parked_s": "place_s",
     "exposed_transfer_s": "prefill_s",
+    "handoff_s": "prefill_s",
     "first_step_s": "parked_s",
 }
 

@@ -1,4 +1,4 @@
-"""What README and the quickstart show works as shown, against real nodes and a router that wants API keys."""
+"""Commands and code of README and the quickstart work against a router that wants API keys."""
 
 from __future__ import annotations
 
