@@ -290,6 +290,7 @@ async def _make_or_stop(
 async def _wait_remote_stop(leaving: asyncio.Event, drain: Drain) -> None:
     """Wait for an operator's stop by way of a router, then for the drain, however long."""
     await leaving.wait()
+    logger.info("told to leave by an operator; stops when no request is open")
     await drain.drained.wait()
 
 

@@ -10,14 +10,27 @@ from dataclasses import dataclass
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
 from baton.engine_config import EngineConfig
-from baton.link.words import REVISION, NodeRegistration, NodeRole, StepTime
+from baton.link.words import REVISION, DecodeTime, NodeRegistration, NodeRole, StepTime
 from baton.text.grammar_trials import EarlyGrammars
 from baton.version import __version__
 from engine.engine import Engine
 from engine.rehearsal import rehearse
-from engine.step_profile import StepTimes, measure_step_times
+from engine.step_profile import measure_decode_times, measure_step_times
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """What the steps before any request took.
+
+    Attributes:
+        step_times: prompt tokens and seconds of steps that were measured; see `StepTime`.
+        decode_times: requests, context tokens and seconds of steps; see `DecodeTime`.
+    """
+
+    step_times: tuple[tuple[int, float], ...] = ()
+    decode_times: tuple[tuple[int, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +54,9 @@ class LoadedEngine:
         role: NodeRole,
         address: str,
         peer_info: bytes,
-        step_times: StepTimes = (),
+        first_steps: FirstSteps,
     ) -> NodeRegistration:
-        """Return what the node tells the router of itself.
-
-        Args:
-            step_times: see `measure_step_times`.
-        """
+        """Return what the node tells the router of itself."""
         spec, manifest = self.engine.kv_memory.spec, self.engine.kv_memory.manifest
         bytes_of_all = sum(manifest.unit_bytes(rank) for rank in range(manifest.num_ranks))
         return NodeRegistration(
@@ -66,7 +75,8 @@ class LoadedEngine:
             tensor_parallel_size=manifest.stage_size,
             pipeline_parallel_size=manifest.num_stages,
             kv_bytes_per_token=bytes_of_all * spec.num_groups / spec.block_size,
-            step_times=tuple(StepTime(*one) for one in step_times),
+            step_times=tuple(StepTime(*one) for one in first_steps.step_times),
+            decode_times=tuple(DecodeTime(*one) for one in first_steps.decode_times),
         )
 
 
@@ -127,7 +137,7 @@ def load_engine(
     )
 
 
-def compute_first_steps(engine: Engine, *, pushes: bool) -> StepTimes:
+def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
     """Compute the steps that a first request would else compute first; return what some took.
 
     Call this on the thread that will compute all steps: threads of kernels, and their scratch
@@ -140,6 +150,10 @@ def compute_first_steps(engine: Engine, *, pushes: bool) -> StepTimes:
     rehearse(engine)
     step_times = measure_step_times(engine, pushes=pushes)
     shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in step_times)
-    seconds = time.perf_counter() - began_at
-    logger.info("computed first steps in %.1f s; prompt tokens: %s", seconds, shown)
-    return step_times
+    logger.info("steps of prompt tokens: %s", shown)
+    decode_times = () if pushes else measure_decode_times(engine)
+    if decode_times:
+        shown = ", ".join(f"{num} in {1e3 * seconds:.3g} ms" for num, _, seconds in decode_times)
+        logger.info("steps of decoding requests: %s", shown)
+    logger.info("computed first steps in %.1f s", time.perf_counter() - began_at)
+    return FirstSteps(step_times, decode_times)

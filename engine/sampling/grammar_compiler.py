@@ -88,9 +88,12 @@ class GrammarCompiler:
         self._path = model_folder / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._tokenizer: LLTokenizer | InvalidRequestError | None = early and early.tokenizer
+        self._tokenizer: LLTokenizer | InvalidRequestError | None = (
+            None if early is None else early.tokenizer
+        )
         self._tokenizer_lock = threading.Lock()
-        self._trials = GrammarTrials(model_folder, eos_token_ids, early and early.template)
+        template = None if early is None else early.template
+        self._trials = GrammarTrials(model_folder, eos_token_ids, template)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._loop: asyncio.AbstractEventLoop | None = None  # of the trials; on its own thread
         # Least recently used first.

@@ -45,9 +45,9 @@ class Site:
     """The processes that faults are made in.
 
     Args:
-        pids: by name.
-        deployment: that was started here; None: none was.
-        fault_files: by node's name, where it reads what is to go wrong.
+        pids: process ids by name.
+        deployment: the deployment that was started here; None: none was.
+        fault_files: by node's name, the file from which a node reads its faults.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Site:
 
     @property
     def admin_token(self) -> str:
-        """Of the deployment that was started here; empty: it asks for none."""
+        """Return the admin token of the deployment started here; empty: none is needed."""
         return self._deployment.admin_token if self._deployment else ""
 
     def check(self, faults: Sequence[Fault]) -> None:

@@ -7,13 +7,17 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
+from baton.kernel_library import build
+from baton.kernel_library.state import BUILDING, SLOWER
+from baton.processes.free_address import free_address
 from baton_kernels.dispatch import native_ops
-from baton_kernels.native import build
 
 pytestmark = pytest.mark.large
 
@@ -80,7 +84,7 @@ def test_without_a_compiler_torch_computes_and_one_line_says_so(
     without = start(GENERATE, model, weights, BATON_CACHE=str(tmp_path), CC="/nonexistent")
     tokens, log = finish(without)
     reason = "no C compiler (CC=/nonexistent)"
-    assert log == f"no native kernels, torch computes instead (slower): {reason}"
+    assert log == f"no native kernels, torch computes instead ({SLOWER}): {reason}"
     assert tokens == finish(start(GENERATE, model, weights))[0]
 
 
@@ -89,7 +93,6 @@ def test_without_a_compiler_torch_computes_and_one_line_says_so(
     [
         ({"CC": "/bin/false"}, "/bin/false: exit status 1"),
         ({"PATH": ""}, "no C compiler (cc, gcc, clang)"),
-        ({"BATON_CACHE": "", "WITHOUT_HOME": "1"}, "a folder where there is no home, got none"),
     ],
 )
 def test_the_log_says_why_there_is_no_library(
@@ -105,11 +108,81 @@ def test_clang_is_refused_where_its_threads_would_need_a_second_openmp(tmp_path:
     assert out == "True" or "clang's OpenMP does not run on torch's libgomp" in log
 
 
-def test_a_cache_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
+@needs_compiler
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"BATON_CACHE": "FILE"}, "FILE/native: File exists"),
+        ({"BATON_CACHE": "", "WITHOUT_HOME": "1"}, "a folder where there is no home, got none"),
+    ],
+)
+def test_where_there_is_no_cache_kernels_are_kept_with_temporary_files(
+    tmp_path: Path, quick_cc: str, environment: Mapping[str, str], reason: str
+) -> None:
+    """Before, a read-only home or none cost the kernels, and one line in a log said so."""
     (tmp_path / "file").write_text("")
-    out, log = finish(start(LOAD, BATON_CACHE=str(tmp_path / "file")))
-    assert out == "False"
-    assert len(log.splitlines()) == 1
+    file = str(tmp_path / "file")
+    named = {name: text.replace("FILE", file) for name, text in environment.items()}
+    for _ in range(2):  # the second one builds nothing
+        out, log = finish(start(LOAD, CC=quick_cc, TMPDIR=str(tmp_path), **named))
+        assert out == "True"
+        [line] = log.splitlines()
+        assert line.startswith(f"native kernels are kept in {tmp_path}/baton-native-")
+        assert line.endswith(reason.replace("FILE", file))
+    [folder] = tmp_path.glob("baton-native-*")
+    assert len(list(folder.iterdir())) == 1
+
+
+@needs_compiler
+def test_up_builds_once_before_it_starts_nodes_and_says_so(tmp_path: Path, quick_cc: str) -> None:
+    """Before, both nodes compiled, and nothing on the screen said why they did not get ready."""
+    compilers = tmp_path / "compilers"
+    counting = tmp_path / "cc"
+    counting.write_text(f'#!/bin/sh\necho "$*" >> {compilers}\nexec {quick_cc} "$@"\n')
+    counting.chmod(0o755)
+    up = start(
+        "from baton.cli.app import main; main()", "up", "--model", "no/such/model",
+        "--listen", free_address(), "--http-listen", free_address(),
+        BATON_CACHE=str(tmp_path / "cache"), CC=str(counting),
+    )  # fmt: skip
+    _, log = up.communicate(timeout=100)
+    assert "there is no such folder or file" in log
+    assert not (tmp_path / "cache").exists()  # a model that is none costs no build
+    up = start(
+        "from baton.cli.app import main; main()", "up",
+        "--model", str(ROOT / "examples" / "demo_model"), "--listen", free_address(),
+        "--http-listen", free_address(), "--node-args", "--block-size 7",
+        BATON_CACHE=str(tmp_path / "cache"), CC=str(counting),
+    )  # fmt: skip
+    out, _ = up.communicate(timeout=150)
+    assert up.returncode == 1  # a start that fails
+    assert BUILDING in out
+    [library] = (tmp_path / "cache" / "native").iterdir()  # is kept all the same
+    built = [line for line in compilers.read_text().splitlines() if " -shared " in f" {line} "]
+    assert len(built) == 1, library
+
+
+@needs_compiler
+def test_compilers_of_an_up_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    """Before, five orphaned compilers went on burning."""
+    up = start(
+        "from baton.cli.app import main; main()", "up",
+        "--model", str(ROOT / "examples" / "demo_model"), "--listen", free_address(),
+        "--http-listen", free_address(), BATON_CACHE=str(tmp_path / "cache"),
+    )  # fmt: skip
+    try:
+        compilers: list[psutil.Process] = []
+        give_up_at = time.monotonic() + 60
+        while len(compilers) < 3:  # the guard, a compiler's driver, and its child
+            assert time.monotonic() < give_up_at
+            time.sleep(0.05)
+            compilers = psutil.Process(up.pid).children(recursive=True)
+    finally:
+        up.kill()
+        up.communicate()
+    _, alive = psutil.wait_procs(compilers, timeout=20)
+    running = [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not running, [one.cmdline() for one in running]
 
 
 @needs_compiler
@@ -156,7 +229,7 @@ def test_what_was_built_ahead_is_loaded_where_there_is_no_compiler(
 ) -> None:
     libraries = tmp_path / "libraries"
     building = (
-        "from pathlib import Path; from baton_kernels.native import ahead; "
+        "from pathlib import Path; from baton.kernel_library import ahead; "
         f"ahead.build_libraries(Path({str(libraries)!r}), ahead.INSTRUCTION_SETS[-4:])"
     )
     built = start(building, CC=quick_cc)

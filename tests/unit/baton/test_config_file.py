@@ -164,7 +164,7 @@ def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
     [config] = started
     assert (config.model, config.num_prefill, config.num_decode) == ("m", 1, 2)
     assert config.router_args == [
-        "--config", str(path), "--policy", "round_robin", "--api-keys-file", "keys.toml",
+        "--config", str(path), "--api-keys-file", "keys.toml", "--policy", "round_robin",
     ]  # fmt: skip
     assert config.node_args == ["--config", str(path), "--kv-cache-memory", "1G"]
     assert (config.prefill_args, config.decode_args) == (["--push", "chunks"], [])

@@ -14,7 +14,7 @@ from baton.api.errors import InvalidRequestError, NodeUnavailableError, Overload
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
-from baton.processes import worker_processes
+from baton.text.grammars import compile_grammar
 from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
@@ -304,7 +304,7 @@ def test_the_first_grammar_of_a_prepared_engine_starts_no_process_and_loads_no_t
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a request waits for what was to be prepared")
 
-    monkeypatch.setattr(worker_processes.subprocess, "Popen", refuse)
+    monkeypatch.setattr("baton.processes.worker_processes.subprocess.Popen", refuse)
     monkeypatch.setattr(grammar_compiler, "load_grammar_tokenizer", refuse)
     params = SamplingParams(structured_output=StructuredOutput(json_schema='{"type":"object"}'))
     assert compiler.compile_now(params).has_mask
@@ -312,11 +312,10 @@ def test_the_first_grammar_of_a_prepared_engine_starts_no_process_and_loads_no_t
 
 def test_small_grammars_are_compiled_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    compile_for_real = grammar_compiler.compile_grammar
 
     def note(structured_output: StructuredOutput, *rest: Any) -> LLMatcher:
         compiled.append(structured_output.kind)
-        return compile_for_real(structured_output, *rest)
+        return compile_grammar(structured_output, *rest)
 
     monkeypatch.setattr(grammar_compiler, "compile_grammar", note)
     compiler = GrammarCompiler(DEMO, 4096, ENDS)

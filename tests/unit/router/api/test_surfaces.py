@@ -384,6 +384,7 @@ HTTP_ROLES = {
     ("GET", "/version"): ANY,
     ("GET", "/load"): LOOK,
     ("GET", "/metrics"): LOOK,
+    ("GET", "/"): OPEN,  # sends browsers to the page, which asks for a key
     ("GET", "/ui"): LOOK,
     ("GET", "/ui/requests/{request_id}"): LOOK,
     ("GET", "/ui/{name}"): OPEN,  # what pages are drawn with: it says nothing of this router

@@ -12,7 +12,6 @@ from baton.access.identity import ANYBODY, Limits, Principal
 from baton.api.errors import InvalidRequestError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
-from baton.processes import worker_processes
 from baton.text.tokenizer import Tokenizer
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
@@ -120,7 +119,7 @@ def test_the_first_chat_and_the_first_schema_start_no_process(
         assert intake.is_starting
         await intake.prepare()
         assert not intake.is_starting
-        monkeypatch.setattr(worker_processes.subprocess, "Popen", refuse)
+        monkeypatch.setattr("baton.processes.worker_processes.subprocess.Popen", refuse)
         params = SamplingParams(max_tokens=1, structured_output=schema)
         call = await intake.accept(chat, params, TERMS)
         assert call.prompt_token_ids == TOKENIZER.encode_chat(list(chat.messages))
