@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Protocol
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.access.exposure import check_is_free, split_address
 from baton.access.tls import read_tls
@@ -219,10 +220,10 @@ class LocalDeployment:
             NodeUnavailableError: the time is up.
         """
         give_up_at = time.monotonic() + timeout_s
-        with self._asking() as stub:
+        with self._asking() as channel:
             while True:
                 self.check()
-                self._update_states(stub)
+                self._update_states(channel)
                 if on_progress is not None:
                     on_progress(self.children)
                 if all(child.state == "ready" for child in self.children):
@@ -237,8 +238,8 @@ class LocalDeployment:
 
     def update_states(self) -> None:
         """Ask the router once which nodes are ready."""
-        with self._asking() as stub:
-            self._update_states(stub)
+        with self._asking() as channel:
+            self._update_states(channel)
 
     def check(self, *, may_leave: bool = False) -> None:
         """Raise ConfigError if a process has ended.
@@ -340,11 +341,11 @@ class LocalDeployment:
             self.kernels = build_kernels(self._on_build)
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[admin_pb2_grpc.AdminStub]:
+    def _asking(self) -> Iterator[grpc.Channel]:
         """Open a channel to the router for an operator's calls."""
         operator = read_tls(self.config.tls_of("operator"))
         with open_sync_channel(self.config.router_address, operator) as channel:
-            yield admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            yield channel
 
     def _start_all(self) -> None:
         config = self.config
@@ -396,7 +397,7 @@ class LocalDeployment:
             argument.partition("=")[0] == "--cpu-list" for argument in arguments
         )
         every = [core for share in cores for core in share]
-        are_shared = max(num_ranks) > 1 or len(set(every)) < len(every)
+        are_shared = max(num_ranks, default=1) > 1 or len(set(every)) < len(every)
         if not config.lend_cores or are_placed or are_shared or len(cores) == 1:
             return ""
         return str(self._stack.enter_context(HeldFolder("baton-cores-")).path)
@@ -446,9 +447,12 @@ class LocalDeployment:
                 os.sched_setaffinity(process.pid, cores)
         return Child(name, process, log, arguments, cores, log_start=log_start, oom_kills=oom_kills)
 
-    def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
+    def _update_states(self, channel: grpc.Channel) -> None:
+        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        health = health_pb2_grpc.HealthStub(channel)
         metadata = bearer(self.admin_token)
         try:
+            checked = health.Check(health_pb2.HealthCheckRequest(), timeout=2)
             response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2, metadata=metadata)
         except grpc.RpcError:
             return
@@ -457,7 +461,8 @@ class LocalDeployment:
         for child in self.children:
             node = joined.get(child.name)
             if child.name == "router":
-                child.state = "ready"
+                is_serving = checked.status == health_pb2.HealthCheckResponse.SERVING
+                child.state = "ready" if is_serving else "starting"
             elif node is not None:
                 connected = sum(peer.connected for peer in node.peers)
                 child.state = "ready" if connected >= num_peers[child.name[0]] else "connecting"

@@ -49,6 +49,20 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
     Raises:
         ModelLoadError: the model is not found, is broken, or cannot be fetched.
     """
+    if (found := find_local_folder(model)) is not None:
+        return found
+    # A hub id is "owner/name"; everything else can only have been meant as a path or a package.
+    if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
+        raise ModelLoadError(f"model: {_nothing_here(model)}")
+    return _fetch_from_hub(model, weights=weights)
+
+
+def find_local_folder(model: str) -> Path | None:
+    """Find the folder of a model that is on this machine; None if there is no such model.
+
+    Raises:
+        ModelLoadError: a file or folder of this name is no model, or is broken.
+    """
     try:
         folder = Path(model).expanduser()
         is_folder = folder.is_dir()
@@ -62,12 +76,8 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
                 f"model: {folder} is a file; a folder, a {_GGUF} file or a hub id is needed"
             )
         return folder_of_gguf(folder)
-    if (packaged := _in_package(model)) is not None:
-        return folder_of_gguf(packaged)
-    # A hub id is "owner/name"; everything else can only have been meant as a path or a package.
-    if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
-        raise ModelLoadError(f"model: {_nothing_here(model)}")
-    return _fetch_from_hub(model, weights=weights)
+    packaged = _in_package(model)
+    return None if packaged is None else folder_of_gguf(packaged)
 
 
 def _nothing_here(model: str) -> str:
