@@ -39,8 +39,9 @@ from environment import record_environment, write_results
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 MODEL_NAME = "measured"
-NUM_REQUESTS, NUM_WARM = 40, 5
-OUTPUT_TOKENS = 8
+NUM_REQUESTS, NUM_WARM = 40, 5  # of each API; fewer of long prompts
+LEAST_REQUESTS = 12
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 8
 PAUSE_S = 0.02  # between requests: the one before has ended everywhere
 READY_TIMEOUT_S = 120.0
 MOST_UNTOLD_S = 0.001
@@ -105,7 +106,7 @@ async def measure(
     found: dict[str, list[Measured]] = {"grpc": [], "http": []}
     url = f"http://{config.http_listen}/v1/completions"
     async with AsyncClient(config.listen) as client, aiohttp.ClientSession() as session:
-        for _ in range(NUM_WARM + NUM_REQUESTS):
+        for _ in range(NUM_WARM + max(NUM_REQUESTS * PROMPT_TOKENS // num_tokens, LEAST_REQUESTS)):
             found["grpc"].append(await over_grpc(client, prompts.text(num_tokens)))
             await asyncio.sleep(PAUSE_S)
             found["http"].append(await over_http(session, url, prompts.text(num_tokens)))
