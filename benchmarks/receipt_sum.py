@@ -135,6 +135,12 @@ def rows_of(measured: Sequence[Measured]) -> dict[str, float]:
     }
 
 
+def show(row: dict[str, object]) -> None:
+    table = Table(*row)
+    table.add_row(*(f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values()))
+    Console(width=200).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL))
@@ -157,6 +163,7 @@ def main() -> None:
             for api, measured in asyncio.run(measure(config, prompts, num_tokens)).items():
                 row = rows_of(measured)
                 rows.append({"api": api, "prompt_tokens": num_tokens, **row})
+                show(rows[-1])
                 for one in (each.receipt for each in measured):
                     if abs(sum(one.ttft_parts.values()) - one.ttft_s) > 1e-6:
                         problems.append(f"{api}: parts do not sum: {one}")
@@ -164,12 +171,6 @@ def main() -> None:
                     problems.append(
                         f"{api}, {num_tokens} tokens: {row['untold p50']:.2f} ms untold"
                     )
-    for row in rows:
-        table = Table(*(name for name in row))
-        table.add_row(
-            *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
-        )
-        Console(width=200).print(table)
     if options.save:
         write_results("receipt_sum", environment, {"most_untold_s": MOST_UNTOLD_S, "rows": rows})
     print("\n".join(problems))
