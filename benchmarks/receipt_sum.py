@@ -39,8 +39,9 @@ from environment import record_environment, write_results
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
 MODEL_NAME = "measured"
-NUM_REQUESTS, NUM_WARM = 40, 5
-OUTPUT_TOKENS = 8
+NUM_REQUESTS, NUM_WARM = 40, 5  # of each API; fewer of long prompts
+LEAST_REQUESTS = 12
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 8
 PAUSE_S = 0.02  # between requests: the one before has ended everywhere
 READY_TIMEOUT_S = 120.0
 MOST_UNTOLD_S = 0.001
@@ -105,7 +106,7 @@ async def measure(
     found: dict[str, list[Measured]] = {"grpc": [], "http": []}
     url = f"http://{config.http_listen}/v1/completions"
     async with AsyncClient(config.listen) as client, aiohttp.ClientSession() as session:
-        for _ in range(NUM_WARM + NUM_REQUESTS):
+        for _ in range(NUM_WARM + max(NUM_REQUESTS * PROMPT_TOKENS // num_tokens, LEAST_REQUESTS)):
             found["grpc"].append(await over_grpc(client, prompts.text(num_tokens)))
             await asyncio.sleep(PAUSE_S)
             found["http"].append(await over_http(session, url, prompts.text(num_tokens)))
@@ -134,6 +135,12 @@ def rows_of(measured: Sequence[Measured]) -> dict[str, float]:
     }
 
 
+def show(row: dict[str, object]) -> None:
+    table = Table(*row)
+    table.add_row(*(f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values()))
+    Console(width=200).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL))
@@ -156,6 +163,7 @@ def main() -> None:
             for api, measured in asyncio.run(measure(config, prompts, num_tokens)).items():
                 row = rows_of(measured)
                 rows.append({"api": api, "prompt_tokens": num_tokens, **row})
+                show(rows[-1])
                 for one in (each.receipt for each in measured):
                     if abs(sum(one.ttft_parts.values()) - one.ttft_s) > 1e-6:
                         problems.append(f"{api}: parts do not sum: {one}")
@@ -163,12 +171,6 @@ def main() -> None:
                     problems.append(
                         f"{api}, {num_tokens} tokens: {row['untold p50']:.2f} ms untold"
                     )
-    for row in rows:
-        table = Table(*(name for name in row))
-        table.add_row(
-            *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
-        )
-        Console(width=200).print(table)
     if options.save:
         write_results("receipt_sum", environment, {"most_untold_s": MOST_UNTOLD_S, "rows": rows})
     print("\n".join(problems))

@@ -251,7 +251,8 @@ def engine_config(options: SimOptions, role: NodeRole) -> EngineConfig:
         max_num_requests=min(options.max_num_requests, options.max_num_batched_tokens),
         max_num_batched_tokens=options.max_num_batched_tokens,
         long_prefill_token_threshold=options.max_num_batched_tokens,
-        prefill_tokens_beside_decodes=options.max_num_batched_tokens,
+        prefill_tokens_beside_decodes=options.prefill_tokens_beside_decodes
+        or options.max_num_batched_tokens,
         preemption="hand-back" if role is NodeRole.DECODE else "recompute",
         prefix_hash=options.prefix_hash,
     )
