@@ -77,11 +77,11 @@ def memory_needs(
     groups and float8 are kept, other formats dequantized. Of a GGUF file each tensor is looked at.
 
     Args:
-        config: of the model.
-        dtype: that it is computed in; what is not packed is kept in it.
+        config: the model's configuration.
+        dtype: dtype in which the model computes, and of weights that are not packed.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
         block_size: tokens of a KV block.
-        folder: of the model; None: of a quantized checkpoint only the configuration is known.
+        folder: the model's folder; None: of a quantized checkpoint only the configuration is known.
         native_kernels: without them ``auto`` keeps all weights in ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
@@ -144,9 +144,9 @@ def _weight_bytes(
     """Return the bytes of all weights.
 
     Args:
-        config: of the model.
-        format_: of linear layers; a dtype where they stay torch's own.
-        dtype: of what is not packed.
+        config: the model's configuration.
+        format_: format of linear layers; a dtype where they stay torch's own.
+        dtype: dtype of weights that are not packed.
         experts: their format; None: as other layers.
     """
     head: _Matrix = (config.vocab_size, config.hidden_size)

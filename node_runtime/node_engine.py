@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
 from baton.engine_config import EngineConfig
-from baton.link.words import REVISION, NodeRegistration, NodeRole, StepTime
+from baton.link.words import REVISION, DecodeTime, NodeRegistration, NodeRole, StepTime
 from baton.version import __version__
 from engine.engine import Engine
-from engine.step_profile import measure_step_times
+from engine.step_profile import measure_decode_times, measure_step_times
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class LoadedEngine:
         compatibility: must be equal, entry by entry, on two nodes that are to be paired.
         prefix_hash: algorithm that names blocks; empty: there is no prefix cache.
         step_times: prompt tokens and seconds of steps that were measured; see `StepTime`.
+        decode_times: requests, context tokens and seconds of steps; see `DecodeTime`.
     """
 
     engine: Engine
@@ -34,6 +35,7 @@ class LoadedEngine:
     compatibility: dict[str, str]
     prefix_hash: str
     step_times: tuple[tuple[int, float], ...] = ()
+    decode_times: tuple[tuple[int, int, float], ...] = ()
 
     def registration(
         self, node_name: str, role: NodeRole, address: str, peer_info: bytes
@@ -58,6 +60,7 @@ class LoadedEngine:
             pipeline_parallel_size=manifest.num_stages,
             kv_bytes_per_token=bytes_of_all * spec.num_groups / spec.block_size,
             step_times=tuple(StepTime(*one) for one in self.step_times),
+            decode_times=tuple(DecodeTime(*one) for one in self.decode_times),
         )
 
 
@@ -104,6 +107,10 @@ def load_engine(
     step_times = measure_step_times(engine, pushes=pushes)
     shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in step_times)
     logger.info("steps of prompt tokens: %s", shown)
+    decode_times = () if pushes else measure_decode_times(engine)
+    if decode_times:
+        shown = ", ".join(f"{num} in {1e3 * seconds:.3g} ms" for num, _, seconds in decode_times)
+        logger.info("steps of decoding requests: %s", shown)
     compatibility = {
         **engine.compatibility,
         "adapters": NONE,
@@ -119,4 +126,5 @@ def load_engine(
         compatibility,
         config.prefix_hash if config.prefix_cache else "",
         step_times,
+        decode_times,
     )

@@ -228,6 +228,7 @@ class Simulation:
             compatibility,
             self._options.prefix_hash,
             self._executor.step_times(),
+            self._executor.decode_times(),
         )
         # Nobody can ask it anything.
         return loaded.registration(name, self._role, "", self._network.peer_info(self.engine_id))

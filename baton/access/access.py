@@ -55,10 +55,10 @@ class Access:
 
     Args:
         keys_file: API keys; none if not given.
-        admin_token: brings the roles of `ADMIN_TOKEN`; empty: there is none.
-        node_token: the same of `NODE_TOKEN`.
+        admin_token: a key with the roles of `ADMIN_TOKEN`; empty: there is none.
+        node_token: a key with the roles of `NODE_TOKEN`; empty: there is none.
         model: the name of the served model, for keys that may use some models only.
-        audit: where joins, looks, changes and failures are told.
+        audit: records joins, looks, changes and failures.
         by_certificate: whether certificates are asked of callers: then nothing is open either.
 
     Raises:

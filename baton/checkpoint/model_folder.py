@@ -47,7 +47,7 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
         weights: fetch the weights too; the router needs only the configuration and tokenizer.
 
     Raises:
-        ModelLoadError: it is none of these, it is broken, or it cannot be fetched.
+        ModelLoadError: the model is not found, is broken, or cannot be fetched.
     """
     try:
         folder = Path(model).expanduser()

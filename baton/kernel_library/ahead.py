@@ -33,9 +33,9 @@ class InstructionSet:
     """What a library is compiled for.
 
     Attributes:
-        name: of the library's file.
-        machine: as `platform.machine` has it.
-        flags: that the compiler gets.
+        name: name of the library's file.
+        machine: the name from `platform.machine`.
+        flags: the compiler's flags.
         needs: features that the CPU must have, as /proc/cpuinfo names them.
     """
 

@@ -246,8 +246,8 @@ class RouterLink:
         if isinstance(event, tuple) and has_many_logprobs(event):
             # Without a new thread the loop stands still for a moment, but the link lives.
             with contextlib.suppress(RuntimeError):
-                return await asyncio.to_thread(self._end.say, event)
-        return self._end.say(event)
+                return await asyncio.to_thread(self._end.say, event, time.monotonic())
+        return self._end.say(event, time.monotonic())
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:

@@ -209,6 +209,8 @@ class Intake:
                         if output_log is not None:
                             output_log.note(delta)
                         if delta.finish_reason is None:
+                            if delta.output_index == 0:
+                                self._dispatcher.note_handed_over(call)
                             yield delta
                             continue
                         record.finish(delta)  # not always the nodes' end: they know no text

@@ -1,4 +1,4 @@
-"""What README shows works as it is shown, against real nodes and a router that wants API keys."""
+"""Commands and code of README and the quickstart work against a router that wants API keys."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/quickstart.md")
 KEY = "open-sesame"
 
 
@@ -45,8 +46,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeploymen
 
 def snippets() -> list[tuple[str, str]]:
     """Language and text of all that can be run while a router runs."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in PAGES]
+    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", "".join(pages), re.MULTILINE | re.DOTALL)
     found = [
         (kind, text) for kind, text in blocks if not text.startswith(("make", "pip", ".venv/bin/"))
     ]
@@ -113,8 +114,8 @@ SERVERS = ("up", "router", "prefill", "decode")
 
 
 def commands() -> list[str]:
-    """Return README's calls of `baton` that end by themselves; what drains a node comes last."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    """Return the pages' calls of `baton` that end by themselves; the drain comes last."""
+    page = "".join((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
     lines = "\n".join(re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)).splitlines()
     calls = [line.partition(" # ")[0].strip() for line in lines]
     found = [
@@ -125,7 +126,7 @@ def commands() -> list[str]:
     return sorted(found, key=lambda call: " drain " in call)
 
 
-def test_readme_has_commands_that_end() -> None:
+def test_the_pages_have_commands_that_end() -> None:
     assert {call.split()[1] for call in commands()} >= {"generate", "chat", "admin", "doctor"}
 
 

@@ -27,6 +27,7 @@ from baton.cli.admin.output import (
 )
 from baton.cli.router_access import OperatorAccess
 from baton.telemetry.receipt_table import format_bytes
+from baton.wire.types import receipt_from_proto
 
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2, types_pb2
@@ -172,6 +173,14 @@ def _events(found: admin_pb2.RequestTrace) -> Iterator[tuple[float, str]]:
 
 
 def _prefill_account(receipt: types_pb2.Receipt) -> str:
+    if not receipt.ttft_s:
+        return ""
+    parts = receipt_from_proto(receipt).ttft_parts.items()
+    way = ", ".join(f"{name.removesuffix('_s')} {format_seconds(max(s, 0.0))}" for name, s in parts)
+    return _computing_account(receipt) + f"; its way: {way}"
+
+
+def _computing_account(receipt: types_pb2.Receipt) -> str:
     if not receipt.HasField("prefill"):
         return ""
     prefill = receipt.prefill

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from router.api.http.conversation import (
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
     DEFAULTS,
+    ENTRY,
     PRINCIPAL,
     Exchange,
     HttpOptions,
@@ -179,7 +179,7 @@ async def chat_completions(
     request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
     """Raises what `web.middleware` turns into a response."""
-    received_at = time.perf_counter()
+    received_at = request[ENTRY].began_at
     body = await read_body(request, ChatRequest, options)
     check_stream(body)
     note_effort(request, intake, body, "reasoning_effort")
