@@ -121,7 +121,8 @@ def _say_ready(deployment: LocalDeployment, console: Console) -> None:
     kept = "" if config.log_folder else " (removed at the end, unless something fails)"
     _say(console, f"       logs: {deployment.log_folder}{kept}")
     if deployment.kernels.problem:
-        _say(console, f"no native kernels: {SLOWER}. {deployment.kernels.problem}", style="yellow")
+        why = deployment.kernels.problem
+        _say(console, f"no native kernels: {why}, so {SLOWER}", style="yellow")
         _say(console, f"  {ADVICE}", style="yellow")
     console.print("[dim]Ctrl-C stops everything[/]")
 

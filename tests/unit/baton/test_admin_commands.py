@@ -15,7 +15,7 @@ import typer.main
 from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.cli.admin import audit, explain, quarantine, requests
+from baton.cli.admin import audit, explain, quarantine, requests, stats
 from baton.cli.admin.app import app
 from baton.cli.admin.connection import ExitCode
 from baton.cli.admin.nodes import kv_bar
@@ -270,3 +270,14 @@ def test_a_prompt_of_which_no_block_travelled_has_no_transport() -> None:
     receipt.decode.CopyFrom(decode)
     account = _decode_account(admin_pb2.RequestTrace(num_output_tokens=1, receipt=receipt))
     assert "; d0 got 2.0 KiB (2 blocks) by nixl/ucx cma, 0 us of it exposed; " in account
+
+
+def test_the_page_shows_the_counts_that_stats_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the page's example had lost lines that had come since."""
+    found = admin_pb2.GetStatsResponse(policy="cost")
+    found.admission.SetInParent()
+    page = io.StringIO()
+    Console(file=page, width=80).print(stats._counts(found))
+    printed = [line.split()[0] for line in page.getvalue().splitlines()]
+    [example] = re.findall(r"^\$ baton admin stats\n(.*?)\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    assert [line.split()[0] for line in example.splitlines()] == printed

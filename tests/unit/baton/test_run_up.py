@@ -136,6 +136,6 @@ def test_missing_kernels_are_told_with_what_they_cost_and_what_to_install() -> N
     deployment.kernels = KernelState(problem="no C compiler (cc, gcc, clang)")
     *_, said, advice, _ = ready_lines(deployment, console, page)
     assert said == (
-        "no native kernels: tokens come 4 to 5 times slower. no C compiler (cc, gcc, clang)"
+        "no native kernels: no C compiler (cc, gcc, clang), so tokens come 4 to 5 times slower"
     )
     assert advice.startswith("  install a C compiler (apt install gcc, ")
