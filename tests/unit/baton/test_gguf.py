@@ -20,6 +20,7 @@ from gguf import GGMLQuantizationType, TokenType
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.config import config_of, generation_config_of
 from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
+from baton.checkpoint.gguf.folder import read_folder
 from baton.checkpoint.model_folder import config_digest, find_model_folder, weights_digest
 from baton.checkpoint.model_identity import folder_identity
 from baton.text.tokenizer import Tokenizer
@@ -39,6 +40,17 @@ FIELDS: dict[str, int | float | str] = {
 }
 
 
+ONES = numpy.ones(4, dtype=numpy.float32)
+SSM: dict[str, Any] = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 1,
+    "ssm.inner_size": 64,
+    "ssm.time_step_rank": 4,
+    "embedding_scale": 2.0,
+}
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
@@ -51,13 +63,15 @@ def write(
     architecture: str = "llama",
     vocabulary: Vocabulary | None = None,
     tensors: dict[str, Any] | None = None,
-    fields: Mapping[str, int | float | str] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    num_parts: int = 1,
 ) -> Path:
-    """A file without layers."""
+    """A file without layers, or the parts of one."""
     vocabulary = vocabulary or plain_vocabulary(40)
     rows = numpy.ones((len(vocabulary.tokens), 32), dtype=numpy.float32)
     found = {"token_embd.weight": (rows, F32)} | (tensors or {})
-    return write_gguf(path, architecture, found, {**FIELDS, **(fields or {})}, vocabulary)
+    fields = {**FIELDS, **(fields or {})}
+    return write_gguf(path, architecture, found, fields, vocabulary, num_parts=num_parts)
 
 
 def refused(path: Path, message: str) -> None:
@@ -174,6 +188,59 @@ def test_an_installed_package_is_the_file_in_it(
         assert find_model_folder(name) == find_model_folder(str(path))
 
 
+def write_parts(folder: Path) -> list[Path]:
+    """Three parts of one tensor each."""
+    folder.mkdir(exist_ok=True)
+    rows = numpy.ones((40, 32), dtype=numpy.float32)
+    more = {"output_norm.weight": (ONES, F32), "output.weight": (rows, F32)}
+    write(folder / "big.gguf", tensors=more, num_parts=3)
+    return sorted(folder.glob("*.gguf"))
+
+
+def test_the_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path / "model")
+    assert [path.name for path in parts] == [f"big-{n:05}-of-00003.gguf" for n in (1, 2, 3)]
+    folder = find_model_folder(str(parts[0]))
+    names = ["token_embd.weight", "output_norm.weight", "output.weight"]
+    assert list(read_folder(folder).tensors) == names
+    for other in (*parts[1:], parts[0].parent):
+        assert find_model_folder(str(other)) == folder
+    before = folder_identity(folder)["weights"]
+    content = parts[2].read_bytes()
+    parts[2].write_bytes(content[:-1] + b"\1")
+    assert folder_identity(folder)["weights"] != before
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path / "model")
+    contents = [path.read_bytes() for path in parts]
+    parts[1].unlink()
+    refused(parts[1].with_name(parts[0].name), "big-00002-of-00003.gguf: missing: .* is the first")
+    parts[1].write_bytes(contents[2])
+    refused_parts(parts[0], "split.no: part 2 of 3, expected part 1 of 3")
+    parts[1].write_bytes(contents[0])
+    refused_parts(parts[0], "split.no: part 0 of 3, expected part 1 of 3")
+    parts[1].write_bytes(contents[1][:200])
+    refused_parts(parts[0], "truncated")
+    other = tmp_path / "other.gguf"
+    other.write_bytes(contents[0])
+    refused(other, "the first of 3 parts must be called NAME-00001-of-00003.gguf")
+
+
+def refused_parts(path: Path, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        find_model_folder(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_in_two_parts_is_refused(tmp_path: Path) -> None:
+    more = {"token_embx.weight": (ONES, F32), "output.weight": (ONES, F32)}
+    write(tmp_path / "big.gguf", tensors=more, num_parts=3)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    patch(parts[1], b"token_embx", b"token_embd")
+    refused_parts(parts[0], "token_embd.weight: also in big-00001-of-00003.gguf")
+
+
 @pytest.mark.parametrize(
     ("size", "message"),
     [(0, "no GGUF file"), (3, "no GGUF file"), (20, "truncated"), (400, "truncated"),
@@ -211,9 +278,30 @@ def patch(path: Path, old: bytes, new: bytes) -> None:
                                        for kind in (0, 36))),
             r"quantization of token_embd.weight \(36\) is not supported; supported: F32, F16",
         ),
-        (lambda path: write(path, "gemma3"), "architecture 'gemma3' is not supported; supported"),
+        (lambda path: write(path, "bloom"), "architecture 'bloom' is not supported; supported: "),
         (lambda path: write(path, "qwen3", fields={"expert_count": 8}),
-         "qwen3.expert_count: experts are supported in llama, qwen3moe alone"),
+         "qwen3.expert_count: experts are not supported with this architecture"),
+        (lambda path: write(path, fields={"block_count": 2**20}),
+         "llama.block_count: must be at most 16384, got 1048576"),
+        (lambda path: write(path, "qwen3moe", fields={"expert_count": 8, "expert_used_count": 2}),
+         "weights are missing: blk.0.ffn_up_exps.weight"),
+        (lambda path: write(path, "glm4moe", fields={"nextn_predict_layers": 2}),
+         "glm4moe.nextn_predict_layers: 2, but block_count is 2"),
+        (lambda path: write(path, "mistral3", fields={"attention.temperature_scale": 0.1}),
+         "mistral3.attention.temperature_scale: 0.1.* is not supported; supported: 0"),
+        (lambda path: write(path, "gemma3", fields={"attention.sliding_window": 8,
+                                                    "attention.sliding_window_pattern": [True]}),
+         "gemma3.attention.sliding_window_pattern: 1 entries for 2 layers"),
+        (lambda path: write(path, "deepseek2", fields={"rope.dimension_count": 8,
+                                                       "attention.key_length": 8,
+                                                       "attention.value_length": 8}),
+         "deepseek2.rope.dimension_count: must be below 8, got 8"),
+        (lambda path: write(path, "nemotron_h", fields=SSM),
+         "nemotron_h.block_count: blk.0 has neither attention nor a state, a MLP or experts"),
+        (lambda path: write(path, "granitehybrid", fields=SSM | {"ssm.inner_size": 40}),
+         "granitehybrid.ssm.inner_size: must be a multiple of embedding_length 32, got 40"),
+        (lambda path: write(path, "phi3", tensors={"rope_factors_long.weight": (ONES, F32)}),
+         "weights are missing: rope_factors_short.weight"),
         (lambda path: write(path, fields={"expert_count": 8}),
          "llama.expert_used_count: must be a number above 0, got None"),
         (lambda path: write(path, fields={"expert_count": 8, "expert_shared_count": 1}),
@@ -395,6 +483,22 @@ def test_every_token_that_ends_a_turn_ends_an_output(tmp_path: Path) -> None:
                             fields={"eos_token_id": 3, "eom_token_id": 4})  # fmt: skip
     path = write(tmp_path / "model.gguf", vocabulary=vocabulary)
     assert generation_config_of(GgufFile.read(path)) == {"eos_token_id": [1, 3, 4]}
+
+
+def test_a_message_of_gpt_oss_does_not_end_its_output(tmp_path: Path) -> None:
+    tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"]
+    types = [int(TokenType.NORMAL), *[int(TokenType.CONTROL)] * 4]
+    vocabulary = Vocabulary(tokens, types, pre="gpt-4o", merges=["a b"], fields={"eos_token_id": 2})
+    path = write(tmp_path / "model.gguf", vocabulary=vocabulary)
+    assert generation_config_of(GgufFile.read(path)) == {"eos_token_id": [2, 3, 4]}
+
+
+def test_gemma_s_turn_ends_an_output(tmp_path: Path) -> None:
+    tokens, types = ["a", "<eos>", "<end_of_turn>"], [TokenType.NORMAL, *[TokenType.CONTROL] * 2]
+    vocabulary = Vocabulary(tokens, [int(t) for t in types], kind="llama", scores=[0.0] * 3,
+                            fields={"eos_token_id": 1})  # fmt: skip
+    path = write(tmp_path / "model.gguf", "gemma3", vocabulary=vocabulary)
+    assert generation_config_of(GgufFile.read(path)) == {"eos_token_id": [1, 2]}
 
 
 def test_named_chat_templates_are_kept(tmp_path: Path) -> None:
