@@ -127,7 +127,7 @@ def _granite(config: Any) -> Fields:
 
 
 def _granite_experts(config: Any) -> Fields:
-    if not getattr(config, "num_local_experts", 0):
+    if config.model_type != "granitemoehybrid" or not config.num_local_experts:
         return {}
     return {
         "expert_count": config.num_local_experts,
@@ -261,9 +261,10 @@ def _bamba(config: Any) -> Fields:
 
 def _nemotron(config: Any) -> Fields:
     kinds = config.layers_block_type
+    attends = [one in ("attention", "full_attention") for one in kinds]
     kv_heads, size = config.num_key_value_heads, config.intermediate_size
     found: Fields = {
-        "attention.head_count_kv": [kv_heads if one == "attention" else 0 for one in kinds],
+        "attention.head_count_kv": [kv_heads if one else 0 for one in attends],
         "feed_forward_length": [size if one in ("mlp", "moe") else 0 for one in kinds],
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.state_size": config.ssm_state_size,
@@ -490,16 +491,14 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
         _phi3,
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
-    "qwen2moe": GgufFamily(
-        "Qwen2MoeForCausalLM",
-        {"num_hidden_layers": 3, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
-        _qwen2moe,
-    ),
+    "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", {}, _qwen2moe),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
     "qwen35": GgufFamily("Qwen3_5ForCausalLM", _OF_DELTA_NETS, _delta_nets),
     "qwen35moe": GgufFamily("Qwen3_5MoeForCausalLM", _OF_DELTA_NETS, _qwen3next),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {"norm_topk_prob": True}, _qwen3moe),
     "qwen3next": GgufFamily("Qwen3NextForCausalLM", _OF_DELTA_NETS, _qwen3next),
     "seed_oss": GgufFamily("SeedOssForCausalLM", {"attention_bias": True}),
-    "smollm3": GgufFamily("SmolLM3ForCausalLM", {"num_hidden_layers": 5}, _whole),
+    "smollm3": GgufFamily(
+        "SmolLM3ForCausalLM", {"num_hidden_layers": 5, "no_rope_layers": None}, _whole
+    ),
 }

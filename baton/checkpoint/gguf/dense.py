@@ -15,7 +15,7 @@ from baton.checkpoint.gguf.architecture import (
     Names,
     partly_turning_heads,
 )
-from baton.checkpoint.gguf.rope import DEFAULT_THETA, original_length
+from baton.checkpoint.gguf.rope import DEFAULT_THETA, original_length, rope_scaling
 
 # As the first Llama rotated them: neighbours among a head's rows. Hugging Face's files have the
 # rows of a head's first half, then of its second.
@@ -112,13 +112,22 @@ def _olmo(keys: Keys) -> Architecture | None:
 
 
 def _olmo3(keys: Keys) -> Mapping[str, Any]:
-    theta = keys.number("rope.freq_base", DEFAULT_THETA)
+    """Read OLMo 3, whose layers with a window turn by the same base, unscaled."""
+    theta = {"rope_theta": keys.decimal("rope.freq_base", DEFAULT_THETA)}
+    ropes = {
+        _FULL: {**(rope_scaling(keys) or {"rope_type": "default"}), **theta},
+        _SLIDING: {"rope_type": "default", **theta},
+    }
     types = layer_types(keys, 4)
-    return {**_window(keys), "layer_types": types, "rope_local_base_freq": theta}
+    return {**_window(keys), "layer_types": types, "rope_parameters": ropes, "rope_scaling": None}
 
 
 def _phi3(keys: Keys) -> Mapping[str, Any]:
     return {**_window(keys), "original_max_position_embeddings": original_length(keys)}
+
+
+def _qwen2(keys: Keys) -> Mapping[str, Any]:
+    return {"attention_bias": False}  # its queries, keys and values have one in any case
 
 
 def _seed_oss(keys: Keys) -> Mapping[str, Any]:
@@ -172,7 +181,7 @@ DENSE: Mapping[str, Architecture] = {
         heads=partly_turning_heads,
         names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     ),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2": Architecture("Qwen2ForCausalLM", _qwen2),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "seed_oss": Architecture(
         "SeedOssForCausalLM",

@@ -59,8 +59,8 @@ def qwen_shared(keys: Keys) -> Mapping[str, Any]:
 
 
 def _qwen2moe(keys: Keys) -> Mapping[str, Any]:
-    bias = keys.has("attn_q.bias")
-    return {**qwen_experts(keys, normalized=False), **qwen_shared(keys), "qkv_bias": bias}
+    biases = {"qkv_bias": keys.has("attn_q.bias"), "attention_bias": False}
+    return {**qwen_experts(keys, normalized=False), **qwen_shared(keys), **biases}
 
 
 def _qwen3moe(keys: Keys) -> Mapping[str, Any]:

@@ -139,9 +139,9 @@ def _mamba2(keys: Keys) -> Mapping[str, Any]:
 
 def _granite_hybrid(keys: Keys) -> Mapping[str, Any]:
     return {
+        **_mamba2(keys),
         **granite_scales(keys),
         **granite_experts(keys),
-        **_mamba2(keys),
         "layer_types": _kinds(keys, _MAMBA2, ("mamba", "attention")),
         "position_embedding_type": "rope" if turns(keys) else "nope",
     }
