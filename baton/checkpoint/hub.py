@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ from pathlib import Path, PurePosixPath
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
 from baton.checkpoint.gguf.parts import first_part, only_first_parts, part_files
+
+logger = logging.getLogger(__name__)
 
 _SCHEME, _GGUF, _SAFETENSORS = "hf://", ".gguf", ".safetensors"
 _OWNER_AND_NAME = r"[\w.-]+/[\w.-]+"
@@ -185,15 +188,19 @@ def _download(repository: str, file: str, path: Path) -> None:
     found = huggingface_hub.get_hf_file_metadata(url)
     # Named by content: of another content nothing is taken over.
     part = path.with_name(f"{path.name}.{(found.etag or 'content')[:16]}{_PART_OF_FILE}")
-    headers = huggingface_hub.utils.build_hf_headers()
+    token = huggingface_hub.get_token()
+    # Only for the hub itself: what it sends on to is signed, and belongs to others.
+    needs_token = token is not None and found.location == url
     with part.open("r+b" if part.exists() else "w+b") as content:
         have = content.seek(0, os.SEEK_END)
+        known = (file, repository, have, found.size)
+        logger.info("fetching %s of %s: %s of %s bytes are here", *known)
         if have != found.size:
             http_get(
                 found.location,
                 content,
                 resume_size=have,
-                headers=headers if found.location == url else None,
+                headers={"authorization": f"Bearer {token}"} if needs_token else None,
                 expected_size=found.size,
                 displayed_filename=path.name,
             )

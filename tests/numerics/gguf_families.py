@@ -158,16 +158,10 @@ def _mistral(config: Any) -> Fields:
     return {**_whole(config), "attention.sliding_window": config.sliding_window}
 
 
-def _experts(config: Any, *, normalized: bool | None = None) -> Fields:
-    found: Fields = {
-        "expert_count": config.num_local_experts
-        if hasattr(config, "num_local_experts")
-        else config.num_experts,
-        "expert_used_count": config.num_experts_per_tok,
-    }
-    if normalized is not None:
-        found["expert_weights_norm"] = normalized
-    return found
+def _experts(config: Any) -> Fields:
+    name = "num_local_experts" if hasattr(config, "num_local_experts") else "num_experts"
+    count = getattr(config, name)
+    return {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
 
 
 def _mixtral(config: Any) -> Fields:

@@ -20,7 +20,6 @@ from gguf import GGMLQuantizationType, TokenType
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.config import config_of, generation_config_of
 from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
-from baton.checkpoint.gguf.folder import read_folder
 from baton.checkpoint.model_folder import config_digest, find_model_folder, weights_digest
 from baton.checkpoint.model_identity import folder_identity
 from baton.text.tokenizer import Tokenizer
@@ -64,14 +63,12 @@ def write(
     vocabulary: Vocabulary | None = None,
     tensors: dict[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
-    num_parts: int = 1,
 ) -> Path:
-    """A file without layers, or the parts of one."""
+    """A file without layers."""
     vocabulary = vocabulary or plain_vocabulary(40)
     rows = numpy.ones((len(vocabulary.tokens), 32), dtype=numpy.float32)
     found = {"token_embd.weight": (rows, F32)} | (tensors or {})
-    fields = {**FIELDS, **(fields or {})}
-    return write_gguf(path, architecture, found, fields, vocabulary, num_parts=num_parts)
+    return write_gguf(path, architecture, found, {**FIELDS, **(fields or {})}, vocabulary)
 
 
 def refused(path: Path, message: str) -> None:
@@ -186,59 +183,6 @@ def test_an_installed_package_is_the_file_in_it(
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     for name in ("some-model", "some_model"):
         assert find_model_folder(name) == find_model_folder(str(path))
-
-
-def write_parts(folder: Path) -> list[Path]:
-    """Three parts of one tensor each."""
-    folder.mkdir(exist_ok=True)
-    rows = numpy.ones((40, 32), dtype=numpy.float32)
-    more = {"output_norm.weight": (ONES, F32), "output.weight": (rows, F32)}
-    write(folder / "big.gguf", tensors=more, num_parts=3)
-    return sorted(folder.glob("*.gguf"))
-
-
-def test_the_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
-    parts = write_parts(tmp_path / "model")
-    assert [path.name for path in parts] == [f"big-{n:05}-of-00003.gguf" for n in (1, 2, 3)]
-    folder = find_model_folder(str(parts[0]))
-    names = ["token_embd.weight", "output_norm.weight", "output.weight"]
-    assert list(read_folder(folder).tensors) == names
-    for other in (*parts[1:], parts[0].parent):
-        assert find_model_folder(str(other)) == folder
-    before = folder_identity(folder)["weights"]
-    content = parts[2].read_bytes()
-    parts[2].write_bytes(content[:-1] + b"\1")
-    assert folder_identity(folder)["weights"] != before
-
-
-def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    parts = write_parts(tmp_path / "model")
-    contents = [path.read_bytes() for path in parts]
-    parts[1].unlink()
-    refused(parts[1].with_name(parts[0].name), "big-00002-of-00003.gguf: missing: .* is the first")
-    parts[1].write_bytes(contents[2])
-    refused_parts(parts[0], "split.no: part 2 of 3, expected part 1 of 3")
-    parts[1].write_bytes(contents[0])
-    refused_parts(parts[0], "split.no: part 0 of 3, expected part 1 of 3")
-    parts[1].write_bytes(contents[1][:100])
-    refused_parts(parts[0], "truncated")
-    other = tmp_path / "other.gguf"
-    other.write_bytes(contents[0])
-    refused(other, "the first of 3 parts must be called NAME-00001-of-00003.gguf")
-
-
-def refused_parts(path: Path, message: str) -> None:
-    with pytest.raises(ModelLoadError, match=message) as caught:
-        find_model_folder(str(path))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_tensor_in_two_parts_is_refused(tmp_path: Path) -> None:
-    more = {"token_embx.weight": (ONES, F32), "output.weight": (ONES, F32)}
-    write(tmp_path / "big.gguf", tensors=more, num_parts=3)
-    parts = sorted(tmp_path.glob("*.gguf"))
-    patch(parts[1], b"token_embx", b"token_embd")
-    refused_parts(parts[0], "token_embd.weight: also in big-00001-of-00003.gguf")
 
 
 @pytest.mark.parametrize(
