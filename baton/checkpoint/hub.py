@@ -163,12 +163,12 @@ def _fetched(model: str, repository: str, file: str) -> Path:
     """
     import huggingface_hub
 
+    path = _folder(repository) / file
+    if ".." in path.parts:
+        raise ModelLoadError(f"model: {model!r}: {file!r:.100} is no name of a file")
     cached = huggingface_hub.try_to_load_from_cache(repository, file)
     if isinstance(cached, str):
         return Path(cached)
-    path = _folder(repository) / file
-    if not path.resolve().is_relative_to(_folder(repository).resolve()):
-        raise ModelLoadError(f"model: {model!r}: {file!r:.100} is no name of a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(path):

@@ -141,7 +141,7 @@ def _of_qwen3_next(block: str, tensor: Tensor, config: Any) -> Iterator[tuple[st
     heads, key = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // heads * config.linear_value_head_dim
     by_head = tensor.view(heads, -1, tensor.shape[1])
-    parts = by_head.split([key, key, values, values], dim=1)
+    parts = torch.split(by_head, [key, key, values, values], dim=1)
     query, keys, value, gate = (part.flatten(0, 1) for part in parts)
     yield f"{block}attn_qkv.weight", torch.cat([query, keys, value])
     yield f"{block}attn_gate.weight", gate
