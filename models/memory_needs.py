@@ -11,6 +11,7 @@ from pathlib import Path
 
 from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
+from baton.checkpoint.gguf.folder import read_folder
 from baton.engine_config import WEIGHTS
 from models.config import ModelConfig
 from models.mla_config import MLAConfig
@@ -36,6 +37,7 @@ _KEPT_BYTES = {
     **{"F16": 2.0, "BF16": 2.0, "Q8_0": 1.0625, "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 1.0625},
     **{"Q5_1": 1.125, "Q2_K": 0.640625, "Q3_K": 0.5703125, "Q4_K": 0.578125},
     **{"Q5_K": 1.078125, "Q6_K": 1.0703125, "IQ4_NL": 1.0625, "IQ4_XS": 1.0390625},
+    "MXFP4": 0.5625,
 }
 _EMBEDDING = "token_embd.weight"
 # A matrix: outputs, inputs.
@@ -105,9 +107,8 @@ def memory_needs_of_folder(folder: Path) -> MemoryNeeds:
 
 def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
     """Return what a quantized checkpoint's files come to; None: it is not, or they are not here."""
-    gguf = folder / GGUF_WEIGHTS
-    if gguf.exists():
-        return _gguf_bytes(config, GgufFile.read(gguf.resolve()), dtype)
+    if (folder / GGUF_WEIGHTS).exists():
+        return _gguf_bytes(config, read_folder(folder), dtype)
     if config.quantization is None:
         return None
     if config.quantization.method == "mxfp4":  # what else there is has 16 bits

@@ -13,7 +13,9 @@ from typing import Any
 
 from baton.api.bounded_files import read_object, size_of
 from baton.api.errors import ModelLoadError
-from baton.checkpoint.gguf.folder import WEIGHTS, folder_of_gguf
+from baton.checkpoint.gguf.folder import WEIGHTS, folder_of_gguf, weight_files
+from baton.checkpoint.gguf.parts import only_first_parts
+from baton.checkpoint.hub import HubName, fetch
 from baton.checkpoint.weights_samples import read_samples
 
 _GGUF = ".gguf"
@@ -40,21 +42,25 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
     """Find the folder of a model, in Hugging Face layout.
 
     A model is given as a folder in that layout, as a GGUF file, as a folder or an installed
-    package with one GGUF file in it, or as a hub id ("Qwen/Qwen3-0.6B"). A GGUF file's folder is
-    made in the user's cache (`baton/gguf`).
+    package with one GGUF file in it, or as a hub id ("Qwen/Qwen3-0.6B"), of GGUF files with a
+    quantization behind it ("Qwen/Qwen3-0.6B-GGUF:Q8_0"), with "hf://" before it or not. A GGUF
+    file's folder is made in the user's cache (`gguf/folder.py`).
 
     Args:
-        weights: fetch the weights too; the router needs only the configuration and tokenizer.
+        weights: fetch the weights too; the router needs only the configuration and tokenizer,
+            which in a GGUF file are with the weights.
 
     Raises:
         ModelLoadError: the model is not found, is broken, or cannot be fetched.
     """
     if (found := find_local_folder(model)) is not None:
         return found
-    # A hub id is "owner/name"; everything else can only have been meant as a path or a package.
-    if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
+    name = None if model.startswith((".", "/", "~")) else HubName.parse(model)
+    if name is None:  # so a path or a package was meant
         raise ModelLoadError(f"model: {_nothing_here(model)}")
-    return _fetch_from_hub(model, weights=weights)
+    patterns = _TOKENIZER_FILES + (["*.safetensors", "*.safetensors.index.json"] if weights else [])
+    fetched = fetch(model, name, patterns)
+    return fetched if fetched.is_dir() else folder_of_gguf(fetched)
 
 
 def find_local_folder(model: str) -> Path | None:
@@ -116,27 +122,12 @@ def _in_package(name: str) -> Path | None:
 
 
 def _only(ggufs: Sequence[Path], place: str) -> Path:
+    ggufs = only_first_parts(ggufs)
     if len(ggufs) > 1:
         names = ", ".join(path.name for path in ggufs[:_SHOWN_FILES])
         more = f" and {len(ggufs) - _SHOWN_FILES} more" if len(ggufs) > _SHOWN_FILES else ""
         raise ModelLoadError(f"model: {place} has several {_GGUF} files; name one: {names}{more}")
     return ggufs[0]
-
-
-def _fetch_from_hub(model: str, *, weights: bool) -> Path:
-    # Imported here: it takes half a second, and a local folder does not need it.
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = _TOKENIZER_FILES + (["*.safetensors", "*.safetensors.index.json"] if weights else [])
-    try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelLoadError(
-            f"model: {model!r}: there is no such folder or file here, and it cannot be fetched "
-            f"from the hub: {reason}"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +173,14 @@ def weights_digest(folder: Path) -> str:
     Raises ModelLoadError when a file cannot be read.
     """
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob(WEIGHTS)]):
+    files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+    # Whatever a GGUF file is called here, its content counts.
+    for number, path in enumerate(weight_files(folder)):
+        files[WEIGHTS if number == 0 else f"{number}-{WEIGHTS}"] = path
+    for name, path in sorted(files.items()):
         size = size_of(path)
         try:
-            digest.update(f"{path.name}:{size};".encode())
+            digest.update(f"{name}:{size};".encode())
             with path.open("rb") as file:
                 for sample in read_samples(file, size):
                     digest.update(sample)

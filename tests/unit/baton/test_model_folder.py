@@ -89,6 +89,10 @@ def test_the_hub_is_asked_for_what_is_read(
         asked.extend(allow_patterns)
         return str(folder)
 
+    def files(api: object, repository: str) -> list[str]:
+        return ["config.json", "model-00001-of-00002.safetensors"]
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", files)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert find_model_folder("owner/model", weights=weights) == folder
 
