@@ -230,5 +230,6 @@ def _cannot_fetch(model: str, error: Exception) -> ModelLoadError:
     lines = str(error).strip().splitlines()
     reason = lines[0] if lines else type(error).__name__
     return ModelLoadError(
-        f"model: {model!r} is no folder here and cannot be fetched from the hub: {reason}"
+        f"model: {model!r}: there is no such folder or file here, and it cannot be fetched "
+        f"from the hub: {reason}"
     )

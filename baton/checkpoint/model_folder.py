@@ -58,9 +58,7 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
     name = None if model.startswith((".", "/", "~")) else HubName.parse(model)
     if name is None:  # so a path or a package was meant
         raise ModelLoadError(f"model: {_nothing_here(model)}")
-    patterns = _TOKENIZER_FILES + (["*.safetensors", "*.safetensors.index.json"] if weights else [])
-    fetched = fetch(model, name, patterns)
-    return fetched if fetched.is_dir() else folder_of_gguf(fetched)
+    return _fetch_from_hub(model, name, weights=weights)
 
 
 def find_local_folder(model: str) -> Path | None:
@@ -128,6 +126,13 @@ def _only(ggufs: Sequence[Path], place: str) -> Path:
         more = f" and {len(ggufs) - _SHOWN_FILES} more" if len(ggufs) > _SHOWN_FILES else ""
         raise ModelLoadError(f"model: {place} has several {_GGUF} files; name one: {names}{more}")
     return ggufs[0]
+
+
+def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
+    """Fetch a model of the hub and return its folder; raises ModelLoadError."""
+    patterns = _TOKENIZER_FILES + (["*.safetensors", "*.safetensors.index.json"] if weights else [])
+    fetched = fetch(model, name, patterns)
+    return fetched if fetched.is_dir() else folder_of_gguf(fetched)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ class TextOptions:
         AUTO,
         choices=(AUTO, NONE),
         help="Where HTTP requests get sampling parameters that they do not name. auto: from the "
-        "checkpoint's generation_config.json, or else temperature 0.7 and top_p 0.95. none: from OpenAI's API, temperature 1 and all else off.",
+        "checkpoint's generation_config.json, or else temperature 0.7 and top_p 0.95. none: from "
+        "OpenAI's API, temperature 1 and all else off.",
     )
     tool_call_parser: str = option(
         AUTO,
