@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,28 @@ def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
     return fetched if fetched.is_dir() else folder_of_gguf(fetched)
 
 
+# Fields of the text of models that see images, too, that their files may leave out.
+TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "Gemma3ForConditionalGeneration": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+    },
+    "Mistral3ForConditionalGeneration": {
+        "vocab_size": 131_072,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "sliding_window": None,
+    },
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
     """The limits of a model by which a router checks requests."""
@@ -150,7 +172,11 @@ def read_limits(folder: Path) -> ModelLimits:
     """
     whole = _read_config(folder)
     of_text = whole.get("text_config")
+    defaults: dict[str, object] = {}
+    for name in whole.get("architectures") or ():
+        defaults.update(TEXT_DEFAULTS.get(name, {}) if isinstance(name, str) else {})
     config = {**whole, **of_text} if isinstance(of_text, dict) else whole
+    config = {**defaults, **config}
     values = []
     for name in ("vocab_size", "max_position_embeddings"):
         value = config.get(name)

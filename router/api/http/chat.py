@@ -12,9 +12,10 @@ from aiohttp import web
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import (
-    answer_or_calls,
+    Grammars,
     chat_prompt,
-    forced_call,
+    held_output,
+    open_formats,
     parser_context,
     takes_effort,
 )
@@ -202,17 +203,25 @@ def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: 
 
 
 async def open_chat(
-    request: web.Request, intake: Intake, body: ChatRequest, received_at: float
+    request: web.Request,
+    intake: Intake,
+    body: ChatRequest,
+    received_at: float,
+    grammars: Grammars | None = None,
 ) -> tuple[list[Call], ChatDialect]:
     """The checked calls of a chat's outputs, and what words them.
+
+    Args:
+        grammars: of the texts of tools that have such.
 
     Raises InvalidRequestError and what tokenizing raises.
     """
     if body.modalities not in (None, ["text"]):
         raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
-        forced = forced_call(body)
-        either = answer_or_calls(body, intake.parsers)
+        held = held_output(body, intake.parsers, grammars)
+    if held is None:
+        note_ignored(request, open_formats(body, grammars or {}))
     intake.check_key(request[PRINCIPAL])  # before anything costs time
     prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
     named = request[DEFAULTS]
@@ -222,10 +231,11 @@ async def open_chat(
         defaults={**intake.sampling_defaults, **named.sampling},
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
-        structured_output=forced or either,
+        structured_output=held.output if held is not None else None,
     )
     terms = terms_of(request, body, received_at)
-    parsers, context = intake.parsers, parser_context(body, intake.parsers.prompt_end(prompt))
+    parsers = intake.parsers
+    context = parser_context(body, parsers.prompt_end(prompt), grammars)
     shown = parsers.shown_token_ids(with_tools=bool(context.tools))
     if shown:
         text_options = dataclasses.replace(terms.text_options, shown_token_ids=shown)
@@ -233,13 +243,14 @@ async def open_chat(
     with as_client_wrote(body):
         calls = await accept_choices(intake, [prompt], params, terms, request[REQUEST_ID])
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
-    is_constrained = params.structured_output is not None
+    is_free = held is not None and held.is_free
+    is_constrained = params.structured_output is not None and not is_free
     make = functools.partial(
         parsers.make,
         context,
-        is_forced=forced is not None,
+        is_forced=held is not None and held.is_common_call,
         is_constrained=is_constrained,
-        is_either=either is not None,
+        is_either=held is not None and held.is_either,
     )
     return calls, ChatDialect([make() for _ in calls], texts)
 

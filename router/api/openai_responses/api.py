@@ -93,4 +93,5 @@ async def responses(
         received_at=received_at,
         names=FIELD_NAMES,
         make_events=make_events,
+        grammars=offered.grammars,
     )

@@ -9,17 +9,20 @@ start -> answer (fits the format's schema)
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES
+from baton.text.quoted_lark import quoted_lark
 from baton.text.schema_repairs import enforceable_schema
+from router.intake.answers.argument_forms import Argument, ArgumentRules, InexpressibleError
 from router.intake.parsers import harmony, mistral
 from router.intake.parsers.families import CallForm
 from router.intake.parsers.harmony import HarmonyForm
-from router.intake.parsers.json_calls import JsonForm
+from router.intake.parsers.json_calls import BareJsonForm, JsonForm
 from router.intake.parsers.mistral import MistralForm
 from router.intake.parsers.named import NamedForm
 from router.intake.parsers.pythonic import PythonForm
@@ -27,7 +30,7 @@ from router.intake.parsers.tagged import TaggedForm
 
 # How JSON is written within calls and answers, as everywhere else.
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NEWLINE, _COMMA = '"\\n"', '", "'
+_NEWLINE, _COMMA, _QUOTE = '"\\n"', '", "', '"\\""'
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,13 @@ class Function:
 
     Attributes:
         parameters: a JSON schema that the arguments fit.
+        held_text: the name of its only argument and a Lark grammar of that text; None: the schema
+            says all. In every family's form the text is written as a JSON string.
     """
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
+    held_text: tuple[str, str] | None = None
 
 
 Mark = Callable[[str], str]
@@ -58,17 +64,46 @@ def answer_or_calls(
 
     Arguments of many large functions are left open, as a grammar's text has a limit.
     """
+    if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
+        # Both begin with a brace: the library's lexer chooses there, and for good.
+        raise InvalidRequestError(
+            "response_format", "cannot be together with a grammar of a tool's input for this model"
+        )
     try:
         start = f"start: answer | calls\nanswer: {_json(json.loads(enforceable_schema(answer)))}\n"
         num_chars = sum(len(json.dumps(function.parameters)) for function in functions)
-        open_ones = [Function(function.name) for function in functions]
+        open_ones = [Function(one.name, held_text=one.held_text) for one in functions]
         for chosen in (functions if num_chars < MAX_TEXT_BYTES else open_ones, open_ones):
-            grammar = start + _rules(form, chosen, mark, several)
+            grammar = start + call_rules(form, chosen, mark, several)
             if len(grammar.encode(errors="surrogatepass")) <= MAX_TEXT_BYTES:
                 break
     except RecursionError:
         raise InvalidRequestError("tools", "are nested too deeply") from None
+    except InexpressibleError as error:
+        raise InvalidRequestError("tools", str(error)) from None
     return grammar
+
+
+def forced_calls(
+    form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
+) -> tuple[str, bool]:
+    """Make a Lark grammar of calls; returns the grammar, and whether it is in the family's form.
+
+    Calls whose arguments cannot be held to their schemas in that form are one JSON object, with
+    ``name`` and ``arguments``, as `OneCall` reads it.
+    """
+    try:
+        try:
+            return f"start: calls\n{call_rules(form, functions, mark, several)}", True
+        except InexpressibleError:
+            return common_call(functions), False
+    except RecursionError:
+        raise InvalidRequestError("tools", "are nested too deeply") from None
+
+
+def common_call(functions: Sequence[Function]) -> str:
+    """Make a Lark grammar of one call in the form that is no family's; see `forced_calls`."""
+    return f"start: {_named_object(functions, 'arguments')}\n{_held_rules(functions)}"
 
 
 def _json(schema: Any) -> str:
@@ -92,8 +127,49 @@ def _arguments(function: Function, index: int) -> dict[str, Any]:
     return {**schema, "type": "object", "$id": f"urn:baton:tool:{index}"}
 
 
+def _arguments_rule(function: Function, index: int) -> str:
+    """Write the arguments of a function as one JSON object."""
+    if function.held_text is None:
+        return _json(_arguments(function, 0))
+    name, _ = function.held_text
+    return f"{_text(f'{{{json.dumps(name)}: ')} {_held_text(index)} {_text('}')}"
+
+
+def _held_text(index: int) -> str:
+    return f"{_QUOTE} input{index} {_QUOTE}"
+
+
+def _held_rules(functions: Sequence[Function]) -> str:
+    """Write the rules of texts that have grammars of their own."""
+    num_chars = sum(len(one.held_text[1]) for one in functions if one.held_text is not None)
+    if num_chars > MAX_TEXT_BYTES:
+        problem = f"must have grammars of at most {MAX_TEXT_BYTES} characters, got {num_chars}"
+        raise InvalidRequestError("tools", problem)
+    rules = []
+    for index, function in enumerate(functions):
+        if function.held_text is None:
+            continue
+        try:
+            rules.append(f"input{index}: %lark {{\n{quoted_lark(function.held_text[1])}\n}}\n")
+        except InvalidRequestError as error:
+            problem = f"the grammar of {function.name[:80]!r}: {error.problem}"
+            raise InvalidRequestError("tools", problem) from None
+    return "".join(rules)
+
+
+def _text(text: str) -> str:
+    """Write a text as a grammar has it."""
+    return json.dumps(text)
+
+
 def _named_object(functions: Sequence[Function], key: str) -> str:
     """Write the JSON of one call: its name and its arguments."""
+    if any(function.held_text for function in functions):
+        ways = []
+        for index, function in enumerate(functions):
+            head = f'{{"name": {json.dumps(function.name)}, "{key}": '
+            ways.append(f"{_text(head)} {_arguments_rule(function, index)} {_text('}')}")
+        return "(" + " | ".join(ways) + ")"
     calls = [
         {
             "type": "object",
@@ -112,14 +188,23 @@ def _named_object(functions: Sequence[Function], key: str) -> str:
 def _each(functions: Sequence[Function], before: str, behind: str = "") -> str:
     """Write alternatives of a name, what comes between, and JSON of arguments."""
     ways = (
-        f"{json.dumps(function.name)} {before} {_json(_arguments(function, 0))} {behind}"
-        for function in functions
+        f"{json.dumps(function.name)} {before} {_arguments_rule(function, index)} {behind}"
+        for index, function in enumerate(functions)
     )
     return "(" + " | ".join(ways) + ")"
 
 
-def _rules(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """Write the rules of a family's calls, as Lark does; one of them is ``calls``."""
+def call_rules(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
+    """Write the rules of a family's calls, as Lark does; one of them is ``calls``.
+
+    Raises:
+        InexpressibleError: the arguments of a function cannot be held to their schema.
+        InvalidRequestError: a grammar of a text cannot be enforced.
+    """
+    return _calls(form, functions, mark, several) + _held_rules(functions)
+
+
+def _calls(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
     match form:
         case JsonForm():
             return _json_calls(form, functions, mark, several)
@@ -154,29 +239,75 @@ def _json_calls(form: JsonForm, functions: Sequence[Function], mark: Mark, sever
 
 
 def _tagged(form: TaggedForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    line = ' "\\n"' if form.has_lines else ""
     opened, closed = mark(form.open), mark(form.close)
     if form.function:
         opened += f" {json.dumps(chr(10) + form.function)}"
     if form.end:
         closed = f"{mark(form.end)} {_NEWLINE} {closed}"
-    key = f"{mark(form.key)} /[^<>\\r\\n]+/ {mark(form.key_end)}"
-    if form.value:
-        key += f" {_NEWLINE} {mark(form.value)}"
+    values, rules, ways = _TaggedValues(form, mark), [], []
+    for index, function in enumerate(functions):
+        head = json.dumps(f"{function.name}{form.name_end}\n")
+        if function.held_text is not None:
+            name = json.dumps(function.held_text[0])
+            written = f"{values.key(name)} {values.json(_held_text(index))}"
+        else:
+            arguments = ArgumentRules(function.parameters, f"f{index}", values, _value_json)
+            each = [_tagged_argument(one, values, index) for one in arguments.arguments()]
+            rules += [*arguments.rules, *_other_names(arguments.names, index)]
+            written = " ".join(each)
+        ways.append(f"{head} {written}")
     return (
         f"calls: {_repeated('call', _NEWLINE, several)}\n"
-        f"call: {opened} {_names(functions)} {json.dumps(form.name_end + chr(10))} "
-        f"argument* {closed}\n"
-        f"argument: {key}{line} value\n" + _value(form, mark)
+        f"call: {opened} ({' | '.join(ways)}) {closed}\n" + "".join(f"{rule}\n" for rule in rules)
     )
 
 
-def _value(form: TaggedForm, mark: Mark) -> str:
-    """Write the rule of an argument's text, up to the mark behind it and the end of the line."""
-    if mark(form.value_end) != json.dumps(form.value_end):  # a token that no text has
-        return f"value: TEXT? {mark(form.value_end)} {_NEWLINE}\nTEXT: /(?s:.+)/\n"
-    end = ("\n" if form.has_lines else "") + form.value_end + "\n"
-    return f"value[suffix={json.dumps(end)}]: /(?s:.*)/\n"
+def _tagged_argument(argument: Argument, values: _TaggedValues, index: int) -> str:
+    name = json.dumps(argument.name) if argument.name else f"NAME{index}"
+    often = "" if argument.is_required else "?" if argument.name else "*"
+    return f"({values.key(name)} {argument.value}){often}"
+
+
+def _other_names(names: Sequence[str], index: int) -> list[str]:
+    """Write the terminal of a name that is none of the listed ones."""
+    listed = "|".join(re.escape(name).replace("/", "\\/") for name in names)
+    return [f"NAME{index}: /[^<>\\r\\n]+/" + (f" & ~/({listed})/" if listed else "")]
+
+
+def _value_json(schema: Any) -> str:
+    return _json(json.loads(enforceable_schema(json.dumps(schema))))
+
+
+class _TaggedValues:
+    """Writes values between tags."""
+
+    def __init__(self, form: TaggedForm, mark: Mark) -> None:
+        self._form = form
+        self._mark = mark
+        is_token = mark(form.value_end) != json.dumps(form.value_end)
+        line = "\n" if form.has_lines else ""
+        # A token ends the lexeme of a text; what is no token has to be a part of the lexeme.
+        self._end = json.dumps(line if is_token else f"{line}{form.value_end}\n")
+        self._behind = f"{mark(form.value_end)} {_NEWLINE}" if is_token else ""
+
+    def key(self, name: str) -> str:
+        """Write an expression of an argument's name, with all that comes before the value."""
+        form = self._form
+        key = f"{self._mark(form.key)} {name} {self._mark(form.key_end)}"
+        if form.value:
+            key += f" {_NEWLINE} {self._mark(form.value)}"
+        return key + (f" {_NEWLINE}" if form.has_lines else "")
+
+    def json(self, rule: str) -> str:
+        return f"{rule} {self._end} {self._behind}"
+
+    def text(self, conditions: Sequence[str]) -> str:
+        end = re.escape(self._form.value_end).replace("/", "\\/")
+        text = " & ".join(["/(?s:.*)/", *conditions, f"~/(?s:.*){end}(?s:.*)/"])
+        return f"({text}) {self._end}"
+
+    def behind_text(self) -> str:
+        return self._behind
 
 
 def _named(form: NamedForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
@@ -205,12 +336,57 @@ def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several
         calls = f"{_NEWLINE}? {_repeated('call', _NEWLINE, several)} {_NEWLINE}?"
     if form.is_marked:
         calls = f"{mark(form.open)} {calls} {mark(form.close)}"
-    return (
-        f"calls: {calls}\n"
-        f'call: {_names(functions)} "(" (argument ({_COMMA} argument)*)? ")"\n'
-        'argument: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value\n'
-        f"value: {_json({})}\n"
-    )
+    rules, ways = [], []
+    for index, function in enumerate(functions):
+        if function.held_text is not None:
+            written = f"{json.dumps(f'{function.held_text[0]}=')} {_held_text(index)}"
+        else:
+            arguments = ArgumentRules(
+                function.parameters, f"f{index}", _PythonValues(), _value_json
+            )
+            found = arguments.arguments()
+            rules += [*arguments.rules, *_other_keys(arguments.names, index)]
+            written = _python_arguments(found, index)
+        ways.append(f'{json.dumps(f"{function.name}(")} {written} ")"')
+    return f"calls: {calls}\ncall: {' | '.join(ways)}\n" + "".join(f"{rule}\n" for rule in rules)
+
+
+class _PythonValues:
+    """Writes values behind their names: all of them are JSON."""
+
+    def json(self, rule: str) -> str:
+        return rule
+
+    def text(self, conditions: Sequence[str]) -> None:
+        return None
+
+    def behind_text(self) -> str:
+        return ""
+
+
+def _other_keys(names: Sequence[str], index: int) -> list[str]:
+    """Write the terminal of a keyword that is none of the listed ones."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise InexpressibleError(f"parameter {name[:80]!r} is no name that Python has")
+    listed = f" & ~/({'|'.join(names)})/" if names else ""
+    return [f"NAME{index}: /[a-zA-Z_][a-zA-Z0-9_]*/{listed}"]
+
+
+def _python_arguments(arguments: Sequence[Argument], index: int) -> str:
+    """Write arguments in their order, with commas between those that are there."""
+    keys = [json.dumps(f"{one.name}=") if one.name else f'NAME{index} "="' for one in arguments]
+    each = [f"{key} {one.value}" for key, one in zip(keys, arguments, strict=True)]
+    behind = [
+        f"({_COMMA} {written})" + ("" if one.is_required else "?" if one.name else "*")
+        for one, written in zip(arguments, each, strict=True)
+    ]
+    ways = []
+    for first, one in enumerate(arguments):
+        ways.append(" ".join([each[first], *behind[first if not one.name else first + 1 :]]))
+        if one.is_required:
+            return f"({' | '.join(ways)})"
+    return f"({' | '.join(ways)})?" if ways else ""
 
 
 def _mistral(functions: Sequence[Function], mark: Mark, several: bool) -> str:

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from baton.registry import Registry
 from baton.text.tokenizer import Tokenizer
-from router.intake.answers.call_forms import Function, answer_or_calls
+from router.intake.answers.call_forms import Function, answer_or_calls, common_call, forced_calls
+from router.intake.answers.free_text import text_or_calls
 from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.intake.parsers.base import OutputParser, ParserContext, new_call_id
 from router.intake.parsers.families import CALLS, THOUGHTS, Family, Thoughts, family_of
@@ -91,6 +92,29 @@ class OutputParsers:
             return None
         return answer_or_calls(self._calls.form, answer, functions, self._mark, several=several)
 
+    def forced_calls(self, functions: Sequence[Function], *, several: bool) -> tuple[str, bool]:
+        """Make the grammar of calls of functions; raises InvalidRequestError.
+
+        Returns the grammar, and whether `make` is to make a parser of one common call.
+        """
+        if self._calls is None:
+            return common_call(functions), True
+        grammar, is_of_family = forced_calls(
+            self._calls.form, functions, self._mark, several=several
+        )
+        return grammar, not is_of_family
+
+    def text_or_calls(self, functions: Sequence[Function], *, several: bool) -> str | None:
+        """Make the grammar of a text that may end in calls of functions.
+
+        Returns None when calls in outputs cannot be told from texts; raises InvalidRequestError.
+        """
+        if self._calls is None:
+            return None
+        marks = self._reasoning.inner_tokens if self._reasoning is not None else ()
+        thoughts = [mark for mark in marks if self._mark(mark) != json.dumps(mark)]
+        return text_or_calls(self._calls.form, functions, self._mark, thoughts, several=several)
+
     def _mark(self, text: str) -> str:
         token_id = self._tokenizer.special_token_id(text) if self._tokenizer else None
         return json.dumps(text) if token_id is None else f"<[{token_id}]>"
@@ -106,7 +130,7 @@ class OutputParsers:
         """Make a new parser, for one output.
 
         Args:
-            is_forced: a grammar holds the output to one call.
+            is_forced: a grammar holds the output to one call in the common form.
             is_constrained: a grammar holds it to something: then it does not think before.
             is_either: the grammar is that of `answer_or_calls`.
         """
