@@ -15,7 +15,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
+.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -144,6 +144,9 @@ check: setup .venv-proto/.ready .venv-audit/.ready ## lint, types, import rules,
 	$(BIN)/python -m tools.dashboards
 	tools/generate_stubs.sh .venv-proto/bin/python --check
 	$(BIN)/python tools/supply_chain.py .venv-audit/bin dist/sbom.cdx.json
+
+release-check: check ## check what a release needs, and build its distributions in dist/
+	tools/release_check.sh $(BIN)/python
 
 lock: .venv-audit/.ready ## write requirements.lock anew from pyproject.toml (UPGRADE=--upgrade: newest versions)
 	tools/lock.sh .venv-audit/bin/uv $(UPGRADE)

@@ -58,7 +58,7 @@ def cache_namespace(entries: Mapping[str, str]) -> bytes:
     """Digest what the KV of equal tokens depends on in a node, for `BlockHasher`.
 
     Args:
-        entries: of its compatibility; a missing one is empty.
+        entries: compatibility entries; a missing one counts as empty.
     """
     fields = [f"{key}={entries.get(key, '')}".encode() for key in CACHE_KEYS]
     return hashlib.blake2b(_framed(fields), digest_size=16).digest()
@@ -68,7 +68,7 @@ def extra_keys_of(cache_salt: bytes) -> tuple[bytes, ...]:
     """Return what a request's KV depends on besides its tokens, for `BlockHasher.extend`.
 
     Args:
-        cache_salt: of the tenant or group that shares it; empty: everybody shares it.
+        cache_salt: salt of the tenant or group that shares the cache; empty: everybody shares.
     """
     return (b"cache_salt", cache_salt) if cache_salt else ()
 
@@ -80,7 +80,7 @@ class BlockHasher:
         block_size: tokens per block.
         algorithm: a name in HASH_ALGORITHMS. blake2b and sha256 stand up to an attacker who
             chooses prompts to collide with another user's; xxh3_128 does not.
-        namespace: of the node whose blocks they are; see `cache_namespace`.
+        namespace: the cache namespace of the blocks' node; see `cache_namespace`.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class BlockHasher:
         """Append the hashes of the full blocks of ``token_ids`` that ``hashes`` lacks.
 
         Args:
-            hashes: of the first ``len(hashes)`` blocks of the same sequence.
-            extra_keys: what else the KV depends on; see `extra_keys_of`.
+            hashes: hashes of the first ``len(hashes)`` blocks of the same sequence.
+            extra_keys: other facts that the KV depends on; see `extra_keys_of`.
         """
         size = self.block_size
         for start in range(len(hashes) * size, len(token_ids) - size + 1, size):

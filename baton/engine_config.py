@@ -11,9 +11,9 @@ from baton.options import check_limits, option, parse_bytes
 
 PREEMPTION = ("recompute", "hand-back")
 SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
-# Those with weights, which guess where the model computes.
+# Drafters with weights; they draft inside the model's step.
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
-_READERS = ("draft_model", "eagle", "mtp")  # of these, who keeps KV of what it has read
+_READERS = ("draft_model", "eagle", "mtp")  # drafters that keep KV of what they read
 DRAFT_ACCEPTANCE = ("equality", "rejection")
 MAX_SPECULATIVE_TOKENS = 32
 DEFAULT_SPECULATIVE_TOKENS = 5
@@ -297,7 +297,7 @@ class EngineConfig:
 
     @property
     def executor_name(self) -> str:
-        """Of the executor in the registry."""
+        """Return the executor's name in the registry."""
         if self.executor == "ray" and self.num_ranks == 1:
             return "uniproc"  # of a fleet that Ray places: nobody else is to be started
         if self.executor != "auto":
@@ -316,19 +316,19 @@ class EngineConfig:
 
     @property
     def max_num_drafts(self) -> int:
-        """Most guesses for a request in a step; 0: nobody guesses."""
+        """Return the most drafts of a request per step; 0: no drafts."""
         if self.speculative_method == "none":
             return 0
         return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
 
     @property
     def num_lookahead_drafts(self) -> int:
-        """Most guesses behind a step's tokens that what computes it makes; 0: others guess."""
+        """Return the most drafts that the step itself computes; 0: others make the drafts."""
         return self.max_num_drafts if self.speculative_method in DRAFTERS else 0
 
     @property
     def drafter_reads(self) -> bool:
-        """Whether what guesses keeps KV of all that is computed, so that it must read all of it."""
+        """Return whether the drafter keeps KV of all computed tokens, and so must read all."""
         return self.speculative_method in _READERS
 
     @property

@@ -90,7 +90,7 @@ class StateArray:
     Attributes:
         shape: such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks divide the
             first axis.
-        dtype: by name; empty: that of activations.
+        dtype: name of the dtype; empty: that of activations.
     """
 
     shape: tuple[int, ...]
@@ -140,5 +140,5 @@ LayerKV = PagedKV | LatentKV | StateKV
 
 
 def as_replicated(kv: LayerKV) -> LayerKV:
-    """The same where every rank keeps all of it."""
+    """Return a copy of which every rank keeps the whole."""
     return kv if isinstance(kv, LatentKV) else replace(kv, is_replicated=True)

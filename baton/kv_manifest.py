@@ -70,9 +70,9 @@ class KVArray(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers that one layer keeps in a unit.
 
     Attributes:
-        shape: of all ranks together.
-        dtype: of its numbers, by name.
-        shard_axis: of ``shape``, along which ranks divide it; None: each rank has all of it.
+        shape: shape over all ranks together.
+        dtype: name of the numbers' dtype.
+        shard_axis: axis of ``shape`` along which ranks divide; None: each rank has all of it.
     """
 
     shape: _Shape
@@ -113,7 +113,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: what a unit holds.
-        layers: of the model, in the order in which they lie in a unit.
+        layers: the model's layers, in the order in which they lie in a unit.
         arrays: what each layer keeps in a unit, one behind the other; layer lies behind layer.
         num_places: for layers in a unit: there may be more than ``layers``, so that units of all
             groups are alike.
@@ -281,7 +281,7 @@ class RankCopy(NamedTuple):
     num_bytes: int
 
     def of_ranks(self, first_writer: int, first_reader: int) -> RankCopy:
-        """The same of ranks that are counted from these."""
+        """Return this copy with both rank numbers shifted."""
         return self._replace(writer=self.writer + first_writer, reader=self.reader + first_reader)
 
 
@@ -294,9 +294,9 @@ def unit_copies(
     reader wants, readers are spread over them.
 
     Args:
-        writers: of the one node.
-        readers: of the other; but for ranks and stages the same.
-        layers: places of a unit, as if one rank had it; None: all of it.
+        writers: manifest of the writing node.
+        readers: manifest of the reading node; equal but for ranks and stages.
+        layers: the layers, counted as if one rank had the whole unit; None: all layers.
     """
     one = writers.groups[group]
     sizes = writers.stage_size, readers.stage_size
@@ -364,7 +364,7 @@ def _head_copies(
 def rank_copies(
     group: KVGroup, num_writers: int, num_readers: int, layers: tuple[int, int] | None = None
 ) -> tuple[RankCopy, ...]:
-    """The same for ranks that all have all layers of one group."""
+    """Return copies between ranks that all have all layers of one group."""
     writers, readers = (
         KVManifest(groups=(group,), num_ranks=num_ranks) for num_ranks in (num_writers, num_readers)
     )
@@ -388,9 +388,9 @@ def _array_copies(
     """What a reader gets of one array of one layer, in the order of its bytes.
 
     Args:
-        places: of the layer, in the writers' units and in the reader's.
-        reader: of its stage.
-        sizes: of a stage of writers and of readers.
+        places: places of the layer in the writers' units and in the reader's.
+        reader: rank in its stage.
+        sizes: number of ranks in a writers' stage and in a readers' stage.
     """
     array = group.arrays[index]
     axis = 0 if array.shard_axis is None else array.shard_axis

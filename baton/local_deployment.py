@@ -1,8 +1,9 @@
 """LocalDeployment: a router and its nodes as processes of this machine.
 
-Nodes may be where Ray puts them, too. Starts them, waits until every pair is connected, and ends
-all of them whatever happens: they hold a pipe of ours, so that even kill -9 of this process ends
-them.
+Nodes may be where Ray puts them, too. Builds the native kernels before it starts the nodes, so that
+one process builds and none waits for the build. Starts the processes, waits until every pair is
+connected, and ends all of them whatever happens: they hold a pipe of ours, so that even kill -9 of
+this process ends them.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ from types import TracebackType
 from typing import Protocol
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.access.exposure import check_is_free, split_address
 from baton.access.tls import read_tls
 from baton.access.tls_options import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
+from baton.checkpoint.model_folder import find_model_folder
+from baton.kernel_library.state import KernelState, build_kernels, find_kernels
 from baton.processes.child_processes import PARENT_PIPE_VARIABLE, PYTHON_MODULE, fleet_environment
 from baton.processes.held_folder import HeldFolder
+from baton.processes.last_words import num_oom_kills, why_ended
 from baton.processes.ray_processes import RayCluster
 from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
+_AUDIT_LOG = "BATON_AUDIT_LOG"
 STOP_GRACE_S = 6.0  # beyond the time that open requests have
 _POLL_S = 0.1
 
@@ -122,7 +128,12 @@ class Process(Protocol):
 
 @dataclass(slots=True)
 class Child:
-    """One started process."""
+    """One started process.
+
+    Attributes:
+        log_start: bytes that were in the log before this process began.
+        oom_kills: processes that the kernel had killed for lack of memory before.
+    """
 
     name: str
     process: Process
@@ -130,14 +141,29 @@ class Child:
     arguments: list[str]
     cores: list[int] | None
     state: str = field(default="starting")
+    log_start: int = 0
+    oom_kills: int = 0
 
 
 class LocalDeployment:
-    """Runs the processes while it is used as a context manager; none is left after it."""
+    """Runs the processes while it is used as a context manager; none is left after it.
 
-    def __init__(self, config: LocalDeploymentConfig) -> None:
+    Args:
+        on_build: called before native kernels are built, which takes about a minute.
+
+    Attributes:
+        kernels: what there is of native kernels for this machine's CPU.
+        log_folder: where the logs of the processes are.
+    """
+
+    def __init__(
+        self, config: LocalDeploymentConfig, on_build: Callable[[], None] = lambda: None
+    ) -> None:
         self.config = config
         self.children: list[Child] = []
+        self.kernels = KernelState()
+        self._on_build = on_build
+        self._held_logs: HeldFolder | None = None
         self._stack = contextlib.ExitStack()
         self._tokens = _tokens(config)
         self._cluster: RayCluster | None = None
@@ -147,15 +173,17 @@ class LocalDeployment:
         check_is_free("listen", self.config.listen)
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
+        self._prepare_kernels()
         folder = self.config.log_folder
         if folder is None:
-            folder = self._stack.enter_context(HeldFolder("baton-up-")).path
+            self._held_logs = self._stack.enter_context(HeldFolder("baton-up-"))
+            folder = self._held_logs.path
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "router.log").touch()
         except OSError as error:
             raise ConfigError(f"log_folder: cannot write to {folder}: {error.strerror}") from error
-        self._log_folder = folder
+        self.log_folder = folder
         self._read_end, self._write_end = os.pipe()
         try:
             if self.config.ray_address is not None:
@@ -188,24 +216,30 @@ class LocalDeployment:
         """Wait until each node has joined and each pair is connected.
 
         Raises:
-            ConfigError: a process ended; the message is its own last line.
+            ConfigError: a process ended; the message says why.
             NodeUnavailableError: the time is up.
         """
         give_up_at = time.monotonic() + timeout_s
-        operator = read_tls(self.config.tls_of("operator"))
-        with open_sync_channel(self.config.router_address, operator) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        with self._asking() as channel:
             while True:
                 self.check()
-                self._update_states(stub)
+                self._update_states(channel)
                 if on_progress is not None:
                     on_progress(self.children)
                 if all(child.state == "ready" for child in self.children):
                     return
                 if time.monotonic() > give_up_at:
+                    self.keep_logs()
                     states = ", ".join(f"{child.name} {child.state}" for child in self.children)
-                    raise NodeUnavailableError(f"not ready after {timeout_s:g} s: {states}")
+                    raise NodeUnavailableError(
+                        f"not ready after {timeout_s:g} s: {states}; logs: {self.log_folder}"
+                    )
                 time.sleep(_POLL_S)
+
+    def update_states(self) -> None:
+        """Ask the router once which nodes are ready."""
+        with self._asking() as channel:
+            self._update_states(channel)
 
     def check(self, *, may_leave: bool = False) -> None:
         """Raise ConfigError if a process has ended.
@@ -213,12 +247,36 @@ class LocalDeployment:
         Args:
             may_leave: a node that ended well was removed by an operator, and is no longer ours.
         """
+        for child in self.ended(may_leave=may_leave):
+            raise ConfigError(f"{child.name} ended: {self.why_ended(child)}")
+
+    def ended(self, *, may_leave: bool = False) -> list[Child]:
+        """Return the processes that have ended.
+
+        Args:
+            may_leave: a node that ended well was removed by an operator, and is no longer ours.
+        """
+        found = []
         for child in list(self.children):
             code = child.process.poll()
             if code == 0 and may_leave and child is not self.children[0]:
                 self.children.remove(child)
             elif code is not None:
-                raise ConfigError(f"{child.name} ended: {_last_words(child, code)}")
+                found.append(child)
+        return found
+
+    def why_ended(self, child: Child) -> str:
+        """Say why a process ended and where its log is; the log is kept after `stop`."""
+        self.keep_logs()
+        ran_out = num_oom_kills() > child.oom_kills
+        code = child.process.poll()
+        assert code is not None, "the process runs"
+        return why_ended(code, child.log, child.log_start, ran_out=ran_out)
+
+    def keep_logs(self) -> None:
+        """Keep a temporary folder of logs after `stop`, until the next deployment makes its own."""
+        if self._held_logs is not None:
+            self._stack.callback(self._held_logs.leave)  # runs before what removes the folder
 
     def child(self, name: str) -> Child:
         """Return the process of that name: "router", "p0", "d1" and so on."""
@@ -268,6 +326,26 @@ class LocalDeployment:
                 except subprocess.TimeoutExpired:
                     child.process.kill()
                     child.process.wait()
+
+    def _prepare_kernels(self) -> None:
+        """Build native kernels if a node of this machine will need them; a failure ends nothing.
+
+        Raises ModelLoadError for a model that is none, before a minute of building.
+        """
+        has_nodes = self.config.num_prefill + self.config.num_decode > 0
+        if not has_nodes or self.config.ray_address is not None or has_nvidia_gpu():
+            return  # nodes build where they run, if at all
+        self.kernels = find_kernels()
+        if self.kernels.can_be_built:
+            find_model_folder(self.config.model, weights=False)
+            self.kernels = build_kernels(self._on_build)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[grpc.Channel]:
+        """Open a channel to the router for an operator's calls."""
+        operator = read_tls(self.config.tls_of("operator"))
+        with open_sync_channel(self.config.router_address, operator) as channel:
+            yield channel
 
     def _start_all(self) -> None:
         config = self.config
@@ -319,7 +397,7 @@ class LocalDeployment:
             argument.partition("=")[0] == "--cpu-list" for argument in arguments
         )
         every = [core for share in cores for core in share]
-        are_shared = max(num_ranks) > 1 or len(set(every)) < len(every)
+        are_shared = max(num_ranks, default=1) > 1 or len(set(every)) < len(every)
         if not config.lend_cores or are_placed or are_shared or len(cores) == 1:
             return ""
         return str(self._stack.enter_context(HeldFolder("baton-cores-")).path)
@@ -334,7 +412,9 @@ class LocalDeployment:
         cores: list[int] | None,
         more_arguments: Sequence[str] = (),
     ) -> Child:
-        log = self._log_folder / f"{name}.log"
+        log = self.log_folder / f"{name}.log"
+        log_start = log.stat().st_size if log.exists() else 0
+        oom_kills = num_oom_kills()
         environment = {
             **fleet_environment(),
             PARENT_PIPE_VARIABLE: str(self._read_end),
@@ -343,9 +423,11 @@ class LocalDeployment:
         if self._cluster is not None and name != "router":
             arguments_now = [*arguments, *more_arguments]
             placed = self._cluster.start(arguments_now, environment, threads_of(arguments_now), log)
-            return Child(name, placed, log, arguments, cores)
+            return Child(name, placed, log, arguments, cores, log_start=log_start)
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
+        if not _chooses_audit_log(arguments):  # else JSON would stand among the log's lines
+            environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
         lends = "--core-locks" in arguments
         if lends:  # threads look for work so often before they sleep: briefly, on lent cores
             environment.setdefault("GOMP_SPINCOUNT", "50000")
@@ -363,11 +445,14 @@ class LocalDeployment:
         if cores is not None and not lends:  # else it finds its place itself
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.pid, cores)
-        return Child(name, process, log, arguments, cores)
+        return Child(name, process, log, arguments, cores, log_start=log_start, oom_kills=oom_kills)
 
-    def _update_states(self, stub: admin_pb2_grpc.AdminStub) -> None:
+    def _update_states(self, channel: grpc.Channel) -> None:
+        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        health = health_pb2_grpc.HealthStub(channel)
         metadata = bearer(self.admin_token)
         try:
+            checked = health.Check(health_pb2.HealthCheckRequest(), timeout=2)
             response = stub.ListNodes(admin_pb2.ListNodesRequest(), timeout=2, metadata=metadata)
         except grpc.RpcError:
             return
@@ -376,7 +461,8 @@ class LocalDeployment:
         for child in self.children:
             node = joined.get(child.name)
             if child.name == "router":
-                child.state = "ready"
+                is_serving = checked.status == health_pb2.HealthCheckResponse.SERVING
+                child.state = "ready" if is_serving else "starting"
             elif node is not None:
                 connected = sum(peer.connected for peer in node.peers)
                 child.state = "ready" if connected >= num_peers[child.name[0]] else "connecting"
@@ -439,13 +525,21 @@ def _options_of(tls: TlsOptions) -> list[str]:
     return ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]
 
 
-def _last_words(child: Child, code: int) -> str:
-    """Return why a process ended, from its log; its exit code where the log says nothing."""
-    try:
-        lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError as error:  # no descriptor is left, or somebody has removed the log
-        return f"exit code {code}; its log cannot be read: {error.strerror}"
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if errors:
-        return errors[-1]
-    return f"exit code {code}; {lines[-1] if lines else 'it printed nothing'}"
+def _chooses_audit_log(arguments: Sequence[str]) -> bool:
+    """Say whether the user has said where audit logs go: by variable, option or file."""
+    if _AUDIT_LOG in os.environ:
+        return True
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, value = argument.partition("=")
+        if name == "--audit-log":
+            return True
+        if name == "--config":
+            with contextlib.suppress(OSError, ValueError):  # the program tells what is wrong
+                if "audit_log" in Path(value or following).read_text(encoding="utf-8"):
+                    return True
+    return False
+
+
+def has_nvidia_gpu() -> bool:
+    """Say whether this machine has a GPU of NVIDIA's with its driver loaded."""
+    return Path("/dev/nvidiactl").exists()

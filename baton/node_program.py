@@ -53,6 +53,12 @@ STALLED_S = 10.0
 class NodeProgram(Protocol):
     """What this file needs of a node; all of it may be called from any thread."""
 
+    def compute_first_steps(self) -> Future[None]:
+        """Compute steps before there are requests, on the thread that will compute all steps.
+
+        Call this once, before `registration`, which tells what the steps took.
+        """
+
     def registration(self, address: str) -> NodeRegistration:
         """What the node tells the router of itself, given the address of its own server."""
 
@@ -140,6 +146,7 @@ async def run_node_program(
             loop.call_soon_threadsafe(stopping.set)
 
     node = await _make_or_stop(lambda: make_node(emit, on_death), stopping, death)
+    await _compute_first_steps(node)
     # Health, and reflection: what operators ask of the node comes over its links.
     server = RpcServer(
         [],
@@ -184,6 +191,14 @@ async def run_node_program(
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
         await asyncio.to_thread(access.audit.close)
+
+
+async def _compute_first_steps(node: NodeProgram) -> None:
+    """Raises EngineDeadError if a step fails."""
+    try:
+        await asyncio.wrap_future(node.compute_first_steps())
+    except Exception as error:  # whatever a step may raise; the engine's thread has logged it
+        raise _died_of(error) from error
 
 
 def _died_of(error: Exception) -> EngineDeadError:
@@ -275,6 +290,7 @@ async def _make_or_stop(
 async def _wait_remote_stop(leaving: asyncio.Event, drain: Drain) -> None:
     """Wait for an operator's stop by way of a router, then for the drain, however long."""
     await leaving.wait()
+    logger.info("told to leave by an operator; stops when no request is open")
     await drain.drained.wait()
 
 

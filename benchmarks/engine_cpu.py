@@ -307,7 +307,7 @@ def measure_limits(threads: int) -> dict[str, float]:
     """
     import torch
 
-    from baton_kernels.native.ahead import cpu_features
+    from baton.kernel_library.ahead import cpu_features
 
     torch.set_num_threads(threads)
     memory = torch.ones(2**28)  # 1 GiB
@@ -370,7 +370,7 @@ def shares_of_limits(
 
 def instruction_set() -> str:
     """The best set of instructions that kernels are built for and this CPU has."""
-    from baton_kernels.native.ahead import INSTRUCTION_SETS, cpu_features
+    from baton.kernel_library.ahead import INSTRUCTION_SETS, cpu_features
 
     fits = (one.name for one in INSTRUCTION_SETS if cpu_features().issuperset(one.needs))
     return next(fits, "")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from baton.api.outputs import RequestDelta, TokenLogprobs
@@ -26,6 +27,8 @@ from baton.link.node_end import NodeEnd
 from baton.link.words import KVCacheEvents, NodeRole, RequestView, StepDeltas
 from baton.text.stop_strings import StopStrings
 from baton.v1 import admin_pb2
+from decode_node.node import DecodeNode
+from engine.core.block_pool import BlockPool
 from router.api.admin.request_stats import window_stats
 from router.api.admin.views import describe_nodes, describe_request, describe_stats
 from router.calls.dispatcher import Dispatcher
@@ -34,6 +37,7 @@ from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind
 from router.intake.metrics import RouterMetrics
 from router.policies.cost import Cost
+from scheduler_subjects import NUM_PARKED, NUM_RUNNING, BatonSubject, Load, Prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -224,6 +228,27 @@ def of_messages(note: Note) -> None:
     )
 
 
+def of_node(note: Note) -> None:
+    """Measure a scheduler's steps and a decode node's beat with 4,096 requests."""
+    load = Load("4,096 requests", NUM_REQUESTS - NUM_RUNNING, NUM_PARKED)
+    scheduler = BatonSubject(load, Prompts.draw(), prefix_cache=True)
+    steps_s = []
+    for _ in range(32):
+        began_at = time.thread_time()
+        scheduler.step()
+        steps_s.append(time.thread_time() - began_at)
+    note(f"a step of a scheduler with {NUM_REQUESTS:,} requests", "engine's thread", max(steps_s))
+    requests = scheduler.scheduler.requests
+    assert len(requests) == NUM_REQUESTS
+    engine = SimpleNamespace(requests=requests, block_pool=BlockPool(8))
+    reservations = SimpleNamespace(quarantine=SimpleNamespace(num_blocks=0), num_transfers=0)
+    node: Any = SimpleNamespace(engine=engine, reservations=reservations)  # all that a beat reads
+    began_at = time.thread_time()
+    DecodeNode.beat(node)
+    beat_s = time.thread_time() - began_at
+    note(f"a beat of a node with {NUM_REQUESTS:,} requests", "node's loop", beat_s)
+
+
 def _list(views: list[RequestView]) -> None:
     from baton.link import wire
 
@@ -234,5 +259,6 @@ def _list(views: list[RequestView]) -> None:
 def measure_fleet(note: Note) -> None:
     """Measure all rows of this module."""
     of_messages(note)
+    of_node(note)
     for num_nodes in (4, 64):
         asyncio.run(of_router(num_nodes, note))

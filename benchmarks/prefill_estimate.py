@@ -1,10 +1,11 @@
-"""The router's estimate of a prompt beside what it takes: the real router over simulated nodes.
+"""The router's estimates of prompts and of decode steps beside what they take, on simulated nodes.
 
 Three kinds of load (chats of 8 turns, prompts of 512 tokens, prompts of 2,048 to 8,192) run on two
 kinds of machine (a GPU, two cores of a CPU), with one prefill and one decode node, on virtual time:
 a run gives the same numbers every time. The script compares the terms of the policy's choice, as
 they were then, with the time from then until token 1 came. A request may have waited at the
-router's gate before that.
+router's gate before that. Decode steps are compared as the router measures them, eight at a time,
+also under a fourth load: waves of 1 to 24 requests at once.
 
     python benchmarks/prefill_estimate.py
 """
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.api.sampling_params import SamplingParams
+from baton.link.words import NodeRole
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.calls.wake_ups import WakeUps
+from router.fleet.load.measured_line import MeasuredLine
 from router.policies import POLICIES
 from router.policies.base import Placement
 from sim_node.cluster import SimCluster
@@ -73,6 +76,7 @@ MACHINES = {
     "cpu": Machine(CPU, 512, 2, 3.0, 1.2),
 }
 LOADS = ("chat", "512", "long")
+WAVES = (1, 4, 24, 2, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class Player:
 
     def __init__(self, dispatcher: Dispatcher, random_: random.Random, cluster: SimCluster) -> None:
         self.placed: list[Placed] = []
+        self.step_ratios: list[float] = []
         self._cluster = cluster
         cluster.slow(PREFILL_NODE, COLD_FACTOR)
         self._dispatcher, self._random = dispatcher, random_
@@ -120,6 +125,16 @@ class Player:
             return place(call, *args, **options)
 
         dispatcher.placer.place = place_at  # type: ignore[method-assign]
+
+    def watch_steps(self, line: MeasuredLine) -> None:
+        """Keep what a decode node's line expects of each measurement that is added to it."""
+        measure = line.measure
+
+        def watched(units: float, seconds: float) -> None:
+            self.step_ratios.append(line.seconds(units) / seconds)
+            measure(units, seconds)
+
+        line.measure = watched  # type: ignore[method-assign]
 
     def text(self, num_tokens: int) -> list[int]:
         return [self._random.randrange(1, int(MODEL["vocab_size"])) for _ in range(num_tokens)]
@@ -177,28 +192,44 @@ def play(
     local_prefill: bool = True,
 ) -> list[Placed]:
     """Play so many requests of a load, and return them in the order of their first tokens."""
+    return _played(_play(load, machine, num_requests, seed, local_prefill)).placed
+
+
+def play_steps(load: str, machine: Machine) -> list[float]:
+    """Play a load, and return expected over measured of the decode steps, in their order."""
+    return _played(_play(load, machine, 96, seed=1, local_prefill=False)).step_ratios
+
+
+def _played(playing: Coroutine[Any, Any, Player]) -> Player:
     loop = VirtualTimeLoop()
     try:
-        return loop.run_until_complete(_play(load, machine, num_requests, seed, local_prefill))
+        return loop.run_until_complete(playing)
     finally:
         loop.close()
 
 
 async def _play(
     load: str, machine: Machine, num_requests: int, seed: int, local_prefill: bool
-) -> list[Placed]:
+) -> Player:
     loop, draw = asyncio.get_running_loop(), random.Random(seed)
     options = SimOptions(timing=machine.timing, max_num_batched_tokens=machine.chunk)
     async with joined_cluster(1, 1, options, local_prefill=local_prefill) as joined:
         dispatcher = Dispatcher(joined.pool, POLICIES.load("cost")())
         dispatcher.wake_ups = WakeUps(clock=loop.time, cpu_clock=loop.time)
         player = Player(dispatcher, draw, joined.cluster)
+        for node in joined.pool.nodes:
+            if node.registration.role is NodeRole.DECODE:
+                player.watch_steps(node.load.step)
         if load == "chat":
             prefix = player.text(PREFIX_TOKENS)
             for _ in range(num_requests // NUM_TURNS // machine.num_chats):
                 chats = (player.chat(machine, prefix) for _ in range(machine.num_chats))
                 await asyncio.gather(*chats)
-            return player.placed
+            return player
+        if load == "waves":
+            for number in WAVES:
+                await asyncio.gather(*(player.send(player.text(200), 96) for _ in range(number)))
+            return player
         rate = machine.rate / (8 if load == "long" else 1)
         jobs = []
         for _ in range(num_requests):
@@ -206,7 +237,7 @@ async def _play(
             num_tokens = draw.randint(2048, 8192) if load == "long" else 512
             jobs.append(asyncio.create_task(player.send(player.text(num_tokens), 64)))
         await asyncio.gather(*jobs)
-        return player.placed
+        return player
 
 
 def learnt(placed: Sequence[Placed]) -> Sequence[Placed]:
@@ -235,7 +266,14 @@ def main() -> None:
             ]
             ttft_ms = 1e3 * statistics.median(fourth)
             table.add_row(name, f"turn 4, local prefill {local}", "", "", "", f"{ttft_ms:.0f} ms")
+    steps = Table("machine", "load", "steps, expected / measured, p50", "within a quarter")
+    for name, machine in MACHINES.items():
+        for load in (*LOADS, "waves"):
+            ratios = play_steps(load, machine)
+            near = statistics.fmean(0.8 <= ratio <= 1.25 for ratio in ratios)
+            steps.add_row(name, load, f"{statistics.median(ratios):.2f}", f"{near:.0%}")
     Console().print(table)
+    Console().print(steps)
 
 
 if __name__ == "__main__":

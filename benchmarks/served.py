@@ -109,12 +109,12 @@ def measure_once(
     found = {}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
         folder = Path(name)
-        with running(server, job, folder / "server.log") as url:
+        with running(server, job, folder / "server.log") as live:
             for rate in arguments.rates:
                 path = folder / f"{rate:g}.json"
                 command = bench_command(
                     job,
-                    url,
+                    live.url,
                     rate=rate,
                     num_prompts=arguments.num_prompts,
                     seed=seed_of(len(earlier.get(f"{rate:g}", [])), rate),

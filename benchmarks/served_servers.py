@@ -1,4 +1,4 @@
-"""How each server of served.py is started, and what its checkpoint and tokenizer are.
+"""Start the servers that are compared over HTTP, and make the checkpoints that they serve.
 
 Refuses to know: the load, and what is measured.
 """
@@ -31,9 +31,10 @@ NAME = "served"  # under which each serves the model
 SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as the checkpoints' configs say
 MAX_MODEL_LEN = 2048
 KV_GIB = 2
-NUM_SLOTS = 32  # of llama.cpp, which divides its context between them
+NUM_SLOTS = 32
 READY_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 30.0
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +42,23 @@ class Job:
     """One start of one server.
 
     Attributes:
-        folder: of the checkpoint.
+        folder: the model's folder in Hugging Face layout.
         address: host:port to serve HTTP on.
-        cores: all that it may use.
+        cores: every core that the server may use.
+        gguf: the GGUF file to serve; None: the checkpoint in ``folder``.
+        max_model_len: tokens of a prompt and its output.
+        num_slots: requests at a time, where a server has to know.
+        slot_tokens: tokens of a prompt and its output, where each slot has memory of its own.
     """
 
     folder: Path
     dtype: str
     address: str
     cores: tuple[int, ...]
+    gguf: Path | None = None
+    max_model_len: int = MAX_MODEL_LEN
+    num_slots: int = NUM_SLOTS
+    slot_tokens: int = 1024
 
     @property
     def port(self) -> str:
@@ -62,6 +71,20 @@ class Server:
 
     command: Callable[[Job], list[str]]
     environment: Callable[[Job], dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A server that answers.
+
+    Attributes:
+        pid: the process that was started.
+        start_s: seconds from the start of the process to the first token.
+    """
+
+    url: str
+    pid: int
+    start_s: float
 
 
 # ---------------------------------------------------------------- what is served
@@ -135,7 +158,13 @@ def make_served(shape: str) -> Path:
 
 
 def as_gguf(job: Job) -> Path:
-    """The checkpoint as llama.cpp reads it, made once; raises CalledProcessError."""
+    """Return the GGUF file to serve; make it of the checkpoint once.
+
+    Raises:
+        subprocess.CalledProcessError: the file cannot be made.
+    """
+    if job.gguf is not None:
+        return job.gguf
     kind = "f32" if job.dtype == "float32" else "bf16"
     path = job.folder.parent / f"{job.folder.name}-{kind}.gguf"
     if not path.exists():
@@ -150,15 +179,44 @@ def as_gguf(job: Job) -> Path:
     return path
 
 
+def as_safetensors(job: Job) -> Path:
+    """Return a folder with the model's weights in safetensors; make it of a GGUF file once.
+
+    The weights of a GGUF file are dequantized to bfloat16 by ``transformers``.
+
+    Raises:
+        subprocess.CalledProcessError: ``transformers`` does not read the file.
+    """
+    if job.gguf is None:
+        return job.folder
+    folder = BUILD.parent / "served" / f"{job.gguf.stem}-dequantized"
+    if not folder.exists():
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        program = (
+            "import sys, torch, transformers; "
+            "transformers.AutoModelForCausalLM.from_pretrained("
+            "sys.argv[1], gguf_file=sys.argv[2], dtype=torch.bfloat16).save_pretrained(sys.argv[3])"
+        )
+        words = [str(job.gguf.parent), job.gguf.name, str(part)]
+        command = [sys.executable, "-P", "-c", program, *words]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        for path in job.folder.glob("tokenizer*"):
+            shutil.copy(path, part)
+        part.rename(folder)
+    return folder
+
+
 # ---------------------------------------------------------------- the servers
 
 
 def baton(*options: str) -> Callable[[Job], list[str]]:
-    """`baton up`, which divides the cores between its nodes."""
+    """Return the command of `baton up`, which divides the cores between its nodes."""
 
     def command(job: Job) -> list[str]:
         return [
-            *(sys.executable, "-m", "baton", "up", "--model", str(job.folder)),
+            *(sys.executable, "-m", "baton", "up", "--model", str(job.gguf or job.folder)),
             *("--listen", free_address(), "--http-listen", job.address),
             *("--served-model-name", NAME, "--dtype", job.dtype),
             *("--kv-cache-memory", f"{KV_GIB}G", *options),
@@ -173,9 +231,9 @@ def own_environment(job: Job) -> dict[str, str]:
 
 def vllm(job: Job) -> list[str]:
     return [
-        *(str(python_of("vllm").with_name("vllm")), "serve", str(job.folder)),
+        *(str(python_of("vllm").with_name("vllm")), "serve", str(as_safetensors(job))),
         *("--host", "127.0.0.1", "--port", job.port, "--served-model-name", NAME),
-        *("--dtype", job.dtype, "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--dtype", job.dtype, "--max-model-len", str(job.max_model_len)),
     ]
 
 
@@ -251,12 +309,18 @@ def llama_server() -> Path:
 
 
 def llamacpp(job: Job) -> list[str]:
+    """Return the command of llama.cpp's server.
+
+    Each slot has a part of the context. Copies of old prompts' KV in other memory, for which no
+    load here has a use, are switched off: they cost time and up to 8 GiB.
+    """
     program = llama_server()
     threads = str(len(job.cores))
     return [
         *(str(program), "--model", str(as_gguf(job)), "--alias", NAME),
         *("--host", "127.0.0.1", "--port", job.port),
-        *("--parallel", str(NUM_SLOTS), "--ctx-size", str(NUM_SLOTS * 1024)),
+        *("--parallel", str(job.num_slots), "--no-kv-unified"),
+        *("--ctx-size", str(job.num_slots * job.slot_tokens), "--cache-ram", "0"),
         *("--threads", threads, "--threads-batch", threads),
     ]
 
@@ -273,15 +337,17 @@ SERVERS = {
 
 
 @contextmanager
-def running(server: Server, job: Job, log: Path) -> Iterator[str]:
-    """Start it and wait until it has answered; inside, it serves at the URL.
+def running(server: Server, job: Job, log: Path) -> Iterator[Live]:
+    """Start the server, and yield when it has answered; stop it at the end.
 
     Raises:
-        RuntimeError: it ends, or does not answer in time; the message is its log's end.
+        RuntimeError: the server ends, or does not answer in time; the message is its log's end.
     """
+    command = server.command(job)
+    started_at = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            server.command(job),
+            command,
             cwd=log.parent,
             env=server.environment(job),
             preexec_fn=lambda: os.sched_setaffinity(0, job.cores),
@@ -292,12 +358,12 @@ def running(server: Server, job: Job, log: Path) -> Iterator[str]:
         )
     try:
         url = f"http://{job.address}"
-        give_up_at = time.monotonic() + READY_TIMEOUT_S
         while not answers(url):
-            if process.poll() is not None or time.monotonic() > give_up_at:
+            timed_out = time.monotonic() > started_at + READY_TIMEOUT_S
+            if process.poll() is not None or timed_out:
                 raise RuntimeError(last_words(log))
-            time.sleep(0.5)
-        yield url
+            time.sleep(POLL_S)
+        yield Live(url, process.pid, time.monotonic() - started_at)
     finally:
         stop(process)
 

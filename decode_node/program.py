@@ -7,6 +7,7 @@ from collections.abc import Callable
 from baton.link.words import NodeEvent, NodeRole
 from baton.node_program import NodeProgram
 from baton.telemetry.tracing import Tracing
+from baton.text.grammar_trials import EarlyGrammars
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeNodeOptions
 from kvconnector.block_digests import digests_are_wanted
@@ -22,6 +23,7 @@ def make_program(
     options: DecodeNodeOptions,
     emit: Callable[[NodeEvent], None],
     on_death: Callable[[Exception], None],
+    grammars: EarlyGrammars | None = None,
 ) -> NodeProgram:
     """Load a decode node and start its threads.
 
@@ -29,6 +31,7 @@ def make_program(
         options: of the program.
         emit: takes events for the router; safe to call from any thread.
         on_death: called when the engine or the connector cannot continue.
+        grammars: parts made before threads began; None: there are none.
 
     Raises:
         ConfigError: an option does not fit the model or the machine.
@@ -42,6 +45,7 @@ def make_program(
         kv_connector=options.kv_connector,
         kv_digests=kv_digests,
         revision=options.revision,
+        grammars=grammars,
     )
 
     tracing = Tracing(

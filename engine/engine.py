@@ -18,6 +18,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.block_hash import BlockHash, BlockHasher, cache_namespace
 from baton.engine_config import EngineConfig
 from baton.kv_manifest import KVKind
+from baton.text.grammar_trials import EarlyGrammars
 from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineMetrics
@@ -57,6 +58,7 @@ class Engine:
         config: EngineConfig,
         identity: Mapping[str, str] = _NOBODYS,
         executor: Executor | None = None,
+        grammars: EarlyGrammars | None = None,
     ) -> None:
         """Load the model and allocate the cache.
 
@@ -64,6 +66,7 @@ class Engine:
             identity: of the folder (`folder_identity`), where others are to name cached KV the
                 same; without it names mean something in this process alone.
             executor: computes the steps; None: the one that the options name.
+            grammars: see `GrammarCompiler`.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -110,7 +113,7 @@ class Engine:
         self._speculation = make_speculation(config, self.model_config.vocab_size)
         self._has_prefix_cache = config.prefix_cache
         self._grammars = GrammarCompiler(
-            model_folder, self.model_config.vocab_size, self.eos_token_ids
+            model_folder, self.model_config.vocab_size, self.eos_token_ids, grammars
         )
         self._work = model_work(
             self.model_config,

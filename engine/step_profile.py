@@ -1,6 +1,6 @@
-"""Step profile: how long steps of prompt tokens take on this machine, measured before any request.
+"""Step profile: how long steps take on this machine, measured before any request.
 
-Each size is computed twice, because the first step may compile kernels or touch new memory. Refuses
+Each step is computed twice, because the first step may compile kernels or touch new memory. Refuses
 to know: what the times are for. No tensor.
 """
 
@@ -17,6 +17,9 @@ _FEW_TOKENS = 64
 _MOST_SECONDS = 0.5
 _STRIDE = 7919  # a prime: ids all over the vocabulary, so that not one expert gets all tokens
 _GREEDY = SamplingParams(temperature=0)
+_NO_HOOKS = StepHooks()
+_MANY_REQUESTS = 32
+_SHORT_CONTEXT, _LONG_CONTEXT = 64, 4096
 
 
 def measure_step_times(engine: Engine, *, pushes: bool) -> tuple[tuple[int, float], ...]:
@@ -41,26 +44,74 @@ def measure_step_times(engine: Engine, *, pushes: bool) -> tuple[tuple[int, floa
     return tuple(times.items())
 
 
+def measure_decode_times(engine: Engine) -> tuple[tuple[int, int, float], ...]:
+    """Return (requests, tokens of context of all together, seconds) of steps that decode.
+
+    Measures one request, many requests, and one request with a long context. Overwrites the last
+    block of the KV memory and the first rows; the engine must have no request. To be called behind
+    `measure_step_times`, which leaves numbers in that block.
+    """
+    assert not engine.requests, "steps are measured before there are requests"
+    config = engine.executor.config
+    most_context = engine.max_model_len - 2
+    short, long = min(_SHORT_CONTEXT, most_context), min(_LONG_CONTEXT, most_context)
+    alone_s = _time(engine, _decode_plan(engine, 1, short))
+    times = [(1, short, alone_s)]
+    # On a slow machine fewer; each costs a part of what a request alone does.
+    num_affordable = int(2 * _MOST_SECONDS / alone_s)
+    many = min(_MANY_REQUESTS, config.max_num_requests, num_affordable)
+    if many > 1:
+        times.append((many, many * short, _time(engine, _decode_plan(engine, many, short))))
+    if long > short:
+        times.append((1, long, _time(engine, _decode_plan(engine, 1, long))))
+    engine.executor.rest()
+    return tuple(times)
+
+
 def _measure(engine: Engine, num_tokens: int, *, pushes: bool) -> float:
     hooks = StepHooks(after_layer=_ignore if pushes else None)
+    return _time(engine, _plan(engine, num_tokens), hooks)
+
+
+def _time(engine: Engine, plan: StepPlan, hooks: StepHooks = _NO_HOOKS) -> float:
+    """Compute a step twice; return the seconds of the second time."""
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()
-        engine.executor.submit(_plan(engine, num_tokens), hooks).wait()
+        engine.executor.submit(plan, hooks).wait()
         seconds = time.perf_counter() - started
     return seconds
 
 
+def _decode_plan(engine: Engine, num_requests: int, num_context_tokens: int) -> StepPlan:
+    """Plan a step of one token of each request, all of whose KV lies in the last block."""
+    rows = range(num_requests)
+    return StepPlan(
+        tuple(_new_row(row, num_context_tokens) for row in rows),
+        tuple(_all_in_last_block(engine, row, num_context_tokens + 1) for row in rows),
+        [n for row in rows for n in (row, num_context_tokens, 1, num_context_tokens + 1)],
+        [row * _STRIDE % engine.model_config.vocab_size for row in rows],
+    )
+
+
+def _new_row(row: int, num_prompt_tokens: int) -> NewRow:
+    name = f"profile {row}"
+    return NewRow(row, name, _GREEDY, 0, num_prompt_tokens, frozenset(), [], is_drafted_for=False)
+
+
+def _all_in_last_block(engine: Engine, row: int, num_tokens: int) -> NewBlocks:
+    spec = engine.kv_memory.spec
+    num_blocks = -(-num_tokens // spec.block_size) * spec.num_groups
+    return NewBlocks(row, [engine.num_blocks - 1] * num_blocks)
+
+
 def _plan(engine: Engine, num_tokens: int) -> StepPlan:
     """Plan a whole prompt in one step, all of whose KV lies in the last block."""
-    spec, vocab_size = engine.kv_memory.spec, engine.model_config.vocab_size
-    new = NewRow(0, "profile", _GREEDY, 0, num_tokens, frozenset(), [], is_drafted_for=False)
-    num_blocks = -(-num_tokens // spec.block_size) * spec.num_groups
     return StepPlan(
-        (new,),
-        (NewBlocks(0, [engine.num_blocks - 1] * num_blocks),),
+        (_new_row(0, num_tokens),),
+        (_all_in_last_block(engine, 0, num_tokens),),
         [0, 0, num_tokens, num_tokens],
-        [index * _STRIDE % vocab_size for index in range(num_tokens)],
+        [index * _STRIDE % engine.model_config.vocab_size for index in range(num_tokens)],
     )
 
 

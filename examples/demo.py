@@ -31,6 +31,7 @@ from baton.api.printable import on_terminal
 from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
 from baton.cli.programs.run_up import wait_ready
 from baton.client.client import Prompt
+from baton.kernel_library.state import BUILDING
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.telemetry.receipt_table import format_bytes
@@ -95,7 +96,10 @@ def main() -> int:
     )
     try:
         console.print(Rule("router, prefill node (p0) and decode node (d0)"))
-        with LocalDeployment(config) as deployment, Client(config.listen) as client:
+        with (
+            LocalDeployment(config, lambda: console.print(BUILDING)) as deployment,
+            Client(config.listen) as client,
+        ):
             wait_ready(deployment, console, READY_TIMEOUT_S)
             talk = Talk(console, client, config.http_listen, arguments.max_tokens, started)
             show_toy(talk) if is_toy else show_model(talk)

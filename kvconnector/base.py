@@ -25,16 +25,16 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a decode node goes on from, beside the KV. All of it is listed here.
+    """All that a decode node needs to continue a request, beside the KV.
 
-    A node ignores fields that it does not know and does without those that are absent. What it
-    could not go on without needs another version.
+    A node ignores fields that it does not know, and uses defaults for absent ones. A field that
+    a node cannot do without needs a new version.
 
     Attributes:
-        version: of the record.
-        num_tokens: whose KV has travelled: the position at which the next token stands.
-        token_id: token 1, which stands there.
-        draft_token_ids: what the prefill node guesses to come behind it.
+        version: the record's format.
+        num_tokens: number of tokens whose KV has travelled; also the position of token 1.
+        token_id: token 1, which the prefill node sampled.
+        draft_token_ids: the prefill node's drafts of the tokens behind token 1.
     """
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -45,15 +45,16 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPush:
-    """Blocks of one request that are full and may travel.
+    """Full blocks of one request that the sender may write now.
 
     Attributes:
-        first_block: index, within the prompt's blocks that travel, of ``block_ids[0]``.
-        num_tokens: prompt tokens that are complete once these blocks have arrived.
-            Only with whole blocks: some layers of a block move no watermark.
+        first_block: index of ``block_ids[0]`` among the prompt's blocks that travel.
+        num_tokens: prompt tokens that are complete once these blocks have arrived; 0 unless whole
+            blocks travel, as some layers alone complete no token.
         record: set in the last push of a request and only there.
-        layers: which layers of the blocks; None: all of them.
-        is_computed: whether a GPU is done with them, asked on the I/O thread; None: they are.
+        layers: the layers that travel; None: all of them.
+        is_computed: returns whether the GPU has finished these blocks; called on the I/O thread.
+            None: they are finished.
     """
 
     request_id: str
@@ -71,12 +72,12 @@ class KVReservation:
     """The grant: where a prefill node may write a prompt's blocks.
 
     Attributes:
-        engine_id: of the prefill node it is for.
-        block_ids: of the decode node, in order: one per block of the prompt that travels, from
+        engine_id: the prefill node that may write.
+        block_ids: the decode node's blocks in order, one per travelling block of the prompt from
             ``first_block`` on.
-        first_block: how many of these the decode node has already.
-        groups: of each block of the prompt that travels, those before ``first_block`` too, its KV
-            group; empty: there is one.
+        first_block: number of the prompt's travelling blocks that the decode node has already.
+        groups: KV group of each travelling block of the prompt, those before ``first_block``
+            included; empty: there is only one group.
     """
 
     request_id: str
@@ -92,18 +93,18 @@ class TransferEventKind(Enum):
 
     PEER_CONNECTED = "peer connected"
     PEER_FAILED = "peer failed"
-    PEER_DRAINED = "peer drained"  # receiver: of a dead peer nothing more can arrive
+    PEER_DRAINED = "peer drained"  # receiver: nothing more can arrive from a dead peer
     STARTED = "started"  # receiver: the prefill node began to compute and wants a grant
     WATERMARK = "watermark"  # receiver: tokens up to `num_tokens` are complete
     COMMITTED = "committed"  # both: all blocks are complete; terminal
-    FAILED = "failed"  # both: it ended otherwise, and the wire is quiet; terminal
+    FAILED = "failed"  # both: the transfer failed, and nothing is in flight; terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEvent:
     """One event; fields that do not belong to its kind keep their defaults.
 
-    A FAILED without a reason is one that the other end, or the own node, asked for.
+    A FAILED event without a reason means that this node or the peer cancelled the transfer.
     """
 
     kind: TransferEventKind
@@ -111,15 +112,15 @@ class TransferEvent:
     request_id: str = ""
     epoch: int = 0
     num_tokens: int = 0
-    record: HandoffRecord | None = None  # of a COMMITTED at the receiver
+    record: HandoffRecord | None = None  # only in the receiver's COMMITTED
     receipt: PushReceipt | None = None
     transport: str = ""
-    bandwidth_bytes_per_s: float = 0.0  # of a peer's self-test
+    bandwidth_bytes_per_s: float = 0.0  # measured in the peer's self-test
     reason: str = ""
 
     @property
     def outcome(self) -> TransferOutcome:
-        """Of a COMMITTED or FAILED."""
+        """Return how the transfer ended; for COMMITTED and FAILED events."""
         if self.kind is TransferEventKind.COMMITTED:
             return TransferOutcome.COMMITTED
         return TransferOutcome.FAILED if self.reason else TransferOutcome.CANCELLED

@@ -1,7 +1,7 @@
-"""BlockDigests: keyed digests of KV blocks, read from the memory that they lie in.
+"""BlockDigests: keyed digests of KV blocks, read from the KV cache's memory.
 
-Between nodes of several ranks: a digest for each slice of a block, made by the ranks at both ends
-of it, and of these one for the block.
+Nodes of several ranks make a digest for each slice of a block. The ranks that write and read the
+slice both make it. The block's digest is the digest of its slices' digests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from kvconnector.ranks.messages import DigestSlices
 from kvconnector.slices import Ranges, Slices
 from kvconnector.transports.side_stream import SideStream
 
-# A key must see no number twice: each slice of a block has one of its own, and all of them another.
+# No number may be used twice with one key: each slice of a block has a number of its own, and the
+# digest of all slices another.
 _PAIR_BITS = 20
 _ALL_PAIRS = (1 << _PAIR_BITS) - 1
 
@@ -30,7 +31,7 @@ class AskedRanks(Protocol):
     """The other ranks of a node (`RanksTransport`)."""
 
     def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
-        """What each of them finds, by rank."""
+        """Return each rank's digests, by rank."""
 
 
 def _ranges(copies: Sequence[RankCopy], writes: bool) -> Ranges:
@@ -38,11 +39,11 @@ def _ranges(copies: Sequence[RankCopy], writes: bool) -> Ranges:
 
 
 class BlockDigests:
-    """Keyed digests of blocks, or of some of their layers, read from a cache.
+    """Compute keyed digests of blocks, or of some of their layers.
 
     Args:
-        memory: where the blocks lie.
-        ranks: the node's others, if there are any.
+        memory: the KV cache that holds the blocks.
+        ranks: the node's other ranks; None: there are none.
     """
 
     def __init__(self, memory: KVMemory, ranks: AskedRanks | None = None) -> None:
@@ -53,7 +54,7 @@ class BlockDigests:
         self._layers = kv_cache.view(num_blocks, self.num_local_layers, -1).view(torch.uint8)
         self._layer_bytes = self._layers.shape[2]
         self._side_stream = SideStream(kv_cache)
-        # A slice of it costs a tenth of one of the tensor, and they are cut by the thousand.
+        # Thousands of slices are cut: cutting a memoryview costs a tenth of cutting a tensor.
         self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
 
     def of(
@@ -65,11 +66,11 @@ class BlockDigests:
         *,
         writes: bool = True,
     ) -> bytes:
-        """``DIGEST_BYTES`` for each block.
+        """Return ``DIGEST_BYTES`` for each block.
 
         Args:
-            slices: between the node that writes and the one that reads; None: a block is one.
-            writes: whether this node is the one that writes.
+            slices: between the writing and the reading node; None: a block is one slice.
+            writes: whether this node writes.
         """
         if slices is not None and not slices.is_whole:
             return self._of_all_slices(block_ids, written, key, slices, writes)
@@ -92,12 +93,12 @@ class BlockDigests:
         *,
         writes: bool,
     ) -> list[bytes]:
-        """Of each block, a digest of each slice of it that this rank has, by the order of pairs.
+        """Return for each block the digests of this rank's slices, in the order of pairs.
 
         Args:
-            groups: of each block; empty: there is one.
+            groups: KV group of each block; empty: there is only one group.
             written: number and context of each block.
-            writes: whether this rank is of the node that writes.
+            writes: whether this rank's node writes.
         """
         digests = [b""] * len(block_ids)
         for kind, places in slices.sorted_by_kind(groups, len(block_ids)):
@@ -125,7 +126,7 @@ class BlockDigests:
         slices: Slices,
         writes: bool,
     ) -> bytes:
-        """Of each block, a digest of the digests of its slices, of whichever ranks."""
+        """Return for each block the digest of the digests of all its slices."""
         named = list(zip(written.numbers, written.contexts(), strict=True))
         own = self.of_slices(
             block_ids, written.groups, written.layers, named, key, slices, writes=writes
@@ -154,7 +155,7 @@ class BlockDigests:
         slices: Slices,
         writes: bool,
     ) -> dict[int, list[bytes]]:
-        """What the other ranks find of their slices."""
+        """Return the other ranks' digests of their slices, by rank."""
         if self._ranks is None:
             return {}
         return self._ranks.digest(
@@ -172,7 +173,7 @@ class BlockDigests:
         )
 
     def _whole(self, block_id: int) -> memoryview:
-        """All bytes of a block of this rank."""
+        """Return all bytes that this rank has of a block."""
         size = self.num_local_layers * self._layer_bytes
         if self._memory is not None:
             return self._memory[block_id * size : (block_id + 1) * size]
@@ -193,9 +194,10 @@ class BlockDigests:
 
 
 def digests_are_wanted(option: bool | None, kv_connector: str) -> bool:
-    """Whether blocks are checked: as the option says, else where KV leaves loopback unprotected.
+    """Return whether received blocks are to be checked.
 
-    NIXL's UCX stays there unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
+    Without the option they are checked where KV leaves loopback unprotected. NIXL's UCX stays on
+    loopback unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
     """
     if option is not None:
         return option

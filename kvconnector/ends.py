@@ -1,7 +1,7 @@
 """Sender and Receiver: the ends of the hand-off as the nodes use them.
 
-Each is a state machine (`protocol/`), with a filter where digests are wanted, in an I/O loop
-(`io.py`) over any transport. Refuses to know: what is said, and when.
+Each end is a state machine (`protocol/`) in an I/O loop (`io.py`) over any transport, with a filter
+in between if blocks are checked. Refuses to know: which messages travel, and when.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvconnector.transports.base import KVTransport
 
 
 def _describe(transport: KVTransport, channels: Channels) -> PeerInfo:
-    """How the transport presents us, with our public key, and since when we live."""
+    """Return the transport's peer info with our public key and our process's start time."""
     info = transport.peer_info
     return msgspec.structs.replace(
         info,
@@ -44,22 +44,24 @@ def _describe(transport: KVTransport, channels: Channels) -> PeerInfo:
 
 
 class _End:
-    """What both ends have in common. No method blocks; all may be called from one thread of the
-    node, `metrics` and `rounds` from any.
+    """The part that both ends share.
+
+    No method blocks. One thread of the node calls them; `metrics` and `rounds` may be called from
+    any thread.
 
     Attributes:
-        loop: to be started, or driven round by round.
+        loop: the owner starts it, or calls its rounds.
     """
 
     peer_info: PeerInfo
     loop: IoLoop
 
     def describe(self) -> bytes:
-        """Peer info, encoded, for the nodes of the other role."""
+        """Return the encoded peer info for nodes of the other role."""
         return self.peer_info.encode()
 
     def connect(self, peer: PeerInfo) -> None:
-        """Meet a node of the other role; ends in PEER_CONNECTED or PEER_FAILED."""
+        """Connect to a node of the other role; PEER_CONNECTED or PEER_FAILED follows."""
         self.loop.submit(Meet(peer))
 
     def disconnect(self, engine_id: str) -> None:
@@ -67,12 +69,12 @@ class _End:
         self.loop.submit(Leave(engine_id))
 
     def poll(self) -> list[TransferEvent]:
-        """What happened since the last call."""
+        """Return the events since the last call."""
         return self.loop.poll()
 
     @property
     def rounds(self) -> Rounds:
-        """Of the KV I/O thread; safe from any thread."""
+        """Return the rounds of the KV I/O thread; safe from any thread."""
         return self.loop.rounds
 
     def close(self) -> None:
@@ -87,10 +89,10 @@ class Sender(_End):
         on_event: called (on the loop's thread) when `poll` has something.
         on_death: called (on the loop's thread) when the connector cannot continue.
         clock: seconds that never go back.
-        digests: of this node's memory, if the decode node is to check what arrives.
-        channels: that messages are sealed with; None: this process start's own.
-        make_peers: of whom it knows, and how each of them is.
-        portions: how much is posted at once; None: as suits the memory.
+        digests: makes the digests of this node's blocks; None: the decode node checks none.
+        channels: seal the messages; None: new ones, with a key of their own.
+        make_peers: makes the table of peers and their states.
+        portions: how many bytes are posted at once; None: as suits the memory.
 
     Attributes:
         machine: the protocol; touched by the loop's thread alone.
@@ -144,20 +146,20 @@ class Sender(_End):
         """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it.
 
         Args:
-            num_blocks: that will travel, but for those that the decode node has already.
-            groups: of each of them, its KV group; empty: there is one.
+            num_blocks: blocks that travel if the decode node has none of them yet.
+            groups: KV group of each of these blocks; empty: there is only one group.
         """
         self.loop.submit(Begin((request_id, epoch), engine_id, num_tokens, num_blocks, groups))
 
     def push(self, push: BlockPush) -> None:
         """Write blocks as soon as they are granted; the caller holds them until the end event.
 
-        May be called from the thread that computes, too.
+        The thread that computes may call this, too.
         """
         self.loop.submit(Push(push, self._clock()))
 
     def abort(self, request_id: str, epoch: int, reason: str) -> None:
-        """Write no more of a request; FAILED follows when the wire is quiet."""
+        """Write no more blocks of a request; FAILED follows once nothing is in flight."""
         self.loop.submit(Abort((request_id, epoch), reason))
 
     def metrics(self) -> ConnectorMetrics:
@@ -172,12 +174,12 @@ class Receiver(_End):
         on_event: called (on the loop's thread) when `poll` has something.
         on_death: called (on the loop's thread) when the connector cannot continue.
         clock: seconds that never go back.
-        digests: of this node's memory, if what arrives is to be checked before anybody hears of it.
+        digests: makes the digests of this node's blocks; None: arrived blocks are not checked.
         channels, make_peers: see `Sender`.
 
     Attributes:
         machine: the protocol; touched by the loop's thread alone.
-        verifier: the filter around it.
+        verifier: the filter around the machine; None: blocks are not checked.
     """
 
     def __init__(
@@ -210,11 +212,11 @@ class Receiver(_End):
         )
 
     def watch(self, peer: PeerInfo) -> PeerProcess:
-        """Whoever can say that a peer has ended, so that nothing of it is written any more."""
+        """Return a watch on a peer's process: once it has ended, the peer writes nothing more."""
         return PeerProcess(peer)
 
     def drain(self, engine_id: str) -> None:
-        """Take in what a process that is dead had sent; PEER_DRAINED follows."""
+        """Read all that a dead process had sent; PEER_DRAINED follows."""
         self.loop.submit(Drain(engine_id))
 
     def grant(self, reservation: KVReservation) -> None:
@@ -222,11 +224,11 @@ class Receiver(_End):
         self.loop.submit(reservation)
 
     def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
-        """Ask the prefill node to write no more; FAILED follows when the wire is quiet."""
+        """Ask the prefill node to stop writing; FAILED follows once nothing is in flight."""
         self.loop.submit(Drop((request_id, epoch), engine_id))
 
     def expect(self, expecting: bool) -> None:
-        """Whether anything may arrive soon; when not, the loop sleeps."""
+        """Tell the loop whether anything may arrive soon; if not, the loop sleeps."""
         self.loop.expect(expecting)
 
     def metrics(self) -> ConnectorMetrics:

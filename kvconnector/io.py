@@ -1,8 +1,8 @@
-"""IoLoop: the KV I/O thread. It carries out what a state machine of the protocol asks for.
+"""IoLoop: the KV I/O thread, which carries out the actions of a protocol's state machine.
 
-It alone touches the transport and the state machine; others leave it wishes. Polls quickly while
-something is in flight (at once where a GPU writes), slowly while something may come, and sleeps (a
-tick now and then) when nothing is expected.
+Only this thread touches the transport and the state machine; other threads submit wishes. The loop
+polls quickly while bytes are in flight (without a pause where a GPU writes), slowly while messages
+may come, and sleeps between ticks when nothing is expected.
 """
 
 from __future__ import annotations
@@ -54,36 +54,36 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.0005
 IDLE_POLL_S = 0.025
-MAX_READ_FAILURES = 100  # in a row; then the transport is broken for good
-_WARM_S = 2.0  # polls as if expecting for this long after a peer was learnt
+MAX_READ_FAILURES = 100  # in a row; after them the transport counts as broken
+_WARM_S = 2.0  # after a new peer, poll for so long as if messages were expected
 
 Answer = TypeVar("Answer")
 
 
 class Core(StateMachine, Protocol):
-    """The state machine of one end, with what its loop must know of it."""
+    """The state machine of one end, and what its loop reads of the machine."""
 
     peers: Peers
 
     @property
     def is_expecting(self) -> bool:
-        """Whether messages may come soon."""
+        """Return whether messages may come soon."""
 
     @property
     def is_moving(self) -> bool:
-        """Whether bytes are in flight, or are to be posted as soon as that can be."""
+        """Return whether bytes are in flight or wait to be posted."""
 
 
 class IoLoop:
-    """One transport, one state machine over it, and the events that come of it.
+    """Runs one state machine over one transport, and collects its events.
 
     Args:
         transport: owned from now on; closed on the thread.
-        core: what is said and written, and when.
-        channels: that messages are sealed with.
-        machine: the core with the filters around it, if there are any.
+        core: decides what is sent and written, and when.
+        channels: seal the messages.
+        machine: the core with the filters around it; None: there are no filters.
         on_event: called on the thread after events were added; wakes the node.
-        on_death: called on the thread, once, with what nobody expected; the process must end.
+        on_death: called on the thread, once, with an unexpected error; the process must end.
         clock: seconds that never go back.
     """
 
@@ -109,9 +109,9 @@ class IoLoop:
         self._inbox = Inbox(core.peers, channels)
         self._wishes: deque[Wish] = deque()
         self._events: deque[TransferEvent] = deque()
-        # In flight, by peer and transfer (or `NO_TRANSFER`, a probe's), in the order of posting.
+        # Writes in flight in the order of posting, by peer and transfer (a probe: `NO_TRANSFER`).
         self._writes: dict[tuple[str, TransferKey], deque[PendingWrite]] = {}
-        self._is_on_device = transport.scratch.is_on_device  # where the KV cache is, too
+        self._is_on_device = transport.scratch.is_on_device  # the KV cache is there, too
         self._wake = threading.Event()
         self._expecting = False
         self._num_read_failures = 0
@@ -123,49 +123,49 @@ class IoLoop:
         self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; who does not must call `round` instead."""
+        """Start the thread; without it the owner calls `round`."""
         self._thread.start()
 
     # ------------------------------------------------------------------ from the node's thread
 
     def submit(self, wish: Wish) -> None:
-        """Tell the state machine what the node wants, in order; safe from any thread."""
+        """Queue a wish for the state machine; safe from any thread."""
         self._wishes.append(wish)
         self._wake.set()
 
     @property
     def has_wishes(self) -> bool:
-        """Whether a round is to be begun at once."""
+        """Return whether wishes wait for a round."""
         return bool(self._wishes)
 
     def expect(self, expecting: bool) -> None:
-        """Whether messages may come soon."""
+        """Note whether messages may come soon."""
         wake = expecting and not self._expecting
         self._expecting = expecting
         if wake:
             self._wake.set()
 
     def poll(self) -> list[TransferEvent]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         events = []
         while self._events:
             events.append(self._events.popleft())
         return events
 
     def metrics(self) -> ConnectorMetrics:
-        """Of peers and messages alone; safe from any thread."""
+        """Return counts of peers and messages; safe from any thread."""
         refused = self._inbox.num_refused
         return ConnectorMetrics(
             pairs=Counter((peer.state.value, peer.path) for peer in self._peers),
             connections=self._transport.num_connections,
             peer_failures=self._num_peer_failures,
-            # Those of 0, too: the first one is an increase only if it was told that there was none.
+            # Zeros, too: Prometheus sees the first refusal as an increase only if a 0 came before.
             refused_messages={reason.value: refused.get(reason, 0) for reason in Refusal},
         )
 
     @property
     def rounds(self) -> Rounds:
-        """How many rounds have ended, and whether one is in progress; safe from any thread."""
+        """Return how many rounds have ended and whether one runs; safe from any thread."""
         return Rounds(self._num_rounds, self._in_round)
 
     def close(self) -> None:
@@ -352,7 +352,7 @@ class IoLoop:
 
 
 def _ask(what: Callable[[], Answer], otherwise: Answer) -> Answer:
-    """Ask the transport; a rank that does not answer in time is not the end of this thread."""
+    """Ask the transport; return ``otherwise`` if a rank does not answer in time."""
     try:
         return what()
     except TransferError as error:

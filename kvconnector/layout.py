@@ -1,7 +1,7 @@
-"""Where a block lies in a KV cache's memory. The one other place that knows the cache's layout.
+"""Where a block lies in a KV cache's memory.
 
-The cache is block-major (`engine/worker/kv_cache.py`), so block i is one contiguous range, and what
-travels of it are ranges within:
+Only this file and `engine/worker/kv_cache.py` know the cache's layout. The cache is block-major:
+block i is one contiguous range, and ranges within that range travel:
 
     base_address + i * block_bytes  ..  base_address + (i + 1) * block_bytes
         + first  ..  + first + num_bytes
@@ -27,15 +27,15 @@ class KVMemory(Protocol):
 
     @property
     def manifest(self) -> KVManifest:
-        """What lies in a block, of all ranks together."""
+        """Return the layout of a block over all ranks."""
 
     @property
     def rank(self) -> int:
-        """Of the worker, among those that share the model."""
+        """Return the worker's rank among those that share the model."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """`[num_blocks, num_layers, ...]`, contiguous; stays where it is."""
+        """Return the cache `[num_blocks, num_layers, ...]`: contiguous, never moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class KVLayout:
     """Addresses of the blocks of one cache.
 
     Attributes:
-        device_id: of a GPU's memory; 0 in host memory.
+        device_id: the GPU's number; 0 for host memory.
     """
 
     base_address: int
@@ -53,7 +53,7 @@ class KVLayout:
 
     @classmethod
     def of(cls, kv_cache: torch.Tensor) -> KVLayout:
-        """The layout of a cache `[num_blocks, num_layers, ...]`, contiguous."""
+        """Return the layout of a contiguous cache `[num_blocks, num_layers, ...]`."""
         assert kv_cache.is_contiguous()
         return cls(
             base_address=kv_cache.data_ptr(),
@@ -63,9 +63,9 @@ class KVLayout:
         )
 
     def descriptors(self, ranges: Ranges | None = None) -> npt.NDArray[np.uint64]:
-        """(address, bytes, device) of every block, or of these ranges of each, block by block.
+        """Return (address, bytes, device) of every block, or of these ranges of every block.
 
-        `[num_blocks * len(ranges), 3]`
+        Shape: `[num_blocks * len(ranges), 3]`, block by block.
         """
         within = np.array(ranges or ((0, self.block_bytes),), dtype=np.uint64)
         blocks = np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)

@@ -1,7 +1,7 @@
-"""PeerInfo: what a node must know of another to reach its KV memory. Opaque to everyone else.
+"""PeerInfo: what a node must know of another node to reach its KV memory. Opaque to routers.
 
-It travels as framed bytes with a checksum: some transports are damaged for good by a damaged blob.
-That is against accidents. Who may say it is decided by the links to the router that it travels on.
+Peer info travels as framed bytes with a checksum, as a damaged blob breaks some transports for
+good. The checksum is against accidents only; links to the router are authenticated.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from baton.limits import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63
-NUM_SLOTS = 4  # of scratch memory: so many peers are probed at the same time
+NUM_SLOTS = 4  # of scratch memory; one per peer that is probed at the same time
 
-# A peer may claim anything; what does not fit a machine is refused before it is computed with.
+# A peer may claim anything: numbers that fit no machine are refused before they are used.
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Address = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ADDRESS - 1)]
@@ -30,11 +30,11 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one of a node's workers.
 
     Attributes:
-        agent_metadata: the transport's own; empty if it needs none.
-        base_address: of block 0.
-        device_id: of a GPU's memory; 0 in host memory.
-        scratch_address: of the memory for self-tests (`Scratch`), on the same device.
-        host, pid, started_at: of its process, as in `PeerInfo`; pid 0: that is the node's own.
+        agent_metadata: data of the transport; empty if it needs none.
+        base_address: address of block 0.
+        device_id: the GPU's number; 0 for host memory.
+        scratch_address: address of the memory for self-tests (`Scratch`), on the same device.
+        host, pid, started_at: the worker's process, as in `PeerInfo`; pid 0: the node's process.
     """
 
     agent_metadata: bytes = b""
@@ -59,15 +59,15 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine_id: unique to the process start.
-        connector: name in the registry.
+        connector: the KV connector's name in the registry.
         host: equal for processes that can reach each other's memory through the kernel.
-        pid: of the process; 0: nobody is to ask for it.
-        started_at: when the process began (`peer_process.start_time`); 0 where nobody can say.
-        manifest: what lies in its blocks.
-        num_blocks: in the memory of each of its workers.
+        pid: the process id; 0: peers cannot watch the process.
+        started_at: when the process began (`peer_process.start_time`); 0: unknown.
+        manifest: the layout of the node's blocks.
+        num_blocks: blocks in each worker's memory.
         ranks: the workers' memory, by rank.
-        scratch_bytes: of each worker's memory for self-tests.
-        public_key: X25519; what it says to us carries a MAC that it makes with this key.
+        scratch_bytes: size of each worker's memory for self-tests.
+        public_key: X25519 key from which the MACs of the node's messages are derived.
     """
 
     engine_id: str
@@ -82,7 +82,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     started_at: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
     def processes(self) -> list[ProcessPlace]:
-        """The process of each rank: nothing is written any more when all of them have ended."""
+        """Return each rank's process; once all have ended, the node writes nothing more."""
         own = ProcessPlace(self.host, self.pid, self.started_at)
         return [
             ProcessPlace(rank.host, rank.pid, rank.started_at) if rank.pid else own
@@ -90,16 +90,16 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def encode(self) -> bytes:
-        """Framed bytes."""
+        """Return the peer info as framed bytes."""
         body = msgspec.msgpack.encode(self)
         return xxhash.xxh3_64_digest(body) + body
 
     @classmethod
     def decode(cls, blob: bytes, *, engine_id: str = "") -> PeerInfo:
-        """Raises TransferError for anything that `encode` did not make.
+        """Read what `encode` made; raise TransferError for anything else.
 
         Args:
-            engine_id: of the node that the router says it is of; empty: nobody has said.
+            engine_id: the node whose peer info this must be; empty: any node.
         """
         if len(blob) > MAX_PEER_INFO_BYTES:
             raise TransferError(
@@ -130,7 +130,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         return info
 
     def check_pair(self, peer: PeerInfo) -> None:
-        """Raises TransferError if no block of ours can be copied into a block of a peer's."""
+        """Raise TransferError if blocks cannot be copied between this node and a peer."""
         if peer.connector != self.connector:
             raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not {self.connector}")
         differs = difference(self.manifest, peer.manifest)
@@ -141,12 +141,12 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agent_name(engine_id: str, rank: int, leader: int) -> str:
-    """Return what a rank's transport is called: as its node, if it speaks for it."""
+    """Return the name of a rank's transport: the leader has its node's name."""
     return engine_id if rank == leader else f"{engine_id}/{rank}"
 
 
 def host_identity() -> str:
-    """Equal for processes on one running kernel in one process namespace."""
+    """Return a text that is equal for processes of one kernel and one process namespace."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = Path("/proc/self/ns/pid").stat().st_ino

@@ -1,9 +1,9 @@
-"""Slices: what each rank of one node writes of a unit to each rank of another.
+"""Slices: the parts of a unit that each rank of one node writes to each rank of another.
 
     P, 2 ranks        D, 1 rank            heads of rank 0 -> a range for each layer, of keys and
     [0 1] [2 3]  ->   [0 1 2 3]            of values; where both have the same: one range, all of it
 
-A slice is what goes from one rank to one other. Made of two manifests; knows no memory.
+A slice travels from one rank to one other rank. Slices follow from two manifests alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]  # (first byte, number of bytes) within a r
 
 
 class Pair(NamedTuple):
-    """A rank that writes, and one that it writes to."""
+    """A rank that writes, and the rank that it writes to."""
 
     writer: int
     reader: int
@@ -29,8 +29,8 @@ class Slices:
     """All slices between two nodes.
 
     Args:
-        writers: of the node that sends.
-        readers: of the node that receives.
+        writers: manifest of the node that sends.
+        readers: manifest of the node that receives.
 
     Attributes:
         is_whole: whether there is one rank on both sides, so that a unit is one range.
@@ -43,11 +43,11 @@ class Slices:
         self._sums: dict[LayerRange | None, tuple[int, int]] = {}
 
     def of(self, kind: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        """Ranges of each pair of ranks that has any, in the order of the pairs.
+        """Return the ranges of each pair of ranks that shares any, in the order of the pairs.
 
         Args:
-            kind: of units; see `kinds`.
-            layers: of a unit, as if one rank had it; None: all of it.
+            kind: a kind of units; see `kinds`.
+            layers: the layers, counted as if one rank had the whole unit; None: all layers.
         """
         if layers == (0, self._writers.layers_per_unit):
             layers = None
@@ -57,7 +57,7 @@ class Slices:
         return self._copies[key]
 
     def _find(self, group: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        if self.is_whole:  # with what pads units of unlike groups
+        if self.is_whole:  # padding of smaller groups included
             num_bytes = self._writers.unit_bytes()
             first, end = layers or (0, self._writers.layers_per_unit)
             layer_bytes = num_bytes // self._writers.layers_per_unit
@@ -70,7 +70,7 @@ class Slices:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Of each group, the first one whose units travel alike."""
+        """Return for each group the first group whose units are cut in the same way."""
         if self.is_whole:
             return (0,) * len(self._writers.groups)
         first: dict[tuple[RankCopy, ...], int] = {}
@@ -81,7 +81,7 @@ class Slices:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """All that have anything to write."""
+        """Return all pairs that share a slice."""
         return tuple(sorted({pair for kind in set(self.kinds) for pair in self.of(kind, None)}))
 
     def readers_of(self, writer: int) -> list[int]:
@@ -95,10 +95,10 @@ class Slices:
     def sorted_by_kind(
         self, groups: Sequence[int], num_blocks: int
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Kinds, and which of so many blocks are of each.
+        """Yield each kind of units with the indexes of its blocks.
 
         Args:
-            groups: of each block; empty: all are alike, or nobody has to know.
+            groups: KV group of each block; empty: all blocks are alike.
         """
         if not groups or len(set(self.kinds)) == 1:
             yield self.kinds[0], range(num_blocks)
@@ -107,11 +107,11 @@ class Slices:
             yield kind, [i for i, group in enumerate(groups) if self.kinds[group] == kind]
 
     def num_bytes(self, layers: LayerRange | None) -> int:
-        """Bytes of one block, all slices together; of the kind of units with the most."""
+        """Return the bytes of one block over all slices, for the largest kind of units."""
         return self._sum(layers)[0]
 
     def num_ranges(self, layers: LayerRange | None) -> int:
-        """Ranges that one block is written in, all slices together; of the kind with the most."""
+        """Return the ranges of one block over all slices, for the kind with the most."""
         return self._sum(layers)[1]
 
     def _sum(self, layers: LayerRange | None) -> tuple[int, int]:
@@ -128,9 +128,9 @@ class Slices:
 
 
 def part_of_scratch(slot_bytes: int, writers: Sequence[int], writer: int) -> tuple[int, int]:
-    """The part of a slot that a rank writes in a self-test: first byte, number of bytes.
+    """Return the part of a slot that a rank writes in a self-test: first byte, number of bytes.
 
-    All that write to one rank fill its slot together.
+    The ranks that write to one reader fill its slot together.
     """
     place, num_parts = writers.index(writer), len(writers)
     first, end = place * slot_bytes // num_parts, (place + 1) * slot_bytes // num_parts

@@ -18,8 +18,8 @@ class Environment:
     """The generator's machine, not the server's.
 
     Attributes:
-        num_cpus: that this process may use.
-        load_average: of the last minute, when the run began.
+        num_cpus: cores that this process may use.
+        load_average: the load of the last minute at the run's beginning.
     """
 
     started_at: str

@@ -94,24 +94,24 @@ class LoadPlan:
     Attributes:
         input_lengths: tokens of prompts, a shared prefix not included; a trace has its own.
         prefix_groups: requests are drawn into so many groups; 0: none.
-        prefix_tokens: with which all prompts of a group begin.
-        cancel_rate: share of requests that the client gives up before their end.
-        seed: of all that is drawn. Another one makes other prompts, also of a trace or a data set.
-        round: of a plan that is played several times with the same seed: each has requests of its
-            own, for a server may remember the prompts of the one before.
-        turns: of a conversation, each of whose prompts goes on from the one before; such a turn is
-            sent when the answer before it has come. An open loop begins conversations at its rate.
+        prefix_tokens: length of the common beginning of all prompts of a group.
+        cancel_rate: share of requests that the client cancels before their end.
+        seed: seed of all draws. Another seed makes other prompts, of a trace or data set, too.
+        round: number of a repetition with the same seed. Each repetition has other prompts, as a
+            server may have cached those of the one before.
+        turns: turns of a conversation, whose prompts repeat all that was said before. A turn is
+            sent when the previous answer has come. An open loop starts conversations at its rate.
         turn_pause_s: mean pause between an answer and the next turn, exponential.
         dataset: a file of prompts or conversations to be sent instead of random token ids.
-        tokenizer: a folder with tokenizer.json, that says how long the answers of a data set are;
-            None: the output lengths are as long.
-        warmup_s: what is scheduled before is not measured.
-        duration_s: nothing is scheduled after; None: no limit.
-        num_requests: at most; None: no limit.
-        vocab_size: prompts are drawn from the token ids below.
-        timeout_s: for one request, from the moment that it is sent.
-        drain_timeout_s: what is not answered so long after the end of sending is given up.
-        max_lag_s: the generator's own lag (p99) above which the run says nothing of the server.
+        tokenizer: a folder with tokenizer.json, which counts the tokens of a data set's answers;
+            None: outputs are as long as the option for output lengths says.
+        warmup_s: requests that are scheduled before this time are not measured.
+        duration_s: no request is scheduled after this time; None: no limit.
+        num_requests: most requests of a run; None: no limit.
+        vocab_size: prompts are drawn from token ids below this number.
+        timeout_s: limit for one request, from its sending on.
+        drain_timeout_s: requests that are open so long after the last sending are given up.
+        max_lag_s: the generator's own lag (p99) above which a run's figures are not valid.
     """
 
     load: Load

@@ -23,11 +23,11 @@ class RunResult:
     """The result of a run.
 
     Attributes:
-        target: what the server says of itself.
-        elapsed_s: from the beginning of sending to the last answer.
-        cpu_share: of one core, that the generator used meanwhile.
-        load_average_at_end: of the last minute.
-        was_stopped: it ended from outside before its time.
+        target: the server's description of itself.
+        elapsed_s: time from the first sending to the last answer.
+        cpu_share: share of one core that the generator used meanwhile.
+        load_average_at_end: the load of the last minute at the run's end.
+        was_stopped: whether the user or a signal ended the run before its time.
     """
 
     plan: LoadPlan

@@ -59,12 +59,12 @@ class SearchResult:
 
     Attributes:
         steps: all trials in their order, with the rate as value.
-        brackets: of each repeat that is whole, the highest rate that held (0: none that was tried
-            did) and the lowest above it that failed: the rate that is searched for is between them.
-        max_rate_per_s: the mean of those that held; its interval has room for the brackets; None:
-            no repeat is whole.
-        goodput_per_s: what was measured at those rates; 0 where there is none.
-        highest: those steps, one per repeat that is whole; None where no rate held.
+        brackets: for each complete repeat, the highest rate that held (0: no rate did) and the
+            lowest rate above it that failed; the rate that is searched for lies between the two.
+        max_rate_per_s: mean of the highest rates that held; its interval covers the brackets;
+            None: no repeat is complete.
+        goodput_per_s: goodput measured at those rates; 0 where no rate held.
+        highest: the steps at those rates, one per complete repeat; None where no rate held.
     """
 
     search: Search

@@ -25,8 +25,8 @@ class Step:
 
     Attributes:
         value: requests per second, or users.
-        repeat: of a search, which one it belongs to.
-        held: of a search, whether the SLO was attained as often as asked for.
+        repeat: number of the search's repeat that the step belongs to.
+        held: whether the step of a search attained the SLO often enough.
     """
 
     value: float

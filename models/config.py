@@ -8,7 +8,7 @@ Refuses to know: tensors, weights, what a forward pass is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.api.errors import ModelLoadError
@@ -16,6 +16,7 @@ from baton.checkpoint.model_folder import MODELOPT_FILE
 from models.dialects import Dialect, dialect_of
 from models.fields import MAX_PARTS, Fields
 from models.lfm2_config import ShortConvConfig, common_fields, parse_short_conv
+from models.loading.text_parts import TEXT_PARTS, text_fields, text_part
 from models.mla_config import MLAConfig, parse_mla
 from models.moe_config import EXPERT_SIZE, MoeConfig, parse_moe
 from models.nemotron_config import NemotronConfig, parse_nemotron
@@ -45,16 +46,16 @@ _DELTA_NETS = (
 _GRANITE_HYBRID = "GraniteMoeHybridForCausalLM"
 _NEMOTRON = "NemotronHForCausalLM"
 _LFM2 = "Lfm2ForCausalLM"
-# Fields of the whole model that also hold for its text part. The whole model's _TIED counts even
-# if the text part has its own.
-_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
-_TIED = "tie_word_embeddings"
 _LFM2_LAYER_TYPES = ("full_attention", "conv")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a model and the token ids it ends with; lengths are in tokens."""
+    """The shape of a model and the token ids it ends with; lengths are in tokens.
+
+    Attributes:
+        is_text_part: the checkpoint is one of a model that sees images, too.
+    """
 
     architecture: str
     vocab_size: int
@@ -101,6 +102,7 @@ class ModelConfig:
     delta_net: DeltaNetConfig | None = None  # of layers that do not attend; None: all do
     mla: MLAConfig | None = None  # None: layers keep keys and values
     nemotron: NemotronConfig | None = None  # of Nemotron-H, whose layers are of one or two parts
+    is_text_part: bool = False
 
     def attends(self, layer: int) -> bool:
         """Say whether a layer attends; others carry a state."""
@@ -147,7 +149,22 @@ def _parse(
     max_model_len: int | None,
     quantization: Fields | None = None,
 ) -> ModelConfig:
-    architecture = _architecture(fields)
+    """Read a whole model's file; of a model that sees images, its text network's part."""
+    name = _architecture(fields)
+    if name not in TEXT_PARTS:
+        return _parse_network(name, fields, generation, max_model_len, quantization)
+    name, fields = text_part(fields, name)
+    found = _parse_network(name, fields, generation, max_model_len, quantization)
+    return replace(found, is_text_part=True)
+
+
+def _parse_network(
+    architecture: str,
+    fields: Fields,
+    generation: Fields,
+    max_model_len: int | None,
+    quantization: Fields | None,
+) -> ModelConfig:
     nemotron = parse_nemotron(fields) if architecture == _NEMOTRON else None
     short_conv = parse_short_conv(fields) if architecture == _LFM2 else None
     fields = _IN_OWN_WORDS.get(architecture, _as_written)(fields)
@@ -215,17 +232,6 @@ def _rope_options(architecture: str) -> tuple[bool, bool, float]:
     return dialect.ropes_by_layer_type, dialect.partial_rotary, turning
 
 
-def _of_text(fields: Fields) -> Fields:
-    """Return the text part's fields, with the whole model's fields that also hold for it."""
-    text = fields.child("text_config")
-    shared = {
-        n: fields.get(n) for n in _OF_THE_WHOLE if n in fields.names() and n not in text.names()
-    }
-    shared["architectures"] = fields.get("architectures")
-    shared[_TIED] = fields.boolean(_TIED, False)
-    return text.with_values(shared)
-
-
 def _of_granite(fields: Fields) -> Fields:
     """Return the fields by the names that other families have for them."""
     turning = fields.text("position_embedding_type", "nope")
@@ -250,7 +256,7 @@ _IN_OWN_WORDS: Mapping[str, Callable[[Fields], Fields]] = {
     _LFM2: common_fields,
     _NEMOTRON: nemotron_fields,
     _GRANITE_HYBRID: _of_granite,
-    **dict.fromkeys(_WITH_IMAGES, _of_text),
+    **dict.fromkeys(_WITH_IMAGES, text_fields),
 }
 
 

@@ -47,9 +47,9 @@ class Dialect:
     Attributes:
         defaults: values of fields that the file lacks; null in the file stays null.
         defaults_for_null: values of fields that the file lacks or sets to null.
-        reads: the optional fields that it computes with.
-        activations: of its gated units, besides silu.
-        activation_field: where the file names the activation.
+        reads: optional fields that the model uses.
+        activations: activations of its gated units, besides silu.
+        activation_field: name of the field with the activation.
         sliding_window_pattern: one of every so many layers has full attention, if the file names
             no layer types; None: the file says how many.
         ropes_by_layer_type: layers with a window may turn otherwise than those without.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
+from baton.checkpoint.gguf.folder import read_folder
 from baton.engine_config import WEIGHTS
 from models.config import ModelConfig
 from models.mla_config import MLAConfig
@@ -36,6 +37,7 @@ _KEPT_BYTES = {
     **{"F16": 2.0, "BF16": 2.0, "Q8_0": 1.0625, "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 1.0625},
     **{"Q5_1": 1.125, "Q2_K": 0.640625, "Q3_K": 0.5703125, "Q4_K": 0.578125},
     **{"Q5_K": 1.078125, "Q6_K": 1.0703125, "IQ4_NL": 1.0625, "IQ4_XS": 1.0390625},
+    "MXFP4": 0.5625,
 }
 _EMBEDDING = "token_embd.weight"
 # A matrix: outputs, inputs.
@@ -77,11 +79,11 @@ def memory_needs(
     groups and float8 are kept, other formats dequantized. Of a GGUF file each tensor is looked at.
 
     Args:
-        config: of the model.
-        dtype: that it is computed in; what is not packed is kept in it.
+        config: the model's configuration.
+        dtype: dtype in which the model computes, and of weights that are not packed.
         kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
         block_size: tokens of a KV block.
-        folder: of the model; None: of a quantized checkpoint only the configuration is known.
+        folder: the model's folder; None: of a quantized checkpoint only the configuration is known.
         native_kernels: without them ``auto`` keeps all weights in ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
@@ -105,9 +107,8 @@ def memory_needs_of_folder(folder: Path) -> MemoryNeeds:
 
 def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
     """Return what a quantized checkpoint's files come to; None: it is not, or they are not here."""
-    gguf = folder / GGUF_WEIGHTS
-    if gguf.exists():
-        return _gguf_bytes(config, GgufFile.read(gguf.resolve()), dtype)
+    if (folder / GGUF_WEIGHTS).exists():
+        return _gguf_bytes(config, read_folder(folder), dtype)
     if config.quantization is None:
         return None
     if config.quantization.method == "mxfp4":  # what else there is has 16 bits
@@ -144,9 +145,9 @@ def _weight_bytes(
     """Return the bytes of all weights.
 
     Args:
-        config: of the model.
-        format_: of linear layers; a dtype where they stay torch's own.
-        dtype: of what is not packed.
+        config: the model's configuration.
+        format_: format of linear layers; a dtype where they stay torch's own.
+        dtype: dtype of weights that are not packed.
         experts: their format; None: as other layers.
     """
     head: _Matrix = (config.vocab_size, config.hidden_size)

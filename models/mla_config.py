@@ -20,11 +20,11 @@ class MLAConfig:
     """The sizes of latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Attributes:
-        q_lora_rank: of what queries are projected through; None: they are projected at once.
-        kv_lora_rank: of a token's latent, of which keys and values of all heads are made.
-        qk_nope_head_dim: numbers of a query or key head that carry no position.
-        qk_rope_head_dim: those that do; all heads' keys share them.
-        v_head_dim: numbers of a value head.
+        q_lora_rank: rank of the queries' low-rank projection; None: queries are projected at once.
+        kv_lora_rank: size of a token's latent, which makes all heads' keys and values.
+        qk_nope_head_dim: size of the part of a query or key head that carries no position.
+        qk_rope_head_dim: size of the part that carries the position; all heads share keys' part.
+        v_head_dim: size of a value head.
         rope_interleave: neighbours turn together, not halves.
         scale: factor on the dot products.
     """

@@ -21,9 +21,9 @@ class MoeConfig:
     """The experts of one model.
 
     Attributes:
-        num_experts: of each layer that has some.
-        inner_size: of each expert's gated middle.
-        top_k: experts of a token.
+        num_experts: experts of each layer that has experts.
+        inner_size: size of each expert's gated middle.
+        top_k: experts per token.
         scoring: what makes scores of a router's logits, see ``baton_kernels.routing.Scoring``.
         normalize: whether the weights of a token's experts are divided by their sum.
         scale: factor on them.
@@ -31,14 +31,14 @@ class MoeConfig:
         top_groups: that a token's experts are of.
         group_best: experts whose scores, added, are a group's.
         has_bias: whether a checkpoint has a number per expert that is added where they are chosen.
-        shared_size: of the gated middle of what every token goes through besides; 0: nothing.
-        has_shared_gate: whether a token's logit says how much of that it gets.
-        dense_layers: layers that have one MLP in place of experts.
-        activation: of the experts, see ``baton_kernels.experts``.
+        shared_size: size of the gated middle of the shared experts; 0: there are none.
+        has_shared_gate: whether a logit per token scales the shared experts' result.
+        dense_layers: layers that have an MLP in place of experts.
+        activation: the experts' activation, see ``baton_kernels.experts``.
         has_biases: whether router and experts add one to each product.
-        latent_size: of what experts read and make, where that is not the stream; None: it is.
-        stored_by_turns: checkpoints have fused experts, gates and ups by turns.
-        stored_as_linears: checkpoints have fused experts, and what all share, as two layers each.
+        latent_size: size of the experts' input and output, if not the stream's; None: the stream's.
+        stored_by_turns: whether checkpoints interleave gates and ups in fused experts.
+        stored_as_linears: whether checkpoints have fused and shared experts as two layers each.
     """
 
     num_experts: int
@@ -197,8 +197,8 @@ def _deepseek(fields: Fields, *, scoring: str, group_best: int) -> MoeConfig:
     """Read what DeepSeek's models and those after them have.
 
     Args:
-        fields: of config.json.
-        scoring: of the architecture; sigmoid scores come with a bias.
+        fields: fields of config.json.
+        scoring: the architecture's scoring; sigmoid scores come with a bias.
         group_best: experts whose scores are a group's.
     """
     if fields.integer("moe_layer_freq", 1) != 1:

@@ -34,8 +34,8 @@ class Places:
     """Where a layer's parts are among those of the file.
 
     Attributes:
-        mixer: of its attention, or Mamba 2.
-        feed_forward: of what follows; None: nothing does.
+        mixer: shape of its attention, or of its Mamba 2.
+        feed_forward: the part behind the mixer; None: there is none.
     """
 
     mixer: int
@@ -47,10 +47,10 @@ class NemotronConfig:
     """What parts the layers are.
 
     Attributes:
-        places: of each layer.
-        with_experts: the layers that have some.
-        mamba2: of the mixers that carry states.
-        moe: the experts; None: no layer has some.
+        places: parts of each layer.
+        with_experts: the layers that have experts.
+        mamba2: shape of the mixers that carry states.
+        moe: shape of the experts; None: no layer has experts.
     """
 
     places: tuple[Places, ...]

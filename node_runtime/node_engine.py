@@ -10,12 +10,27 @@ from dataclasses import dataclass
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
 from baton.engine_config import EngineConfig
-from baton.link.words import REVISION, NodeRegistration, NodeRole, StepTime
+from baton.link.words import REVISION, DecodeTime, NodeRegistration, NodeRole, StepTime
+from baton.text.grammar_trials import EarlyGrammars
 from baton.version import __version__
 from engine.engine import Engine
-from engine.step_profile import measure_step_times
+from engine.rehearsal import rehearse
+from engine.step_profile import measure_decode_times, measure_step_times
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """What the steps before any request took.
+
+    Attributes:
+        step_times: prompt tokens and seconds of steps that were measured; see `StepTime`.
+        decode_times: requests, context tokens and seconds of steps; see `DecodeTime`.
+    """
+
+    step_times: tuple[tuple[int, float], ...] = ()
+    decode_times: tuple[tuple[int, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +41,22 @@ class LoadedEngine:
         engine_id: unique to this process start.
         compatibility: must be equal, entry by entry, on two nodes that are to be paired.
         prefix_hash: algorithm that names blocks; empty: there is no prefix cache.
-        step_times: prompt tokens and seconds of steps that were measured; see `StepTime`.
     """
 
     engine: Engine
     engine_id: str
     compatibility: dict[str, str]
     prefix_hash: str
-    step_times: tuple[tuple[int, float], ...] = ()
 
     def registration(
-        self, node_name: str, role: NodeRole, address: str, peer_info: bytes
+        self,
+        node_name: str,
+        role: NodeRole,
+        address: str,
+        peer_info: bytes,
+        first_steps: FirstSteps,
     ) -> NodeRegistration:
-        """What the node tells the router of itself."""
+        """Return what the node tells the router of itself."""
         spec, manifest = self.engine.kv_memory.spec, self.engine.kv_memory.manifest
         bytes_of_all = sum(manifest.unit_bytes(rank) for rank in range(manifest.num_ranks))
         return NodeRegistration(
@@ -57,7 +75,8 @@ class LoadedEngine:
             tensor_parallel_size=manifest.stage_size,
             pipeline_parallel_size=manifest.num_stages,
             kv_bytes_per_token=bytes_of_all * spec.num_groups / spec.block_size,
-            step_times=tuple(StepTime(*one) for one in self.step_times),
+            step_times=tuple(StepTime(*one) for one in first_steps.step_times),
+            decode_times=tuple(DecodeTime(*one) for one in first_steps.decode_times),
         )
 
 
@@ -69,12 +88,12 @@ def load_engine(
     kv_connector: str,
     kv_digests: bool = False,
     revision: str = "",
-    pushes: bool = False,
+    grammars: EarlyGrammars | None = None,
 ) -> LoadedEngine:
-    """Load a model for a node, and measure a few steps of it.
+    """Load a model for a node.
 
     Args:
-        pushes: prompts' layers are sent while the next ones are computed.
+        grammars: parts made before threads began; None: there are none.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -85,7 +104,7 @@ def load_engine(
     if "weights" not in identity:  # an index names files that are not needed
         identity["weights"] = weights_digest(folder)
     started = time.perf_counter()
-    engine = Engine(folder, config, identity)
+    engine = Engine(folder, config, identity, grammars=grammars)
     spec = engine.kv_memory.spec
     logger.info(
         "loaded %s in %.1f s: %s on %s, %d KV blocks of %d tokens in %s (%.0f MiB)",
@@ -101,9 +120,6 @@ def load_engine(
     began_at = time.perf_counter()
     engine.prepare_grammars()
     logger.info("prepared structured output in %.1f s", time.perf_counter() - began_at)
-    step_times = measure_step_times(engine, pushes=pushes)
-    shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in step_times)
-    logger.info("steps of prompt tokens: %s", shown)
     compatibility = {
         **engine.compatibility,
         "adapters": NONE,
@@ -118,5 +134,26 @@ def load_engine(
         f"{node_name}-{uuid.uuid4().hex[:8]}",
         compatibility,
         config.prefix_hash if config.prefix_cache else "",
-        step_times,
     )
+
+
+def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
+    """Compute the steps that a first request would else compute first; return what some took.
+
+    Call this on the thread that will compute all steps: threads of kernels, and their scratch
+    memory, belong to the thread that calls the kernels.
+
+    Args:
+        pushes: prompts' layers are sent while the next ones are computed.
+    """
+    began_at = time.perf_counter()
+    rehearse(engine)
+    step_times = measure_step_times(engine, pushes=pushes)
+    shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in step_times)
+    logger.info("steps of prompt tokens: %s", shown)
+    decode_times = () if pushes else measure_decode_times(engine)
+    if decode_times:
+        shown = ", ".join(f"{num} in {1e3 * seconds:.3g} ms" for num, _, seconds in decode_times)
+        logger.info("steps of decoding requests: %s", shown)
+    logger.info("computed first steps in %.1f s", time.perf_counter() - began_at)
+    return FirstSteps(step_times, decode_times)

@@ -16,20 +16,28 @@ from node_runtime.options import NodeOptions
 if TYPE_CHECKING:
     from baton.link.words import NodeEvent
     from baton.node_program import NodeProgram
+    from baton.text.grammar_trials import EarlyGrammars
 
 Options = TypeVar("Options", bound=NodeOptions)
 MakeProgram: TypeAlias = (
-    "Callable[[Options, Callable[[NodeEvent], None], Callable[[Exception], None]], NodeProgram]"
+    "Callable[[Options, Callable[[NodeEvent], None], Callable[[Exception], None],"
+    " EarlyGrammars | None], NodeProgram]"
 )
 
 
-def run_node(role: str, options: Options, load: Callable[[], MakeProgram[Options]]) -> int:
+def run_node(
+    role: str,
+    options: Options,
+    load: Callable[[], MakeProgram[Options]],
+    grammars: EarlyGrammars | None = None,
+) -> int:
     """Run a node until it is told to stop; returns the exit code.
 
     Args:
         role: for the name of a node that was given none.
         load: imports what makes the node; called late, as it imports torch, and on a thread, as it
             may fetch the model.
+        grammars: parts made before threads began; None: there are none.
     """
     # Imported here: who asks for help does not wait for it.
     from baton.access.access import Access
@@ -48,7 +56,7 @@ def run_node(role: str, options: Options, load: Callable[[], MakeProgram[Options
             raise ConfigError(
                 f"{error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
             ) from error
-        return make_program(options, emit, on_death)
+        return make_program(options, emit, on_death, grammars)
 
     async def main() -> None:
         await run_node_program(

@@ -34,7 +34,7 @@ from engine.crash_dump import dump_crash
 from node_runtime.collector import NodeCollector
 from node_runtime.engine_loop import EngineLoop
 from node_runtime.kv_event_feed import KVEventFeed
-from node_runtime.node_engine import LoadedEngine
+from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class NodeThreads:
             thread.
         emit: takes events for the router; safe to call from the engine's thread.
         on_death: called when the engine cannot continue.
+        pushes: prompts' layers are sent while the next ones are computed.
         on_close: called when both threads have ended.
         vllm_model: see `NodeCollector`.
         hang_at: an injected fault: stand still behind so many rounds with work; 0: never.
@@ -99,6 +100,7 @@ class NodeThreads:
         emit: Callable[[NodeEvent], None],
         on_death: Callable[[Exception], None],
         *,
+        pushes: bool = False,
         on_close: Callable[[], None] = lambda: None,
         vllm_model: str = "",
         hang_at: int = 0,
@@ -107,6 +109,8 @@ class NodeThreads:
         self._name = name
         self._role = role
         self._loaded = loaded
+        self._pushes = pushes
+        self._first_steps = FirstSteps()
         self._on_close = on_close
         self._vllm_model = vllm_model
         self._hang_at, self._num_busy, self._poison = hang_at, 0, poison
@@ -122,9 +126,17 @@ class NodeThreads:
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
 
+    def compute_first_steps(self) -> Future[None]:
+        def compute() -> None:
+            self._first_steps = compute_first_steps(self._loaded.engine, pushes=self._pushes)
+
+        return self._between_steps(compute)
+
     def registration(self, address: str) -> NodeRegistration:
         peer_info = self._end.describe()
-        return self._loaded.registration(self._name, self._role, address, peer_info)
+        return self._loaded.registration(
+            self._name, self._role, address, peer_info, self._first_steps
+        )
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         if isinstance(command, SendKVSnapshot):
@@ -196,8 +208,13 @@ class NodeThreads:
         future: Future[T] = Future()
 
         def call() -> None:
-            if future.set_running_or_notify_cancel():  # else nobody waits for it any more
+            if not future.set_running_or_notify_cancel():  # nobody waits for it any more
+                return
+            try:
                 future.set_result(function())
+            except BaseException as error:  # a panic in Rust is no `Exception`
+                future.set_exception(error)
+                raise
 
         self._calls.append(call)
         self._loop.wake()

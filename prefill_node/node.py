@@ -109,21 +109,25 @@ class PrefillNode:
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         handed_over = self._answer(result)
+        self._tell_router()  # a client waits for token 1; nobody waits for what follows here
         self.push_tracker.after_step(result.scheduled, handed_over)
         self._end_failed()
         events = self.sender.poll()
         for event in events:
             self._settle(event)
         self._expire()
-        if self._deltas:
-            self._emit(tuple(self._deltas))
-            self._deltas.clear()
+        self._tell_router()
         # Not "has work": what waits for blocks is not helped by asking again at once. It may be by
         # a step that ended.
         has_ended = bool(result.scheduled.scheduled)
         busy = scheduled.scheduled or has_ended or self.engine.step_in_flight
         busy = busy or self.engine.awaits_masks  # no thread that computes a mask wakes this one
         return bool(busy or events or self._inbox)
+
+    def _tell_router(self) -> None:
+        if self._deltas:
+            self._emit(tuple(self._deltas))
+            self._deltas.clear()
 
     # ------------------------------------------------------------------ what operators see
 
@@ -243,7 +247,9 @@ class PrefillNode:
                 num_cached_tokens=job.request.num_cached_tokens,
             )
             reason = None if goes_on else output.finish_reason
-            delta = msgspec.structs.replace(output, finish_reason=reason, prefill=receipt)
+            delta = msgspec.structs.replace(
+                output, finish_reason=reason, prefill=receipt, sampled_at=now
+            )
             self._deltas.append(delta)
             self._traces.note_computed(job.command, receipt, job.started_at, now)
             if goes_on:

@@ -8,7 +8,7 @@ import gc
 import logging
 import math
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from baton.access.audit_log import AuditLog
 from baton.access.exposure import is_public
 from baton.access.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.access.tls import ServerContext, TlsFiles, describe
+from baton.api.errors import NodeUnavailableError
 from baton.checkpoint.model_folder import ModelLimits, find_model_folder, read_limits
 from baton.checkpoint.model_identity import folder_identity
 from baton.link.words import BEAT_INTERVAL_S
@@ -51,6 +52,7 @@ from router.gate.overload import Level, Overload
 from router.gate.resources import watch_resources
 from router.gate.scaling import ScalingSignals
 from router.intake.cache_salts import make_salts
+from router.intake.early_readers import EarlyReaders
 from router.intake.fleet_metrics import ScalingCollector
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
@@ -61,6 +63,7 @@ from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
 
+_RETRY_S = 1.0  # behind a failed start of the workers
 _LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}  # taken
 
 
@@ -97,8 +100,12 @@ class _Parts:
         return self.config.served_model_name or self.config.model
 
 
-async def serve(config: RouterConfig) -> None:
-    """Serve until told to stop; raises ConfigError when something is wrong at the start."""
+async def serve(config: RouterConfig, readers: EarlyReaders | None = None) -> None:
+    """Serve until told to stop; raises ConfigError when something is wrong at the start.
+
+    Args:
+        readers: parts made before threads began; None: there are none.
+    """
     check_exposure(config)
     files = TlsFiles(config.tls) if config.tls else None
     if files is not None:
@@ -120,7 +127,7 @@ async def serve(config: RouterConfig) -> None:
     scaling = _make_scaling(config, pool, admission)
     metrics.show(ScalingCollector(scaling))
     tracing = _make_tracing(config, dispatcher)
-    intake = _make_intake(config, folder, limits, dispatcher, metrics)
+    intake = _make_intake(config, folder, limits, dispatcher, metrics, readers)
     intake.start()
     num_descriptors, is_split = num_descriptors_allowed(), bool(config.node_listen)
     parts = _Parts(
@@ -149,8 +156,8 @@ async def _run(parts: _Parts) -> None:
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
         for listen, server in servers.items():
+            await server.set_serving(False)  # until workers can read requests
             address = await server.start(listen)
-            await server.set_serving(True)
             logger.info("router of %s listens on %s", config.model, address)
         async with (
             _watching(dispatcher.pool, parts.scaling),
@@ -160,6 +167,7 @@ async def _run(parts: _Parts) -> None:
                     parts.overload, _share_at_work(http), config.memory_limit_mib * 2**20
                 )
             ),
+            _in_background(_become_ready(parts.intake, servers.values(), stopping)),
         ):
             gc.freeze()  # what is here stays: looking at it again would hold up all streams
             await stopping.wait()
@@ -177,24 +185,42 @@ async def _run(parts: _Parts) -> None:
             await asyncio.to_thread(last)
 
 
+async def _become_ready(
+    intake: Intake, servers: Iterable[RpcServer], stopping: asyncio.Event
+) -> None:
+    """Tell health checks that this router serves, once its workers can read requests."""
+    while True:
+        try:
+            await intake.prepare()
+            break
+        except NodeUnavailableError as error:
+            logger.warning("not ready: %s", error)
+            await asyncio.sleep(_RETRY_S)
+    for server in servers:
+        if not stopping.is_set():
+            await server.set_serving(True)
+
+
 def _make_intake(
     config: RouterConfig,
     folder: Path,
     limits: ModelLimits,
     dispatcher: Dispatcher,
     metrics: RouterMetrics,
+    readers: EarlyReaders | None,
 ) -> Intake:
-    tokenizer, parsers = config.texts.load(folder)
+    readers = readers or EarlyReaders(config.texts.make_tokenizer(folder))
     return Intake(
         dispatcher,
-        tokenizer,
+        readers.tokenizer,
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
         cache_salts=make_salts(
             config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
         ),
-        parsers=parsers,
+        parsers=config.texts.make_parsers(readers.tokenizer),
+        readers=readers,
         sampling_defaults=config.texts.sampling_defaults(folder),
         trusts_templates=config.texts.trust_request_chat_template,
         cuts_changing_lines=config.texts.cut_changing_lines,

@@ -203,6 +203,15 @@ class SimExecutor:
             for num_tokens in sorted({1, min(64, most), most})
         )
 
+    def decode_times(self) -> tuple[tuple[int, int, float], ...]:
+        """Return what `measure_decode_times` would find: requests, tokens of context, seconds."""
+        if self._role is not NodeRole.DECODE:
+            return ()
+        long = min(4096, self.max_model_len - 2)
+        many = self.config.max_num_requests
+        sizes = sorted({(1, min(64, long)), (1, long), (min(32, many), 64 * min(32, many))})
+        return tuple((num, context, self._seconds(0, 0, num, context)) for num, context in sizes)
+
     def _seconds(
         self, num_tokens: int, num_pairs: int, num_decoding: int = 0, num_kv_tokens: int = 0
     ) -> float:
@@ -242,7 +251,8 @@ def engine_config(options: SimOptions, role: NodeRole) -> EngineConfig:
         max_num_requests=min(options.max_num_requests, options.max_num_batched_tokens),
         max_num_batched_tokens=options.max_num_batched_tokens,
         long_prefill_token_threshold=options.max_num_batched_tokens,
-        prefill_tokens_beside_decodes=options.max_num_batched_tokens,
+        prefill_tokens_beside_decodes=options.prefill_tokens_beside_decodes
+        or options.max_num_batched_tokens,
         preemption="hand-back" if role is NodeRole.DECODE else "recompute",
         prefix_hash=options.prefix_hash,
     )

@@ -43,7 +43,7 @@ from decode_node.options import DecodeOptions
 from engine.engine import Engine
 from kvconnector.ends import Receiver, Sender
 from node_runtime.kv_event_feed import KVEventFeed
-from node_runtime.node_engine import LoadedEngine
+from node_runtime.node_engine import FirstSteps, LoadedEngine
 from prefill_node.node import PrefillNode
 from sim_node.clock import NodeClock
 from sim_node.connector import TRANSPORT, KVNetwork, SimReceiver, SimTransport, make_sender
@@ -222,15 +222,11 @@ class Simulation:
             "version": __version__,
             **({REVISION: self._options.revision} if self._options.revision else {}),
         }
-        loaded = LoadedEngine(
-            self.engine,
-            self.engine_id,
-            compatibility,
-            self._options.prefix_hash,
-            self._executor.step_times(),
-        )
+        loaded = LoadedEngine(self.engine, self.engine_id, compatibility, self._options.prefix_hash)
+        peer_info = self._network.peer_info(self.engine_id)
+        first_steps = FirstSteps(self._executor.step_times(), self._executor.decode_times())
         # Nobody can ask it anything.
-        return loaded.registration(name, self._role, "", self._network.peer_info(self.engine_id))
+        return loaded.registration(name, self._role, "", peer_info, first_steps)
 
     def slow_down(self, factor: float) -> None:
         """Take so many times as long as usual from the next step on; 1 is as usual."""

@@ -30,6 +30,9 @@ class SimOptions:
     max_num_batched_tokens: int = option(
         8192, least=1, help="Most prompt tokens in a prefill step."
     )
+    prefill_tokens_beside_decodes: int = option(
+        0, least=0, help="Most prompt tokens in a step that also decodes; 0: as in others."
+    )
     local_prefill_threshold: int = option(
         32,
         least=0,

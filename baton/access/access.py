@@ -40,6 +40,10 @@ ADMIN_TOKEN = Principal(
 )
 NODE_TOKEN = Principal(name="--node-token", tenant="--node-token", roles=frozenset({Role.JOIN}))
 
+_NO_KEY = (
+    "authorization: must be 'Bearer' and an API key; commands and clients of Baton take the key "
+    "from BATON_API_KEY, operators' commands from BATON_ADMIN_TOKEN"
+)
 _BURST, _PER_SECOND = 10, 1.0  # wrong keys of one address
 _AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # lines about refusals, by address
 _ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # lines about refusals and looks together
@@ -51,10 +55,10 @@ class Access:
 
     Args:
         keys_file: API keys; none if not given.
-        admin_token: brings the roles of `ADMIN_TOKEN`; empty: there is none.
-        node_token: the same of `NODE_TOKEN`.
+        admin_token: a key with the roles of `ADMIN_TOKEN`; empty: there is none.
+        node_token: a key with the roles of `NODE_TOKEN`; empty: there is none.
         model: the name of the served model, for keys that may use some models only.
-        audit: where joins, looks, changes and failures are told.
+        audit: records joins, looks, changes and failures.
         by_certificate: whether certificates are asked of callers: then nothing is open either.
 
     Raises:
@@ -144,7 +148,7 @@ class Access:
             return credentials.certificate  # (Some clients cannot but send a key, such as "none".)
         scheme, _, given = credentials.authorization.partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
-            raise UnauthenticatedError("authorization: must be 'Bearer' and an API key")
+            raise UnauthenticatedError(_NO_KEY)
         key = self._find(digest_of(given.strip()))
         network = _network(credentials.address)
         wait_s = self._failures.wait_s(network)
@@ -156,7 +160,7 @@ class Access:
             raise error
         if key is None:
             self._failures.take(network)
-            raise UnauthenticatedError("authorization: is no API key that is known here")
+            raise UnauthenticatedError("authorization: the API key is not known here")
         if is_expired(key):
             raise UnauthenticatedError(f"authorization: the key of {key.principal.name} is expired")
         self._proven.add(key.digest)

@@ -48,10 +48,10 @@ class AuditEvent:
 
     Attributes:
         who: the caller's name; empty: anybody, or unknown.
-        address: of the machine that called.
-        call: what was called, or done.
-        arguments: of the call.
-        problem: why it did not succeed; empty: it did.
+        address: the calling machine's address.
+        call: the call or action.
+        arguments: the call's arguments.
+        problem: why the call failed; empty: it succeeded.
     """
 
     kind: AuditKind

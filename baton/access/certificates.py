@@ -115,7 +115,7 @@ def certificate_identity(source: Any) -> CertificateIdentity | None:
         source: a gRPC servicer context, or the transport of an aiohttp request.
 
     Raises:
-        UnauthenticatedError: it has expired since, or cannot be understood.
+        UnauthenticatedError: the certificate has expired, or cannot be read.
     """
     data = _certificate_of(source)
     if not data:

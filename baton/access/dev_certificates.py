@@ -32,7 +32,7 @@ class Holder:
     """A holder of a development certificate.
 
     Attributes:
-        name: of its files, and what it is called.
+        name: the holder's name, and that of its files.
         uri_paths: what it is, behind the trust domain; see `baton.access.certificates`.
         hosts: names and addresses that it answers at, as a server.
     """

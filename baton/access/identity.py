@@ -33,10 +33,10 @@ class Limits:
 
     Attributes:
         max_open_requests: that wait or are in progress.
-        requests_per_minute: that begin.
-        tokens_per_minute: prompt tokens computed and output tokens sampled.
-        weight: of what its requests are charged to its tenant when tenants compete: with 2 it is
-            half, so that the tenant gets two shares.
+        requests_per_minute: requests that may begin per minute.
+        tokens_per_minute: limit of prompt tokens computed plus output tokens sampled.
+        weight: divisor of what a request costs its tenant when tenants compete: with 2 the tenant
+            gets two shares.
         most_urgent_priority: smaller priorities are refused; None: any. Who has no leave to be
             more urgent than 0 cannot get before other tenants by asking for it. Where callers have
             no tenant there are no others, and any will do.
@@ -54,7 +54,7 @@ class Principal:
     """The identity of a caller.
 
     Attributes:
-        name: of the key or certificate; empty where anybody may call.
+        name: name of the key or certificate; empty where anybody may call.
         tenant: whose requests and cached prompts are its own: all principals of one tenant see
             each other's. Empty where anybody may call.
         roles: what it may do.
@@ -88,8 +88,8 @@ class Credentials:
     Attributes:
         authorization: the header or the metadata of that name; empty: none came.
         certificate: whom the caller's certificate names; None: it showed none.
-        certificate_problem: why one that it showed is not good any more; empty: it is.
-        address: of the machine that calls, without a port.
+        certificate_problem: why the certificate is no longer valid; empty: it is valid.
+        address: the calling machine's address, without a port.
     """
 
     authorization: str = field(default="", repr=False)

@@ -185,7 +185,7 @@ class ServerContext(ssl.SSLContext):
         """Make a context for HTTPS.
 
         Args:
-            require_client_certs: else who shows none is served, too; a wrong one never is.
+            require_client_certs: refuse clients without a certificate; wrong ones always fail.
         """
         verify = ssl.CERT_REQUIRED if require_client_certs else ssl.CERT_OPTIONAL
         return cls._make(files, verify, ())

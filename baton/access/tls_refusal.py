@@ -34,8 +34,8 @@ def why_refused(address: str, options: TlsOptions, server_name: str = "") -> str
 
     Args:
         address: ``host:port``.
-        options: of the client.
-        server_name: that its certificate is to have; empty: the address's host.
+        options: the client's TLS options.
+        server_name: name that the certificate must have; empty: the address's host.
     """
     host, port = split_address("router", address)
     host = host.strip("[]")

@@ -50,7 +50,7 @@ class InvalidRequestError(BatonError, ValueError):
 
     Args:
         field: the field as the user wrote it, for example ``max_tokens``.
-        problem: what is wrong and what the limit is, one line.
+        problem: the fault and the limit, in one line.
     """
 
     def __init__(self, field: str, problem: str) -> None:

@@ -38,13 +38,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReceipt:
-    """What the prefill node did; durations in seconds on that node's clock."""
+    """What the prefill node did; durations in seconds on that node's clock.
+
+    Attributes:
+        queue_s: command received -> first chunk scheduled.
+        prefill_s: first chunk scheduled -> token 1 sampled.
+        send_s: token 1 sampled -> given to the link to the router; 0 before, and of an older node.
+    """
 
     queue_s: float
     prefill_s: float
     num_chunks: int
     num_computed_tokens: int
     num_cached_tokens: int
+    send_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +76,10 @@ class DecodeReceipt:
     """What the decode node did; durations in seconds on that node's clock.
 
     Attributes:
-        num_cached_tokens: that its own prefix cache had, so that they did not travel.
-        num_drafts: guesses of next tokens that it computed.
-        num_accepted_drafts: of them, those that the output goes on with.
-        why_drafts: so many in its last step, for people; empty where nobody chooses.
+        num_cached_tokens: prompt tokens in the node's own prefix cache, which did not travel.
+        num_drafts: drafts that the node computed.
+        num_accepted_drafts: drafts that became part of the output.
+        why_drafts: reason for the last step's number of drafts, for people; empty: none was chosen.
     """
 
     parked_s: float
@@ -114,6 +121,7 @@ class RequestDelta(msgspec.Struct, frozen=True, gc=False):
         epoch: which of a router's attempts it is of.
         prefill, decode: what it cost on a node, which adds that to its first token or to its last.
         error: ends the request on this node.
+        sampled_at: of token 1, on the prefill node: when it was sampled, by `time.monotonic`.
     """
 
     request_id: str
@@ -126,6 +134,7 @@ class RequestDelta(msgspec.Struct, frozen=True, gc=False):
     prefill: PrefillReceipt | None = None
     decode: DecodeReceipt | None = None
     error: RequestError | None = None
+    sampled_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +142,10 @@ class Receipt:
     """The latency receipt of a finished request.
 
     Attributes:
-        num_output_tokens: that the client got; a node may have computed more.
-        prefill_node: of the last attempt, like all that follows.
+        ttft_s: request received -> token 1 handed to the client's stream.
+        total_s: request received -> last token.
+        num_output_tokens: tokens that the client got; a node may have computed more.
+        prefill_node: the last attempt's node; all fields below are the last attempt's, too.
         decode_node: empty when the request ended with the prefill node's token.
         prefill: None when the decode node had (nearly) all of the prompt in its cache and computed
             the rest itself.
@@ -143,6 +154,8 @@ class Receipt:
             account.
         num_attempts: 1, unless nodes were lost, did not reach each other or were short of memory.
         router_queue_s: request received -> sent to the nodes of the attempt that gave token 1.
+        accept_s: request received -> checked and tokenized; the first part of ``router_queue_s``.
+        delivery_s: token 1 read from a node's link -> handed to the client's stream.
     """
 
     num_prompt_tokens: int
@@ -155,13 +168,51 @@ class Receipt:
     decode: DecodeReceipt | None
     num_attempts: int = 1
     router_queue_s: float = 0.0
+    accept_s: float = 0.0
+    delivery_s: float = 0.0
 
     @property
     def network_s(self) -> float:
-        """What is left of the time to token 1: on the way between router and nodes, and waiting
-        for a turn there. With queues and prefill it sums to ``ttft_s``."""
-        prefill_s = self.prefill.queue_s + self.prefill.prefill_s if self.prefill else 0.0
-        return self.ttft_s - self.router_queue_s - prefill_s
+        """Seconds on the links to the prefill node and back; event loops' rounds there included.
+
+        Both ways together, because no clocks are compared. Where a decode node computed the prompt
+        alone, this is its time, too.
+        """
+        prefill = self.prefill
+        on_node_s = prefill.queue_s + prefill.prefill_s + prefill.send_s if prefill else 0.0
+        return self.ttft_s - self.router_queue_s - on_node_s - self.delivery_s
+
+    @property
+    def ttft_parts(self) -> dict[str, float]:
+        """Seconds of the way to token 1 by name. One part begins where another ends.
+
+        They sum to ``ttft_s``, unless another attempt followed the one that gave token 1.
+        """
+        prefill = self.prefill
+        on_nodes = {"decode_prompt_s": self.network_s}
+        if prefill is not None:
+            on_nodes = {
+                "prefill_queue_s": prefill.queue_s,
+                "prefill_s": prefill.prefill_s,
+                "send_s": prefill.send_s,
+                "network_s": self.network_s,
+            }
+        return {
+            "accept_s": self.accept_s,
+            "place_s": self.router_queue_s - self.accept_s,
+            **on_nodes,
+            "delivery_s": self.delivery_s,
+        }
+
+    @property
+    def handoff_s(self) -> float | None:
+        """Seconds from token 1's being sampled until the decode node has its KV; None: no hand-off.
+
+        Of two nodes' clocks: both are taken to have got their commands at the same time.
+        """
+        if self.prefill is None or self.decode is None:
+            return None
+        return max(self.decode.parked_s - self.prefill.queue_s - self.prefill.prefill_s, 0.0)
 
     @property
     def time_per_token_s(self) -> float:
@@ -185,12 +236,12 @@ class RequestMetrics:
 
     Attributes:
         queue_s: from its arrival until it was first scheduled.
-        ttft_s: until its first token.
-        total_s: until its last token.
-        num_cached_tokens: of the prompt, found in the prefix cache.
-        num_preemptions: times that it lost its blocks and was computed again.
-        num_drafts: guesses of next tokens that were computed.
-        num_accepted_drafts: of them, those that the output goes on with.
+        ttft_s: time until its first token.
+        total_s: time until its last token.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_preemptions: how often the request lost its blocks and was computed again.
+        num_drafts: drafts that were computed.
+        num_accepted_drafts: drafts that became part of the output.
     """
 
     num_output_tokens: int
@@ -266,11 +317,11 @@ class Completion:
     """A finished output. ``text`` is empty when there is no tokenizer.
 
     Attributes:
-        choice_index: which of a prompt's ``n`` outputs it is.
-        receipt: of a served request.
-        logprobs: one per token, or none when they were not asked for.
-        prompt_logprobs: the same of the prompt; the first is None.
-        metrics: of a request that `engine.LLM` completed.
+        choice_index: number of the output among a prompt's ``n`` outputs.
+        receipt: the receipt, for served requests.
+        logprobs: one per token; empty if the request asked for none.
+        prompt_logprobs: one per prompt token; the first is None.
+        metrics: timings, for requests that `engine.LLM` completed.
     """
 
     request_id: str

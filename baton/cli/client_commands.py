@@ -15,7 +15,7 @@ from baton.api.errors import BatonError
 from baton.api.outputs import TextDelta
 from baton.api.printable import on_terminal
 from baton.api.sampling_params import SamplingParams
-from baton.cli.router_access import RouterAccess
+from baton.cli.router_access import ClientAccess
 from baton.cli.structured_output_options import (
     ChoiceOption,
     GrammarOption,
@@ -47,7 +47,7 @@ SeedOption = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to complete.")],
-    access: RouterAccess,
+    access: ClientAccess,
     max_tokens: MaxTokensOption = 128,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -87,7 +87,7 @@ def generate(
                 json_schema, regex, grammar, choice, json_object
             ),
         )
-        with Client(access.router, tls=access.tls) as client:
+        with Client(access.router, api_key=access.api_key, tls=access.tls) as client:
             if n > 1:
                 [completions] = client.generate_batch(
                     [prompt],
@@ -115,7 +115,7 @@ def generate(
 
 
 def chat(
-    access: RouterAccess,
+    access: ClientAccess,
     max_tokens: MaxTokensOption = 256,
     temperature: TemperatureOption = 0.7,
     top_k: TopKOption = 0,
@@ -134,10 +134,13 @@ def chat(
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
-        with Client(access.router, tls=access.tls) as client:
+        num_failed = 0
+        with Client(access.router, api_key=access.api_key, tls=access.tls) as client:
             while (text := _read_line()) is not None:
                 if text:
-                    _answer(client, messages, text, params, session_id)
+                    num_failed += not _answer(client, messages, text, params, session_id)
+    if num_failed and not sys.stdin.isatty():  # a script; people have read the error
+        raise typer.Exit(1)
 
 
 def _print_text(text: str) -> None:
@@ -168,8 +171,11 @@ def _answer(
     text: str,
     params: SamplingParams,
     session_id: str,
-) -> None:
-    """One turn of a chat; a question that failed is forgotten, the conversation goes on."""
+) -> bool:
+    """Take one turn of a chat and say whether it went well.
+
+    A question that failed is forgotten, and the conversation goes on.
+    """
     question = {"role": "user", "content": text}
     try:
         answer, _ = _print_stream(
@@ -177,10 +183,12 @@ def _answer(
         )
     except BatonError as error:
         print_error(error)
+        return False
     except KeyboardInterrupt:
         typer.echo(" (stopped)")
     else:
         messages += [question, {"role": "assistant", "content": answer}]
+    return True
 
 
 def _read_line() -> str | None:

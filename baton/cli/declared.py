@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -85,6 +85,15 @@ def is_several(option: Option) -> bool:
     return typing.get_origin(option.type) is tuple
 
 
+def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """Make what a shell asks for the values that begin like what a user has typed."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
+
+
 def _parameter(option: Option) -> inspect.Parameter:
     """The option as Typer wants it."""
     kind, default = option.type, option.default
@@ -92,7 +101,12 @@ def _parameter(option: Option) -> inspect.Parameter:
         kind, default = list[str], list(default)
     elif default is dataclasses.MISSING:
         default = inspect.Parameter.empty
-    settings = typer.Option(help=help_of_option(option), envvar=option.declaration.variable or None)
+    choices = option.declaration.choices
+    settings = typer.Option(
+        help=help_of_option(option),
+        envvar=option.declaration.variable or None,
+        autocompletion=_completer(choices) if choices else None,
+    )
     return inspect.Parameter(
         option.name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -1,4 +1,4 @@
-"""RouterAccess: how a command reaches its router; OperatorAccess: how an operator's does."""
+"""RouterAccess: how a command reaches its router; of clients and operators with a key, too."""
 
 from __future__ import annotations
 
@@ -18,8 +18,20 @@ class RouterAccess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClientAccess(RouterAccess):
+    """Which router, and a client's key."""
+
+    api_key: str = option(
+        "",
+        is_secret=True,
+        variable="BATON_API_KEY",
+        help="An API key, where the router asks for one (baton keys new).",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorAccess(RouterAccess):
-    """The same, and an operator's token."""
+    """Which router, and an operator's token."""
 
     token: str = option(
         "",

@@ -86,7 +86,7 @@ class SyncChannel:
 
 
 class AsyncChannel:
-    """The same for asyncio."""
+    """A channel for asyncio."""
 
     def __init__(self, address: str, tls: TlsOptions | None) -> None:
         self._address = address

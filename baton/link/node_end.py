@@ -13,6 +13,8 @@ import logging
 import secrets
 from collections.abc import Sequence
 
+import msgspec
+
 from baton.api.errors import ConfigError, InvalidRequestError
 from baton.link import wire
 from baton.link.message_cuts import cut_message
@@ -24,6 +26,7 @@ from baton.link.words import (
     DecodeCommand,
     NodeEvent,
     NodeRegistration,
+    NodeRole,
     PrefillCommand,
     Refusal,
     RequestDelta,
@@ -85,8 +88,14 @@ class NodeEnd:
         elif not message.registered.may_retry:
             raise ConfigError(f"the router refused this node: {self.obstacle}")
 
-    def say(self, event: NodeEvent) -> list[node_pb2.NodeMessage]:
-        """Messages for an event, as short as others' tokens want it; none if it cannot be sent."""
+    def say(self, event: NodeEvent, now: float) -> list[node_pb2.NodeMessage]:
+        """Messages for an event, as short as others' tokens want it; none if it cannot be sent.
+
+        Args:
+            now: by the clock of `RequestDelta.sampled_at`.
+        """
+        if self._registration.role is NodeRole.PREFILL and isinstance(event, tuple):
+            event = tuple(_with_send_time(delta, now) for delta in event)
         try:
             message = wire.node_event_to_proto(event)
         except ValueError as error:  # a value that a peer sent and the wire cannot hold
@@ -131,6 +140,14 @@ class NodeEnd:
             return None
         self.joined = False
         return AbortAll("the link to the router broke", self.router_id)
+
+
+def _with_send_time(delta: RequestDelta, now: float) -> RequestDelta:
+    """Say in the receipt of a token 1 how long the node had the token since it was sampled."""
+    if delta.prefill is None or not delta.sampled_at:
+        return delta
+    receipt = dataclasses.replace(delta.prefill, send_s=max(now - delta.sampled_at, 0.0))
+    return msgspec.structs.replace(delta, prefill=receipt, sampled_at=0.0)
 
 
 def merge_steps(events: Sequence[NodeEvent]) -> list[NodeEvent]:

@@ -126,7 +126,7 @@ class RouterLink:
                     self._submit(lost)
                     await self._on_joined(False)
                 if self._telling is None:
-                    self._telling = asyncio.create_task(self._tell_why())
+                    self._telling = asyncio.create_task(self._tell_why(is_first=not ever_joined))
                 if not ever_joined and time.monotonic() > give_up_at:
                     raise NodeUnavailableError(
                         f"router: {self.router} cannot be reached (tried for "
@@ -136,18 +136,23 @@ class RouterLink:
         finally:
             self._stop_telling()
 
-    async def _tell_why(self) -> None:
-        """Log that there is no link, and why if known; again when that changes."""
+    async def _tell_why(self, *, is_first: bool) -> None:
+        """Log that there is no link, and why if known; again when that changes.
+
+        A router that is only not there yet, as when both start at once, is no warning.
+        """
         told: str | None = None
         while True:
             if not self.obstacle:
                 self.problem = await asyncio.to_thread(
                     why_refused, self.router, self._tls, self._server_name
                 )
-            why = self.obstacle or self.problem or "it cannot be reached"
+            known = self.obstacle or self.problem
+            why = known or "it cannot be reached"
             if why != told:
                 told = why
-                logger.warning("router %s is tried again: %s", self.router, why)
+                log = logger.info if is_first and not known else logger.warning
+                log("router %s is tried again: %s", self.router, why)
             await asyncio.sleep(_ASK_WHY_INTERVAL_S)
 
     def _stop_telling(self) -> None:
@@ -241,8 +246,8 @@ class RouterLink:
         if isinstance(event, tuple) and has_many_logprobs(event):
             # Without a new thread the loop stands still for a moment, but the link lives.
             with contextlib.suppress(RuntimeError):
-                return await asyncio.to_thread(self._end.say, event)
-        return self._end.say(event)
+                return await asyncio.to_thread(self._end.say, event, time.monotonic())
+        return self._end.say(event, time.monotonic())
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:

@@ -98,6 +98,9 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
                 node_pb2.StepTime(num_tokens=one.num_tokens, seconds=one.seconds)
                 for one in registration.step_times
             ],
+            decode_times=[
+                node_pb2.DecodeTime(**dataclasses.asdict(one)) for one in registration.decode_times
+            ],
         )
     )
 
@@ -126,6 +129,10 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         pipeline_parallel_size=message.pipeline_parallel_size or 1,
         protocol=message.protocol or link.FIRST_PROTOCOL,
         step_times=tuple(link.StepTime(one.num_tokens, one.seconds) for one in message.step_times),
+        decode_times=tuple(
+            link.DecodeTime(one.num_requests, one.num_context_tokens, one.seconds)
+            for one in message.decode_times
+        ),
     )
 
 

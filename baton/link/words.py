@@ -54,6 +54,19 @@ class StepTime:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeTime:
+    """How long one step took on an otherwise idle node that computed one token of each request.
+
+    Attributes:
+        num_context_tokens: that came before these tokens, of all requests together.
+    """
+
+    num_requests: int
+    num_context_tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
     """A node's identity; two are paired only if ``compatibility`` is equal in every entry.
@@ -67,6 +80,7 @@ class NodeRegistration:
         process_key: known to this process and its routers only; empty: it has none.
         step_times: measured at its start, by rising tokens; the last one is of the largest step
             that was measured. Empty: this node does not tell.
+        decode_times: measured at its start. Empty: this node does not tell, or does not decode.
         protocol: version of the link's messages that it speaks.
     """
 
@@ -88,6 +102,7 @@ class NodeRegistration:
     process_key: bytes = field(default=b"", repr=False)
     protocol: int = PROTOCOL
     step_times: tuple[StepTime, ...] = ()
+    decode_times: tuple[DecodeTime, ...] = ()
 
     @property
     def revision(self) -> str:

@@ -45,6 +45,12 @@ class HeldFolder:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def leave(self) -> None:
+        """Let go of the folder and keep it until the next one with its prefix is made."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
     def __enter__(self) -> Self:
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import resource
 import signal
@@ -19,6 +20,8 @@ from baton.telemetry.log_options import LogOptions
 
 if TYPE_CHECKING:
     import asyncio
+
+logger = logging.getLogger(__name__)
 
 # How long a dead engine's process may take to log why it died, write its dump and close its files.
 END_AFTER_DEATH_S = 3.0
@@ -45,6 +48,7 @@ def run_program(
         set_up_logging(log.log_level, log.log_format, log.log_modules)
         raise_descriptor_limit()
         uvloop.run(_end_if_dead(main()))
+        logger.info("stopped")
     except KeyboardInterrupt:
         return 130
     finally:
@@ -140,18 +144,22 @@ def print_error(error: object) -> None:
 
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set; a second one ends the process at once."""
+    """Return an event that SIGTERM and SIGINT set; a second one ends the process at once.
+
+    Each signal is logged, so that a log's last lines say why its process ended.
+    """
     import asyncio
 
     event = asyncio.Event()
 
-    def stop() -> None:
+    def stop(number: signal.Signals) -> None:
         if event.is_set():
             os._exit(130)
+        logger.info("told to stop (%s)", number.name)
         event.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     return event
 
 

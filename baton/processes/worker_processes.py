@@ -23,6 +23,7 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError, NodeUnavailableError, OverloadedError
 from baton.processes.child_processes import PYTHON_MODULE
+from baton.processes.early_template import ENVIRONMENT, EarlyTemplate, ForkedProcess
 from baton.processes.worker_template import (
     ANSWER,
     COMMAND,
@@ -49,6 +50,9 @@ _START_S = 120.0
 _MAX_TRIES = 3
 
 
+Template = subprocess.Popen[bytes] | ForkedProcess
+
+
 class WorkLimitError(Exception):
     """A piece of work cost more than it may; whoever asked for it says so in words of its own."""
 
@@ -64,7 +68,7 @@ class _Worker:
 
     number: int
     link: socket.socket
-    template: subprocess.Popen[bytes]
+    template: Template
     is_ready: bool = False
 
     async def wait_ready(self) -> None:
@@ -125,6 +129,7 @@ class WorkerProcesses:
         limits: of one piece.
         num_workers: at least 2.
         max_waiting: pieces of work that wait; of one caller, half as many.
+        early: a template that was forked for this work; None: a new process is started.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class WorkerProcesses:
         *,
         num_workers: int = 3,
         max_waiting: int = 4096,
+        early: EarlyTemplate | None = None,
     ) -> None:
         assert num_workers >= 2
         self.limits = limits
@@ -142,7 +148,8 @@ class WorkerProcesses:
         self._num_workers = num_workers
         self._max_waiting = max_waiting
         self._numbers = itertools.count()
-        self._template: subprocess.Popen[bytes] | None = None
+        self._early = early
+        self._template: Template | None = None
         self._control: socket.socket | None = None
         self._links: dict[int, socket.socket] = {}  # of all workers that were not dropped
         self._idle: list[_Worker] = []
@@ -307,24 +314,13 @@ class WorkerProcesses:
     # ------------------------------------------------------------------ processes
 
     def _start_template(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {
-            **os.environ,
-            # Threads that a library starts are lost in a fork, and waited for for ever.
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-            # Address space is counted: one heap for all threads.
-            "MALLOC_ARENA_MAX": "1",
-        }
-        self._template = subprocess.Popen(
-            [*PYTHON_MODULE, "baton.processes.worker_template", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Ctrl-C is for the program, which still has requests to end
-        )
-        theirs.close()
-        ours.send(msgspec.json.encode(self._setup))
+        early, self._early = self._early, None
+        if early is not None:
+            self._template, ours = early.process, early.control
+        else:
+            self._template, ours = _spawn_template()
+        with contextlib.suppress(ConnectionError):  # whoever asks its workers will find out
+            ours.send(msgspec.json.encode(self._setup))
         self._control = ours
         self._finalizer = weakref.finalize(self, _end, self._template, ours, self._links)
 
@@ -359,7 +355,7 @@ class WorkerProcesses:
             logger.error("cannot start a worker: %s", error)
             return worker
 
-    async def _has_ended(self, template: subprocess.Popen[bytes]) -> bool:
+    async def _has_ended(self, template: Template) -> bool:
         """Return whether this template has ended; replace it if so."""
         if template.poll() is None:
             await asyncio.sleep(_POLL_S)  # its sockets close before it can be seen to have ended
@@ -389,9 +385,21 @@ class WorkerProcesses:
         self._idle = [self._fork() for _ in self._idle]
 
 
-def _end(
-    template: subprocess.Popen[bytes], control: socket.socket, links: dict[int, socket.socket]
-) -> None:
+def _spawn_template() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a template as a new process; return it with what it is told everything by."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    template = subprocess.Popen(
+        [*PYTHON_MODULE, "baton.processes.worker_template", str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **ENVIRONMENT},
+        pass_fds=(theirs.fileno(),),
+        start_new_session=True,  # Ctrl-C is for the program, which still has requests to end
+    )
+    theirs.close()
+    return template, ours
+
+
+def _end(template: Template, control: socket.socket, links: dict[int, socket.socket]) -> None:
     """End the template; the kernel ends its workers with it."""
     control.close()
     for link in links.values():

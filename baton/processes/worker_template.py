@@ -174,10 +174,25 @@ def _memory_bytes(column: int) -> int:
 
 def main() -> None:
     """``python -m baton.processes.worker_template DESCRIPTOR``."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    setup = msgspec.json.decode(control.recv(2**16), type=Setup)
+    serve_parent(socket.socket(fileno=int(sys.argv[1])), _import_work)
+
+
+def _import_work(setup: Setup) -> Work:
     module, _, function = setup.work.partition(":")
-    work = getattr(importlib.import_module(module), function)(setup.options)
+    work: Work = getattr(importlib.import_module(module), function)(setup.options)
+    return work
+
+
+def serve_parent(control: socket.socket, make_work: Callable[[Setup], Work]) -> None:
+    """Load the work that the first message names, and serve; returns when the parent is gone.
+
+    Args:
+        make_work: returns the function that does the work.
+    """
+    if not (message := control.recv(2**16)):
+        return
+    setup = msgspec.json.decode(message, type=Setup)
+    work = make_work(setup)
     gc.collect()
     gc.freeze()  # what is here stays, in pages that all workers share
     serve(control, work, setup.limits)

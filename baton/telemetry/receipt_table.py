@@ -22,21 +22,21 @@ def receipt_line(receipt: Receipt) -> str:
         return " | ".join(parts)
     computed = f"computed {receipt.decode.num_prompt_tokens_computed} prompt tokens"
     num_drafts, num_right = receipt.decode.num_drafts, receipt.decode.num_accepted_drafts
-    guesses = [f"{num_right} of {num_drafts} guesses right"] if num_drafts else []
+    drafts = [f"{num_right} of {num_drafts} drafts accepted"] if num_drafts else []
     if receipt.prefill is None:
         parts.append(f"{receipt.decode_node} {computed} and had the others cached")
-        return " | ".join(parts + guesses)
+        return " | ".join(parts + drafts)
     if receipt.prefill.num_cached_tokens:
         parts.append(f"{receipt.prefill.num_cached_tokens} cached")
     push = receipt.decode.push
+    what = f"{format_bytes(push.num_bytes)} ({push.num_blocks} blocks) by {push.transport}"
     parts += [
-        f"{receipt.prefill_node} pushed {format_bytes(push.num_bytes)} "
-        f"({push.num_blocks} blocks) by {push.transport}",
+        f"{receipt.prefill_node} pushed {what if push.num_blocks else 'nothing'}",
         f"{receipt.decode_node} {computed}",
     ]
     if receipt.decode.num_cached_tokens:
         parts[-1] += f", {receipt.decode.num_cached_tokens} cached"
-    return " | ".join(parts + guesses)
+    return " | ".join(parts + drafts)
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -6,15 +6,18 @@ and the tokens alone.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from llguidance import LLTokenizer
 
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
+from baton.processes.early_template import EarlyTemplate, fork_template
 from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
 from baton.processes.worker_template import Work, resident_memory_bytes
 from baton.text.grammars import (
@@ -26,7 +29,12 @@ from baton.text.grammars import (
 
 # A schema of hundreds of properties takes some hundredths of a second and some megabytes.
 LIMITS = WorkLimits(cpu_s=1.0, wall_s=30.0, memory_bytes=96 * 2**20)
-
+# One of each way through the library, compiled before any request comes.
+SMALL_GRAMMARS = (
+    StructuredOutput(json_schema='{"type":"object","properties":{"a":{"type":"string"}}}'),
+    StructuredOutput(regex="[a-z]{1,8}"),
+    StructuredOutput(grammar='start: "a" | %json {"type":"integer"}'),
+)
 
 _SIZE = struct.Struct("<Q")
 
@@ -50,26 +58,33 @@ class GrammarTrials:
     Args:
         model_folder: of the checkpoint.
         eos_token_ids: are allowed where the output may end.
+        early: from `fork_trials`, or of `EarlyGrammars`, if the program has made one.
     """
 
-    def __init__(self, model_folder: Path, eos_token_ids: Iterable[int] = ()) -> None:
-        options = {
-            "tokenizer": str(model_folder / "tokenizer.json"),
-            "eos_token_ids": " ".join(map(str, eos_token_ids)),
-        }
-        self._workers = WorkerProcesses("baton.text.grammar_trials:make_work", options, LIMITS)
+    def __init__(
+        self,
+        model_folder: Path,
+        eos_token_ids: Iterable[int] = (),
+        early: EarlyTemplate | None = None,
+    ) -> None:
+        work = "baton.text.grammar_trials:make_work"
+        options = _options(model_folder, eos_token_ids)
+        self._workers = WorkerProcesses(work, options, LIMITS, early=early)
 
     def start(self) -> None:
         """Start the worker processes, which load the tokenizer; raises NodeUnavailableError."""
         self._workers.start()
 
-    async def wait_ready(self) -> None:
-        """Start the worker processes and wait until they have loaded the tokenizer.
+    async def prepare(self) -> None:
+        """Start the worker processes, wait until they can begin, and try a grammar of each kind.
 
         Raises:
             NodeUnavailableError: the processes cannot be started.
         """
         await self._workers.wait_ready()
+        for structured_output in SMALL_GRAMMARS:
+            with contextlib.suppress(InvalidRequestError):  # such as a tokenizer of an unknown kind
+                await self.run(structured_output)
 
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:
         """Compile a grammar in a worker process, within the limits, and return what came of it.
@@ -90,11 +105,46 @@ class GrammarTrials:
         self._workers.close()
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyGrammars:
+    """What a program has loaded and forked for grammars before it began its threads.
+
+    Attributes:
+        tokenizer: shared with the template.
+    """
+
+    tokenizer: LLTokenizer
+    template: EarlyTemplate
+
+
+def fork_grammars(model_folder: Path, eos_token_ids: Iterable[int]) -> EarlyGrammars:
+    """Load the library's tokenizer and fork the template for `GrammarTrials`, which shares it.
+
+    Raises:
+        InvalidRequestError: the tokenizer cannot be used.
+        OSError: a resource is missing.
+    """
+    tokenizer = load_grammar_tokenizer(model_folder / "tokenizer.json", eos_token_ids)
+    return EarlyGrammars(tokenizer, fork_template(lambda: _work_of(tokenizer)))
+
+
+def fork_trials(model_folder: Path) -> EarlyTemplate:
+    """Fork the template for `GrammarTrials`, which loads the tokenizer; raises OSError."""
+    return fork_template(lambda: make_work(_options(model_folder)))
+
+
+def _options(model_folder: Path, eos_token_ids: Iterable[int] = ()) -> dict[str, str]:
+    return {
+        "tokenizer": str(model_folder / "tokenizer.json"),
+        "eos_token_ids": " ".join(map(str, eos_token_ids)),
+    }
+
+
 def make_work(options: Mapping[str, str]) -> Work:
     """Load a tokenizer in a worker template and return the function that tries grammars."""
     eos_token_ids = map(int, options["eos_token_ids"].split())
     try:
-        tokenizer = load_grammar_tokenizer(Path(options["tokenizer"]), eos_token_ids)
+        return _work_of(load_grammar_tokenizer(Path(options["tokenizer"]), eos_token_ids))
     except InvalidRequestError as error:
         problem = error.problem
 
@@ -103,6 +153,8 @@ def make_work(options: Mapping[str, str]) -> Work:
 
         return refuse
 
+
+def _work_of(tokenizer: LLTokenizer) -> Work:
     def work(frame: bytes) -> bytes:
         kind, text, choice = msgspec.json.decode(frame, type=tuple[str, str, tuple[str, ...]])
         given = {"choice": choice} if kind == "choice" else {kind: text or True}

@@ -91,7 +91,7 @@ def repair_pattern(pattern: str) -> str:
             part = pattern[position:end]
             parts.append(_narrowed(f"[{part}]") if found else part)
         elif pattern[position] == "[":
-            end = _end_of_class(pattern, position)
+            end = end_of_class(pattern, position)
             part = pattern[position:end]
             parts.append(_narrowed(part) if _may_leak(part) else part)
         else:
@@ -104,7 +104,7 @@ def _narrowed(one: str) -> str:
     return rf"[{one}&&[^\x00-\x1F]]"
 
 
-def _end_of_class(pattern: str, start: int) -> int:
+def end_of_class(pattern: str, start: int) -> int:
     """Find the end of a class, behind its closing bracket; the library nests classes."""
     depth, position = 0, start
     while position < len(pattern):

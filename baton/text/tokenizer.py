@@ -65,13 +65,12 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        description = json.loads(self._tokenizer.to_str())
-        decoder = description.get("decoder")
+        decoder = _described(self._tokenizer.decoder)
         self._bytes_of = piece_decoder(decoder)
         self._decoder = decoder
         self._pieces: dict[frozenset[int], OutputPieces | None] = {}  # by what is skipped
         self.longest_token_chars = max(map(len, vocabulary), default=1)
-        if description.get("normalizer") is not None:
+        if self._tokenizer.normalizer is not None:
             self.longest_token_chars *= _MAX_SHRINKAGE
         config = _read_json(folder / "tokenizer_config.json")
         self._special_tokens = special_tokens = {
@@ -239,6 +238,14 @@ class Tokenizer:
         if token_id in self._added_token_ids:
             return piece.encode()
         return self._bytes_of(piece)
+
+
+def _described(decoder: tokenizers.decoders.Decoder | None) -> Any:
+    """Return a decoder as `tokenizer.json` has it; None if there is no decoder.
+
+    Describing the whole tokenizer would take as long as reading it.
+    """
+    return None if decoder is None else json.loads(decoder.__getstate__())
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class NodeMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ..., kv_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ..., admin_reply: _Optional[_Union[AdminReply, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times")
+    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times", "decode_times")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Register(_message.Message):
     PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TIMES_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -78,7 +79,8 @@ class Register(_message.Message):
     pipeline_parallel_size: int
     protocol: int
     step_times: _containers.RepeatedCompositeFieldContainer[StepTime]
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ...) -> None: ...
+    decode_times: _containers.RepeatedCompositeFieldContainer[DecodeTime]
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., decode_times: _Optional[_Iterable[_Union[DecodeTime, _Mapping]]] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("num_tokens", "seconds")
@@ -87,6 +89,16 @@ class StepTime(_message.Message):
     num_tokens: int
     seconds: float
     def __init__(self, num_tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class DecodeTime(_message.Message):
+    __slots__ = ("num_requests", "num_context_tokens", "seconds")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_context_tokens: int
+    seconds: float
+    def __init__(self, num_requests: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StepDeltas(_message.Message):
     __slots__ = ("deltas", "epochs", "output_indexes", "token_ids")

@@ -135,18 +135,20 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillReceipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens")
+    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens", "send_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEND_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     num_chunks: int
     num_computed_tokens: int
     num_cached_tokens: int
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    send_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., send_s: _Optional[float] = ...) -> None: ...
 
 class PushReceipt(_message.Message):
     __slots__ = ("num_bytes", "num_blocks", "transport", "exposed_transfer_s", "num_descriptors", "posting_s")
@@ -191,7 +193,7 @@ class DecodeReceipt(_message.Message):
     def __init__(self, parked_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., steps_until_first: _Optional[int] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., push: _Optional[_Union[PushReceipt, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., why_drafts: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "total_s", "prefill_node", "decode_node", "prefill", "decode", "num_attempts", "router_queue_s")
+    __slots__ = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "total_s", "prefill_node", "decode_node", "prefill", "decode", "num_attempts", "router_queue_s", "accept_s", "delivery_s")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +204,8 @@ class Receipt(_message.Message):
     DECODE_FIELD_NUMBER: _ClassVar[int]
     NUM_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     ROUTER_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_S_FIELD_NUMBER: _ClassVar[int]
+    DELIVERY_S_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_output_tokens: int
     ttft_s: float
@@ -212,4 +216,6 @@ class Receipt(_message.Message):
     decode: DecodeReceipt
     num_attempts: int
     router_queue_s: float
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill: _Optional[_Union[PrefillReceipt, _Mapping]] = ..., decode: _Optional[_Union[DecodeReceipt, _Mapping]] = ..., num_attempts: _Optional[int] = ..., router_queue_s: _Optional[float] = ...) -> None: ...
+    accept_s: float
+    delivery_s: float
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill: _Optional[_Union[PrefillReceipt, _Mapping]] = ..., decode: _Optional[_Union[DecodeReceipt, _Mapping]] = ..., num_attempts: _Optional[int] = ..., router_queue_s: _Optional[float] = ..., accept_s: _Optional[float] = ..., delivery_s: _Optional[float] = ...) -> None: ...

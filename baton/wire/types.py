@@ -172,6 +172,7 @@ def prefill_receipt_to_proto(receipt: PrefillReceipt) -> types_pb2.PrefillReceip
         num_chunks=receipt.num_chunks,
         num_computed_tokens=receipt.num_computed_tokens,
         num_cached_tokens=receipt.num_cached_tokens,
+        send_s=receipt.send_s,
     )
 
 
@@ -182,6 +183,7 @@ def prefill_receipt_from_proto(message: types_pb2.PrefillReceipt) -> PrefillRece
         num_chunks=message.num_chunks,
         num_computed_tokens=message.num_computed_tokens,
         num_cached_tokens=message.num_cached_tokens,
+        send_s=message.send_s,
     )
 
 
@@ -243,6 +245,8 @@ def receipt_to_proto(receipt: Receipt) -> types_pb2.Receipt:
         decode=decode_receipt_to_proto(receipt.decode) if receipt.decode else None,
         num_attempts=receipt.num_attempts,
         router_queue_s=receipt.router_queue_s,
+        accept_s=receipt.accept_s,
+        delivery_s=receipt.delivery_s,
     )
 
 
@@ -259,6 +263,8 @@ def receipt_from_proto(message: types_pb2.Receipt) -> Receipt:
         decode=decode_receipt_from_proto(message.decode) if has("decode") else None,
         num_attempts=message.num_attempts,
         router_queue_s=message.router_queue_s,
+        accept_s=message.accept_s,
+        delivery_s=message.delivery_s,
     )
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from baton.api.sampling_params import SamplingParams
 from baton.text.grammars import one_line
-from baton.text.thought_state import NO_LIMIT, Phase, ThoughtState
+from baton.text.thoughts.state import NO_LIMIT, Phase, ThoughtState
 
 _STUCK = "structured_output: no token is left that the grammar, the bans and the limits allow"
 

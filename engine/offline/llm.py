@@ -28,7 +28,7 @@ from baton.api.prompt import (
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import find_model_folder
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
-from baton.text.thoughts import ThoughtFinder, find_marks
+from baton.text.thoughts.marks import ThoughtFinder, find_marks
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request

@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.api.errors import BatonError, ConfigError, InvalidRequestError, OverloadedError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
-from baton.text.grammar_trials import GrammarTrials
+from baton.text.grammar_trials import SMALL_GRAMMARS, EarlyGrammars, GrammarTrials
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, one_line
 from engine.core.grammar import GrammarState
 from engine.core.request import Request
@@ -69,6 +69,7 @@ class GrammarCompiler:
         model_folder: of the checkpoint; its tokenizer is read when the first grammar comes.
         vocab_size: of the logits.
         eos_token_ids: are allowed where the output may end.
+        early: the tokenizer and the template of the trials, if the program has made them.
 
     All but the compiling is the engine's thread's.
 
@@ -76,14 +77,23 @@ class GrammarCompiler:
         on_ready: called, on any thread, when `take_ready` has something.
     """
 
-    def __init__(self, model_folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        early: EarlyGrammars | None = None,
+    ) -> None:
         self.on_ready: Callable[[], None] = lambda: None
         self._path = model_folder / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._tokenizer: LLTokenizer | InvalidRequestError | None = None
+        self._tokenizer: LLTokenizer | InvalidRequestError | None = (
+            None if early is None else early.tokenizer
+        )
         self._tokenizer_lock = threading.Lock()
-        self._trials = GrammarTrials(model_folder, eos_token_ids)
+        template = None if early is None else early.template
+        self._trials = GrammarTrials(model_folder, eos_token_ids, template)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._loop: asyncio.AbstractEventLoop | None = None  # of the trials; on its own thread
         # Least recently used first.
@@ -91,7 +101,7 @@ class GrammarCompiler:
         self._ready: deque[tuple[Request, Outcome]] = deque()
 
     def prepare(self) -> None:
-        """Load and start all that the first grammar needs.
+        """Load and start all that the first grammar needs, and compile a small one of each kind.
 
         Loads the tokenizer here, under the GIL, while the trial process loads its own. An error of
         the tokenizer is reported to each request with a grammar.
@@ -105,11 +115,14 @@ class GrammarCompiler:
             raise ConfigError(f"structured output: cannot start its threads: {error}") from error
         if not self._path.is_file():
             return
-        trials = self._on_loop(self._trials.wait_ready())
-        self._load_tokenizer()
+        trials = self._on_loop(self._trials.prepare())
         try:
+            self._load_tokenizer()
             trials.result()
-        except BatonError as error:
+            for structured_output in SMALL_GRAMMARS:
+                making = self._make_matcher(structured_output, _Compiled(), caller="")
+                self._on_loop(making).result()
+        except (BatonError, OSError, RuntimeError) as error:
             logger.warning("structured output: %s", error)
 
     def submit(self, request: Request) -> None:

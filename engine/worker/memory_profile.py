@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # Several nodes may share a machine, and none of them knows of the others.
 MAX_CPU_CACHE_BYTES = GIB
+# A CPU has plenty where so many times the weights and the cache would fit: no step takes the rest.
+PLENTY = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,11 @@ class MemoryProfile:
         """What the KV cache gets."""
         return max(min(self.room, self.largest_cache), 0)
 
+    @property
+    def has_plenty(self) -> bool:
+        """Return whether the KV cache gets `largest_cache` whatever activations take."""
+        return self.room >= PLENTY * (self.weights + self.largest_cache)
+
     def __str__(self) -> str:
         free = self.total - self.used - self.activations - self.graphs - self.kv_cache_bytes
         graphs = f"CUDA graphs {_gib(self.graphs)}, " if self.graphs else ""
@@ -83,7 +90,10 @@ def measure_kv_cache_bytes(
     backend_names: BackendNames,
     ranks: Ranks = ALONE,
 ) -> int:
-    """Bytes that the KV cache may take, by a dummy of the largest step; one log line says why.
+    """Return how many bytes the KV cache may take; one log line says why.
+
+    Computes a dummy of the largest step, except on a CPU that has plenty of memory: the step would
+    take time, and its memory stays with the process.
 
     Raises ConfigError when they do not hold two blocks, or a GPU not the largest step.
     """
@@ -102,6 +112,9 @@ def measure_kv_cache_bytes(
         if device.type == "cpu" and utilization is None
         else total,
     )
+    if device.type == "cpu" and ranks.everyone.size == 1 and profile.has_plenty:
+        logger.info("memory of %s: %s; activations are not measured", device, profile)
+        return profile.kv_cache_bytes
     # A request is never longer than what the largest cache that is still possible holds.
     num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
     if ranks.everyone.size > 1:  # all compute the same step

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
+from baton.kernel_library.state import are_kernels_off
 from baton_kernels import reference
 from baton_kernels.native.ops import NativeOps, load_native_ops
-
-_OFF = ("0", "off", "false", "no")
 
 
 class _Switch:
@@ -50,7 +48,7 @@ def ops_for(tensor: Tensor) -> Any:
 
 @functools.cache
 def _loaded_native_ops() -> NativeOps | None:
-    if os.environ.get("BATON_NATIVE_KERNELS", "1").lower() in _OFF:
+    if are_kernels_off():
         return None
     return load_native_ops()
 

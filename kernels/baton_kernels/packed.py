@@ -60,7 +60,7 @@ class WeightFormat(Enum):
 
     @property
     def element(self) -> torch.dtype:
-        """Of the panels' tensor."""
+        """Return the dtype of the panels' tensor."""
         return _ELEMENTS.get(self, torch.uint8)
 
     @classmethod
@@ -165,9 +165,9 @@ class GroupedIntegers:
     Without minima a weight is ``number * scale``, with them ``number * scale + minimum``.
 
     Attributes:
-        bits: of a number: 4 or 8.
+        bits: bits of a number: 4 or 8.
         numbers: ``[n, in_features]``: int8, from ``-2 ** (bits - 1)``; with minima uint8, from 0.
-        groups: of the rows.
+        groups: scales and minima of the rows.
         group_size: neighbouring inputs with one scale, see `CodeLayout`; or all.
         is_e2m1: numbers are of `E2M1_TWICE`, and no others.
     """
@@ -185,10 +185,10 @@ class GroupedIntegers:
         """Return None for what kernels do not take: other sizes of groups or numbers.
 
         Args:
-            bits: of a number.
-            numbers: of any type of integers.
-            groups: of the rows; or their scales.
-            group_size: of neighbours.
+            bits: bits of a number.
+            numbers: numbers of any integer type.
+            groups: scales and minima of the rows; or scales alone.
+            group_size: neighbouring inputs that share a scale.
         """
         in_features, fits = numbers.shape[1], bits in (4, 8)
         if isinstance(groups, Tensor):

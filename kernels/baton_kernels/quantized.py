@@ -53,12 +53,12 @@ class GroupedWeight:
     them. A code is ``weight / scale + 2 ** (bits - 1)``, or counts from the group's minimum.
 
     Attributes:
-        bits: of a code, 4 or 8.
+        bits: bits of a code, 4 or 8.
         codes: ``[chunks, out_features, SIDE]`` int32.
         groups: see `CodeLayout`; ``[groups, out_features]``, factors likewise.
         group_size: neighbouring inputs of a group.
-        in_features: of a row; what fills up the last chunk is multiplied with zeros.
-        arrived: ``[...]`` int32, zeros between launches: how many parts of a sum are there.
+        in_features: inputs of a row; zeros multiply the padding of the last chunk.
+        arrived: ``[...]`` int32, zeros between launches: finished parts of each sum.
     """
 
     bits: int

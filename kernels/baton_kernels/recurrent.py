@@ -47,8 +47,8 @@ def causal_conv(
             the inputs before a token, the newest last. Those after each segment are written.
         metadata: the step.
         has_silu: whether the sums go through ``silu``.
-        in_gate: ``[num_tokens, num_channels]``, multiplied with ``x`` before; None: nothing is.
-        out_gate: the same, with the result.
+        in_gate: ``[num_tokens, num_channels]``, multiplied with ``x`` before; None: no gate.
+        out_gate: like ``in_gate``, multiplied with the result.
 
     Returns:
         ``[num_tokens, num_channels]`` in the dtype of ``x``, zeros behind the last segment.

@@ -77,7 +77,7 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
         residual: like ``x``, left as it is.
-        factor: of what a layer adds (Granite's residual multiplier).
+        factor: factor of a layer's output (Granite's residual multiplier).
     """
     return residual + (x if factor == 1.0 else x * factor)
 
@@ -175,7 +175,7 @@ def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
 
     Args:
         gate: ``[num_rows, size]``, rows of any stride.
-        x: the same.
+        x: rows like ``gate``.
         activation: one of ``ACTIVATIONS``, but ``CLAMPED_SWIGLU``.
     """
     return ACTIVATIONS[activation](gate) * x
@@ -213,9 +213,9 @@ def store_kv(
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 marks a
             padding token, which is not written.
-        key_scale: in a cache of ``FP8``, a key is what is stored times this; whoever reads has to
-            know. Other caches have no scales.
-        value_scale: the same for values.
+        key_scale: a key in an ``FP8`` cache is the stored number times this scale; readers need it.
+            Other caches have no scales.
+        value_scale: scale of values, likewise.
     """
     if kv_cache.dtype == FP8:
         key, value = quantize_fp8(key, key_scale), quantize_fp8(value, value_scale)
@@ -258,7 +258,7 @@ def norm_rotary_store(
         slot_mapping: see :func:`store_kv`.
         query_weight: ``[head_dim]`` of the norm over each query head, or of the norm over all of
             them together, ``[num_heads * head_dim]``; None: the model has none.
-        key_weight: the same for key heads.
+        key_weight: weight of the norm of keys, likewise.
         eps: see :func:`rms_norm`.
         key_scale: see :func:`store_kv`.
         value_scale: see :func:`store_kv`.
@@ -314,7 +314,7 @@ def norm_rotary_store_latent(
             this step's latents are written into it.
         slot_mapping: see :func:`store_kv`.
         weight: ``[rank]``, of the norm.
-        eps: of the norm.
+        eps: epsilon of the norm.
         interleaved: neighbours turn together, ``x0 y0 x1 y1 ..``, instead of halves; the result
             has the pairs' halves apart, ``x0 x1 .. y0 y1 ..``, which changes no product.
         out: like ``query``, which is written into it, rotated.
@@ -348,8 +348,8 @@ def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
     """Write rows of a linear layer's weight into its panels.
 
     Args:
-        weight: which is written to.
-        first_row: of its outputs, the first of these.
+        weight: the weight to write to.
+        first_row: first output to write.
         rows: ``[n, in_features]``, float64, float32, bfloat16 or float16.
     """
     weight.write_rows(first_row, rows)
@@ -360,7 +360,7 @@ def pack_float8(weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
 
     Args:
         weight: of `FP8`, with groups of the same size.
-        first_row: of the weight.
+        first_row: first output to write.
         rows: ``[n, in_features]``.
     """
     weight.write_float8(first_row, rows)
@@ -370,8 +370,8 @@ def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedInteger
     """Write rows that a checkpoint keeps as integers into a weight's panels.
 
     Args:
-        weight: which is written to.
-        first_row: of its outputs, the first of these.
+        weight: the weight to write to.
+        first_row: first output to write.
         integers: the rows, in the weight's layout.
     """
     weight.write_integers(first_row, integers)
@@ -381,9 +381,9 @@ def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = N
     """Read rows of a weight.
 
     Args:
-        weight: which is read.
-        ids: ``[...]`` int64, outputs of it.
-        dtype: of the result; None: as they are kept, of integers float32.
+        weight: the weight to read.
+        ids: ``[...]`` int64, outputs of the weight.
+        dtype: dtype of the result; None: the weight's dtype, float32 for integers.
 
     Returns:
         ``[..., in_features]``.

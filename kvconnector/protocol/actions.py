@@ -1,10 +1,10 @@
-"""What the protocol is told and what it asks for: plain values, in both directions.
+"""Inputs and actions of the protocol's state machines, as plain values.
 
-    a wish of the node, a decoded message, what came of an action  ->  take(it, now) ->  actions
-    time                                                           ->  tick(now)     ->  actions
+    a wish of the node, a decoded message, an action's result  ->  take(input, now) ->  actions
+    time                                                       ->  tick(now)        ->  actions
 
-Whoever carries actions out (`kvconnector/io.py`) does so in order, and tells what came of one
-before it does the next. That a message cannot be sent is thus an input like any other.
+The I/O loop (`kvconnector/io.py`) carries actions out in order, and hands each result back before
+the next action. A message that cannot be sent is therefore an input like any other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Tell a decode node that its prompt is being computed; see `Sender.start`."""
+    """Tell a decode node that a prompt is being computed for it; see `Sender.start`."""
 
     key: TransferKey
     engine_id: str
@@ -48,7 +48,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Write these blocks as soon as they are granted; asked for at ``at_s``."""
+    """Write these blocks as soon as they are granted; the node asked at ``at_s``."""
 
     push: BlockPush
     at_s: float
@@ -56,7 +56,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Write no more of a transfer."""
+    """Write no more blocks of a transfer."""
 
     key: TransferKey
     reason: str
@@ -64,7 +64,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Ask a prefill node to write no more of a transfer."""
+    """Ask a prefill node to write no more blocks of a transfer."""
 
     key: TransferKey
     engine_id: str
@@ -72,14 +72,14 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take in what a process that is dead had sent."""
+    """Read all that a dead process had sent."""
 
     engine_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class NotRead:
-    """What has come could not be read before the next tick."""
+    """Messages could not be read; the next round tries again."""
 
 
 # ------------------------------------------------------------------ in: what came of actions
@@ -87,7 +87,7 @@ class NotRead:
 
 @dataclass(frozen=True, slots=True)
 class ConnectEnded:
-    """A peer can be written to, by this path; or it cannot be reached, or must not be."""
+    """A peer is connected by this path, or, with a problem, is not."""
 
     action: Connect
     path: str = ""
@@ -96,7 +96,7 @@ class ConnectEnded:
 
 @dataclass(frozen=True, slots=True)
 class SendEnded:
-    """A message is on its way, if that was to be told; or it did not go."""
+    """A message with ``tells`` was sent; with a problem, any message was not."""
 
     action: Send
     problem: str = ""
@@ -104,10 +104,10 @@ class SendEnded:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A write was posted, in that time; if it is not done yet, its `WriteEnded` follows.
+    """A write was posted in ``posting_s``; unless ``is_done``, its `WriteEnded` follows.
 
     Attributes:
-        problem: why not, or why it was in vain; nothing follows then.
+        problem: why the write failed; no `WriteEnded` follows then.
     """
 
     action: Write
@@ -118,10 +118,10 @@ class Posted:
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """The oldest of a transfer's writes in flight (or of a probe's) is complete, or has failed.
+    """The oldest write in flight of a transfer or a probe is complete, or has failed.
 
     Attributes:
-        key: of the transfer; `NO_TRANSFER`: it was a probe's.
+        key: the transfer; `NO_TRANSFER`: a probe.
     """
 
     engine_id: str
@@ -131,7 +131,7 @@ class WriteEnded:
 
 @dataclass(frozen=True, slots=True)
 class ProbePosted:
-    """So many of a probe's writes are in flight; the ends of all follow."""
+    """``num_writes`` writes of a probe are in flight; a `WriteEnded` follows for each."""
 
     action: WriteProbe
     num_writes: int
@@ -140,7 +140,7 @@ class ProbePosted:
 
 @dataclass(frozen=True, slots=True)
 class SlotRead:
-    """What a peer has written into its slot."""
+    """The digest of the bytes that a peer has written into its slot."""
 
     action: ReadSlot
     digest: bytes
@@ -148,7 +148,7 @@ class SlotRead:
 
 @dataclass(frozen=True, slots=True)
 class Forbidden:
-    """From now on nothing of a transfer can land here, though it was allowed."""
+    """From now on no write of a transfer can land here, though it was allowed before."""
 
     action: Forbid
 
@@ -158,10 +158,11 @@ class Forbidden:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Learn a peer.
+    """Connect to a peer.
 
     Attributes:
-        then: what failed over the old connection, which is to be forgotten first.
+        then: the message that failed over the old connection, to be sent over the new one; the
+            old connection is closed first.
     """
 
     peer: PeerInfo
@@ -178,7 +179,7 @@ class Send:
     """Send a message.
 
     Attributes:
-        tells: whether it is to be told that it went; that it did not always is.
+        tells: whether `SendEnded` follows a message that was sent; it always follows a failure.
     """
 
     engine_id: str
@@ -191,7 +192,7 @@ class Write:
     """Write blocks to a peer, into its blocks ``remote_block_ids``.
 
     Attributes:
-        groups: of each block, its KV group; empty: nobody has to know.
+        groups: KV group of each block; empty: the transport does not need them.
     """
 
     engine_id: str
@@ -203,12 +204,12 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Come back with this when all before it is done: what is next depends on it and on time."""
+    """Hand this back once all actions before it are done; the machine then decides anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteProbe:
-    """Write our pattern to a peer's slot: at least once, and again for so long or so often."""
+    """Write our pattern to a peer's slot: once, then up to ``max_writes`` within ``max_s``."""
 
     engine_id: str
     slot: int
@@ -226,7 +227,7 @@ class LendSlot:
 
 @dataclass(frozen=True, slots=True)
 class ReadSlot:
-    """Look at what a peer has written; `SlotRead` follows."""
+    """Digest the bytes that a peer has written into a slot; `SlotRead` follows."""
 
     slot: int
     engine_id: str
@@ -243,7 +244,7 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Forbid:
-    """Let it write no more; with ``tells``, `Forbidden` follows if nothing can land then."""
+    """Forbid a peer's writes; with ``tells``, `Forbidden` follows once nothing can land."""
 
     engine_id: str
     key: TransferKey
@@ -271,17 +272,17 @@ Action = (
 
 @dataclass(slots=True)
 class Turn:
-    """What the parts of one state machine share: the present moment, and what they ask for."""
+    """The present moment and the list of actions, which the parts of one machine share."""
 
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
 
     def ask(self, action: Action) -> None:
-        """Have something done, behind what was asked for before."""
+        """Append an action."""
         self.actions.append(action)
 
     def take(self) -> list[Action]:
-        """What was asked for since the last call."""
+        """Return the actions since the last call."""
         actions, self.actions = self.actions, []
         return actions
 
@@ -290,7 +291,7 @@ class StateMachine(Protocol):
     """One end of the hand-off, or a filter around it; called by one thread at a time."""
 
     def take(self, item: Input, now: float) -> list[Action]:
-        """Take what has come; returns what is to be done before anything else."""
+        """Handle an input; return the actions to carry out before the next input."""
 
     def tick(self, now: float) -> list[Action]:
-        """Go on as far as what has come, and the time, allow; once per round."""
+        """Handle the passing of time; return actions. Called once per round."""

@@ -1,14 +1,14 @@
-"""Digests of blocks: whether what arrived is what was sent, by whom it was granted to.
+"""Digests of blocks: check that the bytes that arrived are the bytes that the granted peer sent.
 
     P  digest of its memory when a piece is posted -> Digests, when it is complete
     D  digest of its own memory                    -> equal: verified; else Resend, with the next
                                                       number of attempt
 
-Digests are keyed (`pair_keys.py`): bytes that another wrote, or that belong elsewhere, fit none.
-Each end has a filter around its state machine: the sender's tells digests, the receiver's keeps
-watermarks and commits to itself until what they speak of is verified. Neither machine knows.
+Digests are keyed (`pair_keys.py`): bytes from another writer or of another block match none.
+Each end has a filter around its state machine. The sender's filter sends digests. The receiver's
+filter holds watermarks and commits back until their blocks are verified. Neither machine knows.
 
-Refuses to know: requests' tokens, and what is done with bytes that are wrong for good.
+Refuses to know: tokens, and how a node recovers when blocks stay wrong.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ MAX_DIGESTS_PER_MESSAGE = 320  # with their indices less than 8 KiB: one fragmen
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What blocks are digested as; bytes that were written as anything else have other digests.
+    """The identity of written blocks, which their digests include.
 
     Attributes:
-        places: among the blocks of the request that travel.
-        layers: of each block.
-        attempt: at writing them.
-        numbers: of the digests.
+        places: indexes among the request's blocks that travel.
+        layers: the written layers of each block.
+        attempt: how often these blocks were written before.
+        numbers: a unique number per digest.
         peer: the other node.
-        groups: of each block, its KV group; empty: there is one.
+        groups: KV group of each block; empty: there is only one group.
     """
 
     request_id: str
@@ -73,7 +73,7 @@ class Written:
     groups: Sequence[int] = ()
 
     def contexts(self) -> Iterator[bytes]:
-        """Of each of them."""
+        """Yield each block's identity as bytes."""
         before = self.epoch.to_bytes(8, "big")
         after = b"".join(number.to_bytes(8, "big") for number in (*self.layers, self.attempt))
         after += self.request_id.encode()
@@ -81,7 +81,7 @@ class Written:
 
 
 class BlockReader(Protocol):
-    """Digests of a node's own blocks; reads its memory (`kvconnector/block_digests.py`)."""
+    """Makes digests of a node's blocks from its memory (`kvconnector/block_digests.py`)."""
 
     num_layers: int
 
@@ -94,15 +94,15 @@ class BlockReader(Protocol):
         *,
         writes: bool = True,
     ) -> bytes:
-        """``DIGEST_BYTES`` for each block; see `BlockDigests`."""
+        """Return ``DIGEST_BYTES`` for each block; see `BlockDigests`."""
 
 
 class SentDigests:
-    """Of what a sender writes, each digest with a number of its own.
+    """Makes the digests of a sender's writes, each with a number that is used once.
 
     Args:
-        digests: of its memory.
-        own_engine_id: of the sender.
+        digests: makes digests of the sender's blocks.
+        own_engine_id: the sender's engine id.
     """
 
     def __init__(self, digests: BlockReader, own_engine_id: str) -> None:
@@ -111,11 +111,11 @@ class SentDigests:
         self._num_digests = 0
 
     def of(self, write: Write, key: BlockKey, slices: Slices | None = None) -> Digests:
-        """What the decode node must find once this is written to it.
+        """Return the digests that the decode node must find after this write.
 
         Args:
-            key: of blocks to that node.
-            slices: that it gets of them.
+            key: the key for blocks to that node.
+            slices: the slices that the node receives.
         """
         piece, (request_id, epoch) = write.piece, write.key
         first = self._num_digests
@@ -140,13 +140,13 @@ class SentDigests:
 
 
 class DigestTeller:
-    """A filter around a sender: each write that is complete is followed by its digests.
+    """A filter around a sender: sends the digests of each completed write.
 
     Args:
-        machine: the sender's.
-        digests: of its memory.
-        channels: with the keys of blocks to each peer.
-        manifest: of the sender's memory; None: all nodes have one rank.
+        machine: the sender's state machine.
+        digests: makes the digests of writes.
+        channels: hold the keys for blocks to each peer.
+        manifest: layout of the sender's memory; None: all nodes have one rank.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class DigestTeller:
         told: list[Action] = []
         match item:
             case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
-                if problem:  # the newest: those before it may be on their way
+                if problem:  # the newest write failed; earlier ones may be in flight
                     self._take_off(engine_id, key, -1)
                 elif is_done:
                     told = self._tell(engine_id, key)
@@ -181,7 +181,7 @@ class DigestTeller:
                 pass
         actions = self._machine.take(item, now)
         for action in actions:
-            if isinstance(action, Write):  # is next: this is what it brings
+            if isinstance(action, Write):  # digest the blocks before they are written
                 self._note(action)
         return told + actions
 
@@ -194,7 +194,7 @@ class DigestTeller:
         self._posted[write.engine_id, write.key].append(digests)
 
     def _tell(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
-        """Say what the oldest write of a transfer must have brought, if it brought anything."""
+        """Send the digests of a transfer's oldest write, unless the write failed."""
         digests = self._take_off(engine_id, key, 0)
         return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 
@@ -208,7 +208,7 @@ class DigestTeller:
 
 
 def cut_digests(whole: Digests) -> Iterator[Digests]:
-    """A message as several that are short enough to travel."""
+    """Yield a message as parts that are short enough to travel."""
     for start in range(0, len(whole.indices), MAX_DIGESTS_PER_MESSAGE):
         end = start + MAX_DIGESTS_PER_MESSAGE
         yield msgspec.structs.replace(
@@ -221,16 +221,16 @@ def cut_digests(whole: Digests) -> Iterator[Digests]:
 
 @dataclass(slots=True)
 class Arrival:
-    """One granted request, and what of it is verified.
+    """One granted request, and which of its blocks are verified.
 
     Attributes:
-        layers: of each block, a bit for each layer that is right.
-        attempts: of what had to be asked for again, by place and layers, how often.
-        missing: what was asked for again and has not come: a write that is still to land.
-        watermark: came, but not all that it speaks of is verified.
-        commit: likewise.
-        asked_at: when that commit came, or anything that had not come was asked for since.
-        groups: of each block, its KV group; empty: there is one.
+        layers: for each block, a bit per verified layer.
+        attempts: number of repeated requests for a block's layers, by place and layers.
+        missing: places and layers that were asked for again and have not arrived.
+        watermark: a watermark that arrived before all of its blocks were verified.
+        commit: a commit that arrived before all blocks were verified.
+        asked_at: when the commit arrived, or when missing blocks were last asked for.
+        groups: KV group of each block; empty: there is only one group.
     """
 
     engine_id: str
@@ -244,22 +244,22 @@ class Arrival:
     groups: Sequence[int] = ()
 
     def missing_of(self, index: int) -> list[LayerRange]:
-        """The layers of this block that were asked for again and have not come."""
+        """Return the layers of a block that were asked for again and have not arrived."""
         return [layers for place, layers in self.missing if place == index]
 
 
 class DigestVerifier:
-    """A filter around a receiver: what is not verified has not arrived.
+    """A filter around a receiver: holds messages back until their blocks are verified.
 
     Args:
-        machine: the receiver's.
-        digests: of its memory.
-        own_engine_id: of the receiver.
-        channels: with the keys of blocks from each peer.
-        manifest: of the receiver's memory; None: all nodes have one rank.
+        machine: the receiver's state machine.
+        digests: makes digests of the receiver's blocks.
+        own_engine_id: the receiver's engine id.
+        channels: hold the keys for blocks from each peer.
+        manifest: layout of the receiver's memory; None: all nodes have one rank.
 
     Attributes:
-        num_wrong_blocks: that arrived with another digest than they were sent with.
+        num_wrong_blocks: blocks whose digest differed from the sender's.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class DigestVerifier:
         return self._machine.tick(now)
 
     def __len__(self) -> int:
-        """Transfers that are granted and not verified."""
+        """Return the number of transfers that are granted and not verified."""
         return len(self._arrivals)
 
     def _take(self, item: Input, now: float) -> None:
@@ -324,18 +324,20 @@ class DigestVerifier:
         self._said.append(Send(engine_id, message))
 
     def _keep(self, message: Watermark | Commit, now: float) -> None:
-        """Keep it until all it speaks of is verified; a Commit comes again if that takes long."""
+        """Hold a message back until its blocks are verified; a Commit repeats meanwhile."""
         arrival = self._find((message.request_id, message.epoch), message.engine_id)
         if isinstance(message, Watermark):
             if arrival is not None:
                 arrival.watermark = message
                 self._pass_verified(arrival)
-        elif arrival is None:  # what we said of its end was lost
+        elif arrival is None:  # our Verified message was lost
             self._say_verified(message)
         elif arrival.commit is None:
             arrival.commit, arrival.asked_at = message, now
             self._pass_verified(arrival)
-        elif now - arrival.asked_at >= REPEAT_S / 2:  # not only doubled by the network
+        elif (
+            now - arrival.asked_at >= REPEAT_S / 2
+        ):  # a repeat by the sender, not a copy by the network
             arrival.asked_at = now
             for resend in self._ask_again(arrival, message):
                 self._say(message.engine_id, resend)
@@ -347,7 +349,7 @@ class DigestVerifier:
         key = self._channels[message.engine_id].keys.receive_blocks
         try:
             resend = self._compare(message, key)
-        except TransferError as error:  # of another rank; what is not compared is asked for again
+        except TransferError as error:  # another rank failed: these blocks are asked for again
             logger.warning("request %s: blocks are not compared: %s", message.request_id, error)
             return
         if resend is not None:
@@ -362,7 +364,7 @@ class DigestVerifier:
         self._pass_verified(arrival)
 
     def _pass_verified(self, arrival: Arrival) -> None:
-        """Let out what was kept, as far as it may be believed now."""
+        """Pass on the held messages whose blocks are verified now."""
         watermark, commit = arrival.watermark, arrival.commit
         if commit is not None and self._is_verified(arrival, len(arrival.block_ids)):
             self._forget((commit.request_id, commit.epoch))
@@ -383,10 +385,10 @@ class DigestVerifier:
     def _expect(
         self, key: TransferKey, engine_id: str, block_ids: Sequence[int], first_block: int = 0
     ) -> None:
-        """These blocks were granted to that peer.
+        """Note the blocks that were granted to a peer.
 
         Args:
-            first_block: place of the first of them; what is before it, the decode node has.
+            first_block: place of the first granted block; the node has the blocks before it.
         """
         here = [self._all_layers] * first_block
         self._arrivals[key] = Arrival(
@@ -394,7 +396,7 @@ class DigestVerifier:
         )
 
     def _find(self, key: TransferKey, engine_id: str) -> Arrival | None:
-        """What that peer was granted, unless it is over."""
+        """Return the open transfer that was granted to a peer, or None."""
         arrival = self._arrivals.get(key)
         return arrival if arrival is not None and arrival.engine_id == engine_id else None
 

@@ -1,7 +1,7 @@
-"""Inbox: sealed messages as they come in, and each peer's in turn as they are heard.
+"""Inbox: queues of sealed messages, one per peer, read in turns.
 
-Opens seals at once, so that nobody can fill the inbox in another's name; what is refused is counted
-and said now and then. No peer has more heard in a round, or kept, than a fair share.
+Seals are opened on arrival, so that nobody can fill the inbox in another's name. Refused messages
+are counted and logged now and then. A round reads, and the inbox keeps, only a fair share per peer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvconnector.protocol.seals import Channels, Refusal, RefusedMessageError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # a grant of a million blocks is shorter
-MAX_KEPT_BYTES = 16 * 2**20  # of one peer's messages that wait, besides one
-OVERHEAD_BYTES = 256  # of keeping a message, however short
+MAX_KEPT_BYTES = 16 * 2**20  # of one peer's waiting messages, beyond the first
+OVERHEAD_BYTES = 256  # memory that even a short message takes
 MESSAGES_PER_TURN = 64
 WARN_INTERVAL_S = 10.0
 
@@ -34,11 +34,11 @@ class _Queue:
 
 
 class Inbox:
-    """Of one end.
+    """Keeps the messages of one end's peers until their turn.
 
     Args:
-        peers: engine ids of those whom we listen to.
-        channels: that their messages are opened with.
+        peers: engine ids whose messages are accepted.
+        channels: open the messages' seals.
     """
 
     def __init__(self, peers: Container[str], channels: Channels) -> None:
@@ -54,14 +54,14 @@ class Inbox:
 
     @property
     def num_refused(self) -> Mapping[Refusal, int]:
-        """Messages that were not heard; may be read from any thread."""
+        """Return how many messages were refused, by reason; safe from any thread."""
         return self._num_refused.copy()
 
     def put(self, sender: str, payload: bytes, now: float) -> None:
         """Keep a message until its turn, or refuse it.
 
         Args:
-            sender: as far as the transport knows; on some, whatever the other end calls itself.
+            sender: engine id from the transport; some transports pass on whatever a peer claims.
         """
         try:
             self._put(sender, payload)
@@ -69,7 +69,7 @@ class Inbox:
             self._refuse(error.reason, sender, now)
 
     def take(self, now: float) -> list[Message]:
-        """The messages of one round: some of each peer's, in the order in which they came."""
+        """Return the messages of one round: some from each peer, in the order of arrival."""
         taken = []
         for sender, queue in list(self._queues.items()):
             for body in itertools.islice(queue.bodies, MESSAGES_PER_TURN):
@@ -91,7 +91,7 @@ class Inbox:
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RefusedMessageError(Refusal.TOO_LONG)
         body = self._channels[sender].open(payload)
-        if not is_peer:  # no attack: who stood still goes on, and learns later that it was lost
+        if not is_peer:  # no attack: a peer that stood still does not know yet that it was removed
             raise RefusedMessageError(Refusal.LEFT)
         queue = self._queues.setdefault(sender, _Queue())
         if queue.num_bytes > MAX_KEPT_BYTES:
@@ -105,7 +105,7 @@ class Inbox:
         except TransferError:
             self._refuse(Refusal.MALFORMED, sender, now)
             return None
-        if message.engine_id != sender:  # it speaks for another
+        if message.engine_id != sender:  # the message claims another sender
             self._refuse(Refusal.FORGED, sender, now)
             return None
         return message

@@ -1,9 +1,9 @@
-"""Pair keys: what two ends of the connector share, agreed on without telling anybody.
+"""Pair keys: secrets that two ends of the connector share.
 
-Each process start draws an X25519 key. Its public part travels in `PeerInfo`, over the links to the
-router, which are authenticated; the router passes it on and learns no key from it. Every key is of
-one pair of process starts and one direction: what was said to another, by another, before a
-restart or the other way round fits none.
+Each process start draws an X25519 key. The public part travels in `PeerInfo` over the authenticated
+links to the router, which learns no secret from it. Each derived key belongs to one pair of process
+starts and one direction: a message of another pair, of the time before a restart, or of the other
+direction matches no key.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LABEL = b"baton kv 1"
 
 
 class BlockKey:
-    """Digests of KV blocks that only who has this key can make: GMAC (NIST SP 800-38D), AES-256.
+    """Makes keyed digests of KV blocks: GMAC (NIST SP 800-38D) with AES-256.
 
-    The fastest MAC here by measurement (docs/adr/0025-keyed-digests.md). Its key must see no number
-    twice.
+    GMAC was the fastest MAC measured (docs/adr/0025-keyed-digests.md). No number may be used twice
+    with one key.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -35,18 +35,18 @@ class BlockKey:
         self._aead = AESGCM(key)
 
     def digest(self, number: int, context: bytes, data: memoryview) -> bytes:
-        """``DIGEST_BYTES`` of data and of what it is."""
-        # The data is only authenticated, and so not copied; the context, some bytes, is encrypted.
+        """Return the digest of data and its context, ``DIGEST_BYTES`` long."""
+        # The data is authenticated without being copied; only the short context is encrypted.
         return self._aead.encrypt(number.to_bytes(12, "big"), context, data)[-DIGEST_BYTES:]
 
 
 @dataclass(frozen=True, slots=True)
 class PairKeys:
-    """Of one end.
+    """The keys that one end shares with a peer.
 
     Attributes:
-        send, receive: of messages to the peer, and from it.
-        send_blocks, receive_blocks: of KV blocks to the peer, and from it.
+        send, receive: keys for messages to the peer, and from the peer.
+        send_blocks, receive_blocks: keys for KV blocks to the peer, and from the peer.
     """
 
     send: bytes = field(repr=False)
@@ -56,14 +56,14 @@ class PairKeys:
 
 
 class KeyPair:
-    """The key of one process start; never written down."""
+    """The X25519 key of one process start; never stored."""
 
     def __init__(self) -> None:
         self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()
 
     def agree(self, own_id: str, peer_id: str, peer_public: bytes) -> PairKeys:
-        """The keys shared with a peer; raises TransferError if its public key is none."""
+        """Derive the keys shared with a peer; raise TransferError for a bad public key."""
         if len(peer_public) != PUBLIC_KEY_BYTES:
             raise TransferError(f"{peer_id} has no public key for KV messages")
         try:

@@ -1,14 +1,14 @@
-"""Peers: whom an end of the connector knows, and how each of them is. One state machine per peer.
+"""Peers: the table of an end's peers and their states. One state machine per peer.
 
     GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or it cannot be reached; and back
         `----------`-------------`-> LEAVING -> gone
 
-Nobody is connected, for the first time or again, before a probe has passed (`probe.py`).
+A peer is connected, for the first time or again, only after a probe has passed (`probe.py`).
 A sender says Hello until then, and Beat from then on; a receiver answers both. A sender's lease to
-write into a peer's memory is as old as the beat that was answered, by its own clock: a process
-that stood still finds its lease run out, whatever has come into its queues meanwhile.
+write into a peer's memory counts from the moment when it sent the beat that was answered. So a
+process that stood still finds its lease expired, whatever its queues have received meanwhile.
 
-Knows no request: who has something in flight says so.
+Refuses to know: requests. ``is_busy`` tells whether writes to a peer are in flight.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvconnector.transports.paths import judge_path
 logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.25
-# After so long without a sign a peer is suspect. It is the lease, too: a sender's is counted from
-# when it sent a beat, a receiver's patience from when one came. So the sender gives up first.
+# A peer that is silent for so long is suspect. The lease is as long: a sender counts it from the
+# beat that it sent, a receiver counts from the beat that arrived, so the sender gives up first.
 LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # then a new peer is reported, and greeted less often
@@ -38,9 +38,9 @@ MAX_BACK_OFF_S = 1.0  # between two attempts to meet or reach a peer again
 
 
 class PeerState(Enum):
-    """How a peer is."""
+    """State of a peer."""
 
-    GREETING = "GREETING"  # learnt, not heard of yet
+    GREETING = "GREETING"  # known, but has not answered yet
     CONNECTED = "CONNECTED"
     SUSPECT = "SUSPECT"  # reported as failed; it may come back
     LEAVING = "LEAVING"  # its router has lost it; forgotten when nothing is in flight to it
@@ -52,16 +52,16 @@ class Peer:
 
     Attributes:
         path: name of the path that bytes take.
-        alive_at: a moment of our clock at which it was alive.
+        alive_at: the latest moment of our clock at which the peer was certainly alive.
         speak_at: when the next Hello or Beat is due.
-        back_off_s: between attempts to meet or reach it again; doubled each time.
-        is_broken: the transport's connection failed; it must be made anew.
-        probe: number of the next probe of it.
-        is_probing: one is running, and we say Hello when it is over.
-        is_probed: the last one has passed.
-        bandwidth_bytes_per_s: as that one measured it.
-        problem: what was reported of it last.
-        unreached: why it could not be reached when that was tried last.
+        back_off_s: pause between attempts to connect again; doubled after each attempt.
+        is_broken: whether the transport's connection failed and must be made anew.
+        probe: number of the peer's next probe.
+        is_probing: whether a probe runs; we say Hello when it ends.
+        is_probed: whether the last probe passed.
+        bandwidth_bytes_per_s: bandwidth that the last probe measured.
+        problem: the problem that was reported last.
+        unreached: why the last attempt to reach the peer failed.
     """
 
     info: PeerInfo
@@ -86,7 +86,7 @@ class Peer:
 
     @property
     def is_expected(self) -> bool:
-        """Whether it is not connected yet, or not any more."""
+        """Return whether the peer is not connected yet, or no longer."""
         return self.state in (PeerState.GREETING, PeerState.SUSPECT)
 
 
@@ -94,10 +94,10 @@ class Peers:
     """All peers of one end.
 
     Args:
-        turn: of the state machine that this is a part of.
-        own: how this end is presented to peers.
-        greets: whether this end says Hello and Beat; the other one answers.
-        is_busy: whether something posted to a peer is in flight; its connection must stay then.
+        turn: the state machine's present moment and actions.
+        own: this node's peer info.
+        greets: whether this end says Hello and Beat; the other end answers.
+        is_busy: returns whether writes to a peer are in flight; its connection must stay then.
         on_lost: called when a peer becomes suspect, with the reason.
     """
 
@@ -133,17 +133,17 @@ class Peers:
     # ------------------------------------------------------------------ coming and going
 
     def meet(self, info: PeerInfo) -> None:
-        """Learn a peer, or greet a known one anew; PEER_FAILED if that cannot be.
+        """Connect to a peer, or greet a known one anew; PEER_FAILED if connecting fails.
 
-        One process start has one `PeerInfo`: another one in a known peer's name changes nothing.
+        One process start has one `PeerInfo`: another one in a known peer's name is ignored.
         """
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
-            logger.warning("%s is known, and otherwise than now presented", info.engine_id)
+            logger.warning("%s has another peer info than before, which is ignored", info.engine_id)
             return
         self._turn.ask(Connect(info))
 
     def take_connected(self, result: ConnectEnded) -> None:
-        """Greet who was connected, or send what waited; report whom we cannot learn."""
+        """Greet a new peer, or send the message that waited; report a failed connection."""
         info, then = result.action.peer, result.action.then
         known = self._peers.get(info.engine_id)
         if then is None and result.problem:
@@ -169,7 +169,7 @@ class Peers:
         return peer
 
     def leave(self, engine_id: str) -> None:
-        """Its router has lost it, which does not mean that it is dead: `remove` it when quiet."""
+        """Note that the router has lost a peer; `remove` it once nothing is in flight."""
         peer = self._peers.get(engine_id)
         if peer is not None:
             peer.state = PeerState.LEAVING
@@ -182,19 +182,19 @@ class Peers:
     # ------------------------------------------------------------------ signs of life
 
     def note_alive(self, engine_id: str, at_s: float) -> None:
-        """A peer was alive at a moment of our clock; what is older than known changes nothing."""
+        """Note that a peer was alive at a moment of our clock."""
         peer = self._peers[engine_id]
-        if at_s <= self._turn.now:  # it comes from the network
+        if at_s <= self._turn.now:  # the number comes from the network
             peer.alive_at = max(peer.alive_at, at_s)
 
     def renew(self, engine_id: str, sent_at_s: float) -> None:
-        """A peer has answered what we sent at ``sent_at_s``: the lease counts from there."""
+        """Renew the lease: a peer has answered a message that we sent at ``sent_at_s``."""
         self.note_alive(engine_id, sent_at_s)
         if self._is_fresh(self._peers[engine_id]):
             self.confirm(engine_id)
 
     def confirm(self, engine_id: str) -> None:
-        """A peer has answered, or asked; if it was probed, it is connected, perhaps again."""
+        """Connect a probed peer that has answered or asked."""
         peer = self._peers[engine_id]
         if not peer.is_probed or not peer.is_expected:
             return
@@ -211,7 +211,7 @@ class Peers:
         )
 
     def try_begin_probe(self, engine_id: str, number: int) -> bool:
-        """Start a probe if this answer to our Hello is about our current one; whether it is."""
+        """Start a probe if this answers our current Hello; return whether one started."""
         peer = self._peers[engine_id]
         waits = peer.is_expected and self._is_fresh(peer)
         if not waits or peer.is_probing or peer.is_probed or peer.probe != number:
@@ -221,7 +221,7 @@ class Peers:
         return True
 
     def judge_path(self, engine_id: str, bandwidth_bytes_per_s: float) -> None:
-        """Name the path to a peer by the bandwidth that a probe has measured, if that tells."""
+        """Correct the path's name where a probe's bandwidth shows which path bytes took."""
         peer, own_host = self._peers[engine_id], self._own.host
         peer.path = judge_path(
             peer.path,
@@ -230,19 +230,19 @@ class Peers:
         )
 
     def pass_probe(self, engine_id: str, path: str, bandwidth_bytes_per_s: float) -> None:
-        """Connect a peer, as what was written has arrived."""
+        """Connect a peer: the probe's bytes have arrived."""
         peer = self._peers[engine_id]
         peer.is_probed = True
         peer.path, peer.bandwidth_bytes_per_s = path, bandwidth_bytes_per_s
         self.confirm(engine_id)
 
     def end_probe(self, engine_id: str) -> None:
-        """Note that a probe is over, and that nothing that it has posted is in flight."""
+        """Note that a probe is over and none of its writes is in flight."""
         if engine_id in self._peers:
             self._peers[engine_id].is_probing = False
 
     def fail_probe(self, engine_id: str, problem: str) -> None:
-        """Say once why what was written has not arrived; the peer is probed when it answers."""
+        """Report once why a probe failed; the peer is probed again when it answers."""
         peer = self._peers.get(engine_id)
         if peer is None:
             return
@@ -252,12 +252,12 @@ class Peers:
             self._lose(peer, problem)
 
     def may_start(self, engine_id: str) -> bool:
-        """Whether a new transfer to a peer makes sense."""
+        """Return whether a transfer to a peer may start."""
         peer = self._peers.get(engine_id)
         return peer is not None and peer.state in (PeerState.GREETING, PeerState.CONNECTED)
 
     def may_write(self, engine_id: str) -> bool:
-        """Whether the lease of a peer's memory holds. If it has run out, the peer is suspect."""
+        """Return whether the lease on a peer's memory holds; suspect the peer if not."""
         peer = self._peers.get(engine_id)
         if peer is None or not peer.is_probed:
             return False
@@ -267,7 +267,7 @@ class Peers:
         return False
 
     def tick(self) -> None:
-        """Suspect who is silent; say Hello and Beat when it is time."""
+        """Suspect silent peers; say Hello and Beat when due."""
         for peer in self:
             self._lose_if_silent(peer)
             if self._greets:
@@ -275,7 +275,7 @@ class Peers:
 
     @property
     def is_meeting(self) -> bool:
-        """Whether a new peer may answer any moment."""
+        """Return whether a new peer may answer at any moment."""
         now = self._turn.now
         return any(p.state is PeerState.GREETING and now < p.report_at for p in self)
 
@@ -299,7 +299,7 @@ class Peers:
         self.send(peer.engine_id, hello)
 
     def is_fresh(self, engine_id: str) -> bool:
-        """Whether a known peer was alive a moment ago."""
+        """Return whether a known peer's lease still holds."""
         return self._is_fresh(self._peers[engine_id])
 
     def _is_fresh(self, peer: Peer) -> bool:
@@ -311,7 +311,7 @@ class Peers:
             self._lose(peer, f"no beat of {peer.engine_id} for {silent_s:.1f} s")
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """Say once that a peer is not there."""
+        """Make a peer suspect and report it once."""
         peer.state = PeerState.SUSPECT
         peer.problem = reason
         if self._greets:  # the other end believes beats again until it is asked for a probe
@@ -322,10 +322,10 @@ class Peers:
     # ------------------------------------------------------------------ messages
 
     def send(self, engine_id: str, message: Message, *, tells: bool = False) -> bool:
-        """Have a message sent; False when the peer cannot be reached, which is said once.
+        """Send a message; return False, and report the peer once, if it cannot be reached.
 
         Args:
-            tells: whether `SendEnded` is to follow though it went (`send_again`: it did not).
+            tells: whether `SendEnded` follows a message that was sent.
         """
         peer = self._peers.get(engine_id)
         if peer is None:
@@ -337,9 +337,9 @@ class Peers:
         return True
 
     def send_again(self, result: SendEnded) -> bool:
-        """Have what did not go sent once more over a new connection; False when that cannot be.
+        """Send a failed message once more over a new connection; return False if impossible.
 
-        A connection that failed stays failed; the peer may be well.
+        The old connection stays broken, though the peer may be well.
         """
         action = result.action
         logger.warning("cannot reach %s: %s", action.engine_id, result.problem)
@@ -355,9 +355,9 @@ class Peers:
             self._lose(peer, f"{peer.engine_id} cannot be reached")
 
     def _send_anew(self, peer: Peer, action: Send) -> bool:
-        """Connect anew and send, unless it was tried just now or something is in flight.
+        """Connect anew and send, unless the pause is not over or writes are in flight.
 
-        Writes in flight use the connection: they end first, as this peer's transfers fail.
+        Writes in flight use the old connection. They end first, as this peer's transfers fail.
         """
         now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):

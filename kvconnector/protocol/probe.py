@@ -1,4 +1,4 @@
-"""Probe: whether bytes written to a peer arrive there, and how fast, before any KV is.
+"""Probe: test before the first KV whether bytes written to a peer arrive, and how fast.
 
     P                                D
     Hello (test 7)          ->       clears a slot of its scratch memory, if one is free
@@ -7,8 +7,8 @@
     SelfTest (7, digest)    ->       compares; repeated until it is answered
                             <-       SelfTestResult (7, problem)
 
-A little in each round, so that other peers' KV goes on. Posted writes cannot be called back: a
-probe that was given up is over when they have ended.
+Each round writes a little, so that other peers' KV goes on. Posted writes cannot be cancelled: a
+probe that was given up lasts until its writes have ended.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from kvconnector.protocol.peers import Peers, PeerState
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
-OFFER_S = 2 * TIMEOUT_S  # then a slot is free again, whatever has become of its peer
+OFFER_S = 2 * TIMEOUT_S  # after so long a slot is free again, even if its peer is silent
 REPEAT_S = 0.05  # of an unanswered SelfTest
-# The bandwidth is that of so many writes, or of as many as are posted in so long: a good estimate
-# of a slow path and a lower bound of a very fast one, which the I/O thread's rounds cannot fill.
+# The bandwidth is measured over so many writes, or over those posted in so long. The result is a
+# good estimate for a slow path, and a lower bound for a path that the I/O thread cannot fill.
 MAX_TIMED_WRITES = 32
 TIMED_S = 0.02
 MAX_POSTED = 16
-ROUND_S = 0.001  # of posting, where posting copies; then other peers have their turn
+ROUND_S = 0.001  # limit of posting per round, where posting copies; other peers come next
 
 
 @dataclass(slots=True)
@@ -49,11 +49,11 @@ class _Probe:
     """One probe of the sender.
 
     Attributes:
-        num_in_flight: writes posted and not known to be complete.
-        timed_from: when the first write was complete, which sets up the connection.
-        num_posted: writes, with the first.
+        num_in_flight: posted writes that are not known to be complete.
+        timed_from: when the first write was complete; that write sets up the connection.
+        num_posted: posted writes, the first included.
         bandwidth_bytes_per_s: 0 until all writes are complete.
-        is_over: answered or given up; it waits for its writes.
+        is_over: whether the probe was answered or given up; only its writes are left.
     """
 
     number: int
@@ -72,10 +72,10 @@ class Probes:
     """The sender's end: at most one probe per peer at a time.
 
     Args:
-        turn: of the state machine that this is a part of.
-        own: how this end is presented to peers.
+        turn: the state machine's present moment and actions.
+        own: this node's peer info.
         peers: hear of the outcome.
-        digest: of the pattern that is written.
+        digest: digest of the pattern that probes write.
     """
 
     def __init__(self, turn: Turn, own: PeerInfo, peers: Peers, digest: bytes) -> None:
@@ -89,13 +89,13 @@ class Probes:
         return len(self._probes)
 
     def has_writes(self, engine_id: str) -> bool:
-        """Whether something posted to a peer is in flight."""
+        """Return whether writes to a peer are in flight."""
         probe = self._probes.get(engine_id)
         return probe is not None and probe.num_in_flight > 0
 
     @property
     def is_writing(self) -> bool:
-        """Whether any write is in flight."""
+        """Return whether any write is in flight."""
         return any(probe.num_in_flight for probe in self._probes.values())
 
     def begin(self, ack: HelloAck) -> None:
@@ -105,7 +105,7 @@ class Probes:
             self._probes[peer_id] = _Probe(ack.test, slot, self._turn.now)
 
     def end(self, result: SelfTestResult) -> None:
-        """Take what a peer says it found."""
+        """Handle a peer's result of our probe."""
         peer_id = result.engine_id
         probe = self._probes.get(peer_id)
         if probe is None or probe.is_over or probe.number != result.test:
@@ -119,7 +119,7 @@ class Probes:
             self._peers.pass_probe(peer_id, path, probe.bandwidth_bytes_per_s)
 
     def take_posted(self, result: ProbePosted) -> None:
-        """Count what is in flight now."""
+        """Count the writes that were posted."""
         peer_id = result.action.engine_id
         probe = self._probes[peer_id]
         probe.num_in_flight += result.num_writes
@@ -135,7 +135,7 @@ class Probes:
             self._fail(result.engine_id, probe, f"the self-test's write failed: {result.problem}")
 
     def tick(self) -> None:
-        """Go on with all probes."""
+        """Continue all probes."""
         for peer_id, probe in list(self._probes.items()):
             if not probe.is_over:
                 self._go_on(peer_id, probe)
@@ -155,7 +155,7 @@ class Probes:
             self._write(peer_id, probe)
 
     def _write(self, peer_id: str, probe: _Probe) -> None:
-        """Have written what there is room for, or note that all is complete."""
+        """Post the next writes, or compute the bandwidth once all are complete."""
         now = self._turn.now
         if probe.num_posted == 0:
             self._turn.ask(WriteProbe(peer_id, probe.slot))
@@ -176,7 +176,7 @@ class Probes:
             self._peers.judge_path(peer_id, probe.bandwidth_bytes_per_s)
 
     def _say(self, peer_id: str, probe: _Probe) -> None:
-        """Tell the peer to look, again and again: messages can be lost."""
+        """Tell the peer to check its slot; repeated, as messages can be lost."""
         now = self._turn.now
         if now < probe.say_at:
             return
@@ -203,9 +203,9 @@ class _Offer:
     """The last probe of one peer.
 
     Attributes:
-        slot: that it may write to; None: it was looked at.
-        seen: with what it said when it had written; None: it has not.
-        problem: with what was found; None before.
+        slot: the slot that the peer may write to; None: it was read.
+        seen: the peer's message after it had written; None: none yet.
+        problem: the result, empty if the bytes were right; None: no result yet.
     """
 
     number: int
@@ -216,11 +216,11 @@ class _Offer:
 
 
 class ProbeSlots:
-    """The receiver's end: which peer may write where, and whether it is right.
+    """The receiver's end: lends slots to peers and checks the bytes in them.
 
     Args:
-        turn: of the state machine that this is a part of.
-        own: how this end is presented to peers.
+        turn: the state machine's present moment and actions.
+        own: this node's peer info.
         peers: hear of the outcome.
     """
 
@@ -232,11 +232,11 @@ class ProbeSlots:
 
     @property
     def is_lent(self) -> bool:
-        """Whether a peer may be writing."""
+        """Return whether a peer may be writing."""
         return any(offer.slot is not None for offer in self._offers.values())
 
     def offer(self, engine_id: str, number: int) -> int | None:
-        """The slot for a peer's probe; None: none is free, or the probe is not a new one."""
+        """Return a slot for a peer's probe; None if none is free or the probe is an old one."""
         known = self._offers.get(engine_id)
         if known is not None and number <= known.number:
             return known.slot if number == known.number else None
@@ -250,7 +250,7 @@ class ProbeSlots:
         return slot
 
     def look(self, message: SelfTest) -> None:
-        """Have looked at what a peer has written, if this is the probe that it was offered."""
+        """Read a peer's slot if this is the probe that the slot was lent for."""
         offer = self._offers.get(message.engine_id)
         if offer is None or offer.number != message.test:
             return
@@ -262,7 +262,7 @@ class ProbeSlots:
             self._answer(offer, message)
 
     def judge(self, result: SlotRead) -> None:
-        """Connect a peer whose bytes are right, and tell it."""
+        """Connect a peer whose bytes are right; tell the peer the result."""
         offer = self._offers.get(result.action.engine_id)
         if offer is None or offer.seen is None:
             return
@@ -289,13 +289,13 @@ class ProbeSlots:
         self._peers.send(message.engine_id, result)
 
     def tick(self) -> None:
-        """Take back what was offered too long ago."""
+        """Take back slots that were lent too long ago."""
         for engine_id, offer in list(self._offers.items()):
             if offer.slot is not None and self._turn.now >= offer.made_at + OFFER_S:
                 del self._offers[engine_id]
 
     def forget(self, engine_id: str) -> None:
-        """Forget a peer; what it still writes spoils no more than another's probe."""
+        """Forget a peer; its late writes can spoil another peer's probe, but no KV."""
         self._offers.pop(engine_id, None)
 
 

@@ -1,7 +1,7 @@
-"""Repeats: messages that are said again until they are answered or not wanted any more.
+"""Repeats: messages that are sent again until they are answered or not needed any more.
 
-A message that is lost without an error would else be missed by nobody before the request's
-deadline. What is repeated changes nothing when it comes twice.
+Without repeats, a message that is lost without an error would hold its request until the deadline.
+Every repeated message is idempotent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Repeat:
 
 
 class Repeats:
-    """All such messages of one end, at most one per transfer."""
+    """All repeated messages of one end, at most one per transfer."""
 
     def __init__(self) -> None:
         self._repeats: dict[TransferKey, Repeat] = {}
@@ -35,29 +35,29 @@ class Repeats:
         return len(self._repeats)
 
     def add(self, key: TransferKey, engine_id: str, message: Message, now: float) -> None:
-        """Say ``message`` again from ``REPEAT_S`` after now on."""
+        """Send ``message`` again every ``REPEAT_S``."""
         self._repeats[key] = Repeat(engine_id, message, now + REPEAT_S)
         self._next_at = min(self._next_at, now + REPEAT_S)
 
     def put_off(self, key: TransferKey, engine_id: str, now: float) -> None:
-        """This peer spoke of the transfer: no need to ask soon."""
+        """Postpone the repeat: the peer has just sent a message about this transfer."""
         repeat = self._repeats.get(key)
         if repeat is not None and repeat.engine_id == engine_id:
             repeat.next_at = now + REPEAT_S
 
     def remove(self, key: TransferKey, engine_id: str) -> None:
-        """This peer has answered, or nobody waits for it; harmless when it is not here."""
+        """Stop repeating a message; do nothing if none is repeated to this peer."""
         repeat = self._repeats.get(key)
         if repeat is not None and repeat.engine_id == engine_id:
             del self._repeats[key]
 
     def remove_peer(self, engine_id: str) -> None:
-        """Forget what was for a peer that is gone."""
+        """Forget all messages to a peer that is gone."""
         for key in [k for k, repeat in self._repeats.items() if repeat.engine_id == engine_id]:
             del self._repeats[key]
 
     def take_due(self, now: float) -> list[tuple[TransferKey, Repeat]]:
-        """What is to be said again now; O(1) while nothing is due."""
+        """Return the messages that are due now; O(1) while none is due."""
         if now < self._next_at:
             return []
         due = [(key, repeat) for key, repeat in self._repeats.items() if now >= repeat.next_at]

@@ -1,10 +1,10 @@
-"""Seals: every message carries a MAC of its pair and direction, and a number that comes once.
+"""Seals: every message carries a MAC of its pair and direction, and a number that is used once.
 
     tag, 16 bytes | number, 8 bytes | message          tag = BLAKE2b(key of the direction)
 
-So a message is what this peer said to us, in this life of both, and is heard once: what is forged,
-altered, cut short, of another pair, sent back to its author or heard before is refused. What is
-refused is like a lost message; the protocol says again what matters, with a new number.
+An accepted message was sent by this peer to us, by these two process starts, and is accepted once.
+Forged, altered, shortened, reflected and repeated messages and messages of other pairs are refused.
+A refused message is like a lost one: the protocol repeats important messages with a new number.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from kvconnector.protocol.pair_keys import KeyPair, PairKeys
 TAG_BYTES = 16
 NUMBER_BYTES = 8
 HEADER_BYTES = TAG_BYTES + NUMBER_BYTES
-# A message that so many later ones of its sender have overtaken is taken for lost.
+# A message is refused once so many later messages of its sender have been accepted.
 WINDOW = 4096
 _WINDOW_BITS = (1 << WINDOW) - 1
-# Channels of peers that left are kept, as they may come back and their messages with them.
+# Channels of peers that left are kept: such peers, and their messages, may come back.
 MAX_CHANNELS = 4096
 
 
 class Refusal(Enum):
-    """Why a message was not heard."""
+    """Why a message was refused."""
 
-    STRANGER = "stranger"  # we know nobody of that name, or do not know it yet
-    LEFT = "left"  # from a peer that our router has lost, and that does not know it yet
+    STRANGER = "stranger"  # no peer has that name, or not yet
+    LEFT = "left"  # from a peer that our router has lost
     TOO_LONG = "too long"
-    FORGED = "forged"  # not from that peer to us, or altered, or cut short
-    REPLAYED = "replayed"  # heard before, or much later than what followed it
-    MALFORMED = "malformed"  # from that peer, and no message of ours
-    FLOOD = "flood"  # more than we keep for one peer
+    FORGED = "forged"  # not from that peer to us, or altered
+    REPLAYED = "replayed"  # accepted before, or far too late
+    MALFORMED = "malformed"  # from that peer, but no known message
+    FLOOD = "flood"  # exceeds what is kept for one peer
 
 
 class RefusedMessageError(TransferError):
-    """A message that must not be heard."""
+    """A message was refused."""
 
     def __init__(self, reason: Refusal) -> None:
         super().__init__(reason.value)
@@ -51,14 +51,14 @@ class RefusedMessageError(TransferError):
 
 
 class ReplayWindow:
-    """Which numbers have come (RFC 4303, 3.4.3): each is taken once, in any order, if not late."""
+    """Accepts each number once, in any order, unless it is too late (RFC 4303, 3.4.3)."""
 
     def __init__(self) -> None:
         self._highest = 0
         self._seen = 0  # bit i: highest - i has come
 
     def take(self, number: int) -> bool:
-        """Whether this number comes for the first time and not too late."""
+        """Accept a number; return False if it was accepted before or is too late."""
         ahead = number - self._highest
         if ahead > 0:
             kept = self._seen << ahead if ahead < WINDOW else 0
@@ -72,12 +72,12 @@ class ReplayWindow:
 
 
 class Channel:
-    """What we say to one peer and hear from it.
+    """Seals messages to one peer and opens messages from that peer.
 
     Args:
-        public_key: of the peer.
-        keys: shared with it.
-        numbers: of messages; never the same one twice, whoever they are for.
+        public_key: the peer's public key.
+        keys: the keys shared with the peer.
+        numbers: yields a new number for each message to any peer.
     """
 
     def __init__(self, public_key: bytes, keys: PairKeys, numbers: Iterator[int]) -> None:
@@ -91,7 +91,7 @@ class Channel:
         return _tag(self.keys.send, numbered) + numbered
 
     def open(self, payload: bytes) -> bytes:
-        """The message's bytes; raises RefusedMessageError unless they are new and the peer's."""
+        """Return the message's bytes; raise RefusedMessageError unless new and from the peer."""
         numbered = payload[TAG_BYTES:]
         tag = _tag(self.keys.receive, numbered)
         if len(payload) < HEADER_BYTES or not hmac.compare_digest(tag, payload[:TAG_BYTES]):
@@ -116,7 +116,7 @@ class Channels:
 
     @property
     def public_key(self) -> bytes:
-        """Ours, for peers."""
+        """Return this process start's public key."""
         return self._key_pair.public
 
     def __contains__(self, engine_id: object) -> bool:
@@ -129,10 +129,10 @@ class Channels:
         """Agree on keys with a peer, once in its life and ours.
 
         Args:
-            present: engine ids whose channels stay, however many others are learnt.
+            present: engine ids whose channels are kept when there are too many.
 
-        Raises TransferError if its public key is none, or another than we knew: an engine id is of
-        one process start.
+        Raises TransferError for a bad public key, or for another key than before: an engine id
+        belongs to one process start.
         """
         known = self._channels.pop(peer.engine_id, None)
         if known is None:
@@ -141,17 +141,19 @@ class Channels:
             if len(self._channels) >= MAX_CHANNELS:
                 gone = next((name for name in self._channels if name not in present), None)
                 if gone is None:
-                    raise TransferError(f"{len(self._channels)} peers are here, the most there may")
+                    raise TransferError(
+                        f"{len(self._channels)} peers are connected, the most that may be"
+                    )
                 del self._channels[gone]
-        self._channels[peer.engine_id] = known  # the latest learnt is the last to go
+        self._channels[peer.engine_id] = known  # the newest is removed last
         if known.public_key != peer.public_key:
             raise TransferError(f"{peer.engine_id} is known with another public key")
 
 
 def peek(payload: bytes) -> Message:
-    """What a sealed message says, whoever says it: for faults and tests, which may not care.
+    """Decode a sealed message without checking its seal; for faults and tests alone.
 
-    Raises TransferError for anything that is none.
+    Raises TransferError for anything that is no message.
     """
     return decode(payload[HEADER_BYTES:])
 

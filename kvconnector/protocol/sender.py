@@ -3,7 +3,7 @@
     STARTED -> (granted) PUSHING -> COMMITTED
         `--------------------`----> FAILED          terminal only when the wire is quiet
 
-Refuses to know: transports, threads, and how the decode node finds out that all is right.
+Refuses to know: transports, threads, and how the decode node verifies blocks.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class SendMachine:
     """See `StateMachine` for the contract.
 
     Args:
-        own: how this end is presented to peers.
-        digest: of the pattern that probes write.
-        portions: how much is posted at once.
-        is_verified: whether a transfer goes on behind its commit until the decode node has verified
-            it (`digests.py`).
+        own: this node's peer info.
+        digest: digest of the pattern that probes write.
+        portions: how many bytes are posted at once.
+        is_verified: whether a transfer stays open after its commit until the decode node has
+            verified its blocks (`digests.py`).
         make_peers: see `Sender`.
 
     Attributes:
-        transfers: those that have not ended.
-        repeats: Start until it is granted, Commit until all is verified.
+        transfers: the open transfers.
+        repeats: repeats Start until the grant, and Commit until all blocks are verified.
         totals: for the metrics.
     """
 
@@ -191,10 +191,10 @@ class SendMachine:
         transfer.pieces += cut(push, max(1, blocks_per_write))
 
     def _leave(self, engine_id: str) -> None:
-        """Fail what goes to a peer, and forget it as soon as nothing is in flight to it.
+        """Fail a peer's transfers, and forget the peer once nothing is in flight to it.
 
-        Its router has lost it, which does not mean that it is dead: what was posted may still land
-        there, and only then may it be told that the wire is quiet.
+        The router has lost the peer, but the peer may live: posted writes may still land there.
+        Only after that may it be told that nothing is in flight.
         """
         self.peers.leave(engine_id)
         self._fail_all(engine_id, "the decode node is gone")
@@ -251,7 +251,7 @@ class SendMachine:
             self._give_up(message)
 
     def _give_up(self, message: Message) -> None:
-        """Fail the transfer that cannot do without a message that did not go."""
+        """Fail the transfer that a message belongs to, if the message was essential."""
         if isinstance(message, Start | Commit):
             transfer = self.transfers.get((message.request_id, message.epoch))
             self._fail(transfer, UNREACHED)
@@ -261,7 +261,7 @@ class SendMachine:
     # ------------------------------------------------------------------ writing
 
     def _begin_round(self) -> None:
-        """Refill each peer's room, and post, transfer by transfer, what is computed and granted."""
+        """Refill each peer's room, then post computed and granted pieces, transfer by transfer."""
         if not self.transfers:
             return
         self._room_bytes.clear()
@@ -274,7 +274,7 @@ class SendMachine:
         self._turn.ask(PAUSE)
 
     def _post_next(self) -> None:
-        """Have the next piece written, if there is one, its peer has room and the lease holds."""
+        """Write the next piece whose peer has room and whose lease holds."""
         while self._to_post:
             transfer = self._to_post[0]
             write = self._next_write(transfer)
@@ -330,7 +330,7 @@ class SendMachine:
         self._count_off(transfer)
 
     def _count_off(self, transfer: Transfer) -> None:
-        """Take the oldest write off, and tell the watermark."""
+        """Remove the oldest write, and send its watermark."""
         watermark = transfer.writes.popleft().watermark
         # After the last push the commit record follows and says more.
         if watermark is not None and transfer.failure is None and not transfer.record:
@@ -346,11 +346,11 @@ class SendMachine:
             )
 
     def _num_bytes(self, engine_id: str, num_blocks: int, layers: LayerRange | None) -> int:
-        """Of blocks, or of these layers of them, all ranks together."""
+        """Return the bytes of blocks, or of some of their layers, over all ranks."""
         return num_blocks * self._slices_to(engine_id).num_bytes(layers)
 
     def _slices_to(self, engine_id: str) -> Slices:
-        """What our ranks write to a peer's; of one that is not known, as if it were like us."""
+        """Return our ranks' slices for a peer; an unknown peer counts as one like us."""
         if engine_id not in self._slices:
             theirs = self.peers[engine_id].info if engine_id in self.peers else self._own
             self._slices[engine_id] = Slices(self._own.manifest, theirs.manifest)
@@ -363,12 +363,12 @@ class SendMachine:
     # ------------------------------------------------------------------ ends
 
     def _repeat(self) -> None:
-        """Say again what is not answered: it was lost, or its answer was."""
+        """Repeat messages that were not answered in time."""
         for key, repeat in self.repeats.take_due(self._turn.now):
             transfer = self.transfers.get(key)
             if transfer is None or not transfer.waits_for_answer:
                 self.repeats.remove(key, repeat.engine_id)
-            elif not transfer.commit_is_sent or transfer.is_complete:  # else it speaks soon
+            elif not transfer.commit_is_sent or transfer.is_complete:  # else a Commit follows soon
                 self.peers.send(repeat.engine_id, repeat.message)
 
     def _finish_if_quiet(self, transfer: Transfer) -> None:
@@ -403,12 +403,12 @@ class SendMachine:
         self.repeats.remove(key, transfer.engine_id)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:
-        """Post nothing more; `_finish_if_quiet` ends it when nothing is in flight."""
+        """Stop posting; `_finish_if_quiet` ends the transfer once nothing is in flight."""
         if transfer is not None:
             transfer.fail(reason)
 
     def _fail_all(self, engine_id: str, reason: str) -> None:
-        """Post nothing more to a peer."""
+        """Fail all transfers to a peer."""
         for transfer in self.transfers.values():
             if transfer.engine_id == engine_id:
                 self._fail(transfer, reason)

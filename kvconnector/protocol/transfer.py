@@ -1,5 +1,4 @@
-"""Transfer: one request's way to its decode node, as the sender sees it: what is computed, what is
-posted, what is complete."""
+"""Transfer: the sender's account of one request's blocks: granted, posted, complete."""
 
 from __future__ import annotations
 
@@ -12,24 +11,24 @@ from kvconnector.base import BlockPush, HandoffRecord
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
-MAX_ATTEMPTS = 3  # at writing again what arrived wrong
+MAX_ATTEMPTS = 3  # repeated writes of blocks that arrived wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Portions:
-    """How much is posted at once, by the memory it lies in.
+    """Limits of posted bytes, by kind of memory.
 
     Attributes:
-        write_bytes: of one write at most, so that aborts and other requests never wait for much.
-        in_flight_bytes: to one peer. It is refilled once a round of the I/O thread, so that it
-            limits what a path can carry.
+        write_bytes: most bytes of one write, so that aborts and other requests wait briefly.
+        in_flight_bytes: most bytes in flight to one peer. The room is refilled once per round of
+            the I/O thread, so this limits a path's bandwidth.
     """
 
     write_bytes: int
     in_flight_bytes: int
 
 
-# A round is some 0.2 ms: 160 GB/s, and 1.3 TB/s, as memory of one GPU and NVLink are quick.
+# A round takes about 0.2 ms, so these limits allow 160 GB/s, and 1.3 TB/s for GPUs and NVLink.
 HOST_PORTIONS = Portions(write_bytes=8 * 2**20, in_flight_bytes=32 * 2**20)
 DEVICE_PORTIONS = Portions(write_bytes=32 * 2**20, in_flight_bytes=256 * 2**20)
 
@@ -39,10 +38,10 @@ class Piece:
     """A part of a push that is posted as one write.
 
     Attributes:
-        indices: places, among the request's blocks that travel, of ``block_ids``.
-        watermark: prompt tokens, and blocks that travel, that are complete once this and all before
-            it has arrived.
-        attempt: how often the decode node has asked for it again.
+        indices: places of ``block_ids`` among the request's blocks that travel.
+        watermark: numbers of prompt tokens and travelling blocks that are complete once this piece
+            and all earlier ones have arrived.
+        attempt: how often the decode node has asked for these blocks again.
     """
 
     indices: tuple[int, ...]
@@ -53,7 +52,7 @@ class Piece:
     attempt: int = 0
 
     def from_place(self, first: int) -> Piece:
-        """What of it lies at ``first`` or behind; maybe nothing."""
+        """Return the part at place ``first`` and behind; may be empty."""
         if all(index >= first for index in self.indices):
             return self
         pairs = zip(self.indices, self.block_ids, strict=True)
@@ -67,7 +66,7 @@ class Piece:
 
 @dataclass(slots=True)
 class PushTotals:
-    """What one sender has posted since it was made; for the metrics."""
+    """Counts of all that one sender has posted; for the metrics."""
 
     num_bytes: int = 0
     num_blocks: int = 0
@@ -86,19 +85,19 @@ class PushTotals:
 
 @dataclass(slots=True)
 class Transfer:
-    """One attempt at one request.
+    """One attempt to hand over one request.
 
     Attributes:
-        groups: of each block that travels, its KV group; empty: there is one.
-        granted: which blocks travel, and into which of the decode node's; once it has said so.
-        pieces: not yet posted, in order.
-        writes: posted and not yet complete, in order.
-        record: what the last push brought.
-        last_at: when that came.
-        failure: why it ends; nothing is posted any more.
-        block_ids: this node's, by their places among those that travel; of what was posted.
-        attempts: how often places were asked for again, by place and layers.
-        commit_is_sent: it may go on then, until the decode node has verified all of it.
+        groups: KV group of each travelling block; empty: there is only one group.
+        granted: the decode node's grant; None: not granted yet.
+        pieces: pieces to post, in order.
+        writes: posted pieces that are not complete, in order.
+        record: the hand-off record of the last push; None: that push has not come.
+        last_at: when the last push came.
+        failure: why the transfer fails; None: it does not. A failed transfer posts nothing more.
+        block_ids: this node's ids of posted blocks, by place among the travelling blocks.
+        attempts: how often blocks were asked for again, by place and layers.
+        commit_is_sent: whether the Commit was sent; the transfer may stay open until verified.
     """
 
     request_id: str
@@ -123,14 +122,14 @@ class Transfer:
 
     @property
     def can_post(self) -> bool:
-        """Whether the next piece is granted and computed."""
+        """Return whether the next piece is granted and computed."""
         if self.granted is None or self.failure is not None or not self.pieces:
             return False
         is_computed = self.pieces[0].is_computed
         return is_computed is None or is_computed()
 
     def commit_record(self, engine_id: str, transport: str, now: float) -> Commit:
-        """What the decode node goes on from, of the node ``engine_id``; once all is written."""
+        """Make the Commit of node ``engine_id``, once all blocks are written."""
         assert self.record is not None
         return Commit(
             engine_id=engine_id,
@@ -146,7 +145,7 @@ class Transfer:
         )
 
     def groups_of(self, piece: Piece) -> Sequence[int]:
-        """Of each of its blocks, its KV group; empty: there is one."""
+        """Return the KV group of each block of a piece; empty: there is only one group."""
         return [self.groups[index] for index in piece.indices] if self.groups else ()
 
     def note_post(
@@ -158,11 +157,11 @@ class Transfer:
         num_ranges: int = 1,
         num_layers: int = 0,
     ) -> None:
-        """Count a piece that was posted, in that time, to the decode node's blocks ``remote``.
+        """Count a piece that was posted to the decode node's blocks ``remote``.
 
         Args:
-            num_ranges: that each of its blocks was cut into, for the ranks of both nodes.
-            num_layers: that blocks can be cut into.
+            num_ranges: number of ranges per block, which follows from both nodes' ranks.
+            num_layers: number of layers of a whole block.
         """
         self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
         # Layers of neighbouring blocks do not adjoin.
@@ -171,7 +170,7 @@ class Transfer:
         num_descriptors = (
             count_runs(piece.block_ids, remote) if is_whole else num_ranges * len(remote)
         )
-        # A block that travels in parts counts once, with its first.
+        # A block that travels in parts counts once, with its first part.
         num_blocks = len(remote) if layers is None or layers[0] == 0 else 0
         if piece.attempt == 0:
             self.num_blocks_pushed += num_blocks
@@ -184,9 +183,9 @@ class Transfer:
         self.totals.posting_s += posting_s
 
     def send_again(self, indices: list[int], layers: LayerRange, attempt: int) -> None:
-        """Write these once more; a doubled or late wish is granted once.
+        """Write blocks once more; repeated and late wishes count once.
 
-        Fails the transfer when it was in vain too often.
+        Fails the transfer after too many attempts.
         """
         wanted = [i for i in indices if self.attempts.get((i, layers), 0) < attempt]
         if self.failure is not None or not wanted:
@@ -199,29 +198,28 @@ class Transfer:
         self.pieces.append(Piece(tuple(wanted), block_ids, layers, attempt=attempt))
 
     def fail(self, reason: str) -> None:
-        """Post nothing more."""
+        """Fail the transfer: post nothing more."""
         if self.failure is None:
             self.failure = reason
             self.pieces.clear()
 
     @property
     def waits_for_answer(self) -> bool:
-        """Whether the decode node must speak next, or after what is in flight now."""
+        """Return whether the sender waits for a message of the decode node."""
         return self.failure is None and (self.granted is None or self.commit_is_sent)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all there ever will be has arrived."""
+        """Return whether all blocks and the record have arrived."""
         return bool(
             self.record and self.granted is not None and not self.pieces and not self.writes
         )
 
 
 def cut(push: BlockPush, max_blocks: int) -> list[Piece]:
-    """A push in pieces of at most ``max_blocks`` blocks.
+    """Cut a push into pieces of at most ``max_blocks`` blocks, in the order of block ids.
 
-    In the order of this node's block ids: neighbours that adjoin on both sides are then next to
-    each other, whatever order the request has them in, and travel as one range.
+    Blocks that adjoin on both nodes are then neighbours in a piece, and travel as one range.
     """
     order = sorted(range(len(push.block_ids)), key=push.block_ids.__getitem__)
     pieces = []

@@ -54,7 +54,7 @@ EXPECTING_POLL_S = 0.001
 IDLE_POLL_S = 0.025
 MAX_READ_FAILURES = 100  # in a row; then the transport is broken for good
 _SELECTABLE = 1024  # descriptors below can be waited for with `select`
-_WARM_S = 2.0  # polls as if expecting for so long after it was told anything
+_WARM_S = 2.0  # poll quickly for so long after a command
 
 
 def open_transport(start: Open, memory: KVMemory) -> KVTransport:
@@ -63,10 +63,10 @@ def open_transport(start: Open, memory: KVMemory) -> KVTransport:
 
 
 def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
-    """Be the transport of this rank until the node's process hangs up.
+    """Serve this rank's transport until the node's process hangs up.
 
     Args:
-        memory: of this rank.
+        memory: this rank's KV memory.
         argument: an `Open`, encoded.
     """
     transport = open_transport(msgspec.msgpack.decode(argument, type=Open), memory)
@@ -79,12 +79,12 @@ def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
 
 
 class RankService:
-    """See above; all of it on one thread.
+    """Serves one rank's transport on one thread.
 
     Args:
         connection: to the node's process.
-        memory: of this rank.
-        transport: over it.
+        memory: this rank's KV memory.
+        transport: this rank's transport over that memory.
     """
 
     def __init__(self, connection: Connection, memory: KVMemory, transport: KVTransport) -> None:
@@ -112,7 +112,7 @@ class RankService:
             self.round(self._pause_s())
 
     def round(self, pause_s: float = 0.0) -> None:
-        """Do what was asked for meanwhile, wait so long for it at most, and look what has ended."""
+        """Run pending commands, waiting up to ``pause_s``, then collect finished writes."""
         while self._has_come(pause_s):
             self._take(TO_RANK.decode(self._connection.recv_bytes()))
             self._warm_until = time.monotonic() + _WARM_S

@@ -1,6 +1,6 @@
-"""What a transport must do: bytes from one node's KV memory to another's, and short messages.
+"""The contract of a transport: moves bytes between nodes' KV memories, and short messages.
 
-Refuses to know: what the protocol says over it, whose blocks they are.
+Refuses to know: the protocol's messages, and which request a block belongs to.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Certificates(Protocol):
 
 
 class CertificateFiles(Protocol):
-    """Where certificates are read from; they may be replaced at any time."""
+    """Certificates in files, which may be replaced at any time."""
 
     def current(self) -> Certificates:
-        """What is to be used now; the same object as long as nothing has changed."""
+        """Return the current certificates; the same object until a file changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOptions:
-    """What a transport may be told; one that has no use for it ignores it.
+    """Options of all transports; a transport ignores those that it does not use.
 
     Attributes:
-        listen: host:port at which peers reach it; port 0: any free one.
-        tls: what it shows its peers; None: it makes itself something to show.
+        listen: host:port at which peers reach the transport; port 0: any free one.
+        tls: certificates to show to peers; None: the transport makes its own.
     """
 
     listen: str = "127.0.0.1:0"
@@ -55,14 +55,14 @@ NO_OPTIONS = TransportOptions()
 
 
 class PendingWrite(Protocol):
-    """A posted one-sided write. It cannot be called back."""
+    """A posted one-sided write, which cannot be cancelled."""
 
     def is_done(self) -> bool:
-        """Whether all bytes are complete at the peer; raises TransferError if they never will."""
+        """Return whether all bytes have arrived; raise TransferError if they never will."""
 
 
 class SelfTestMemory(Protocol):
-    """What self-tests are written to: see `Scratch`."""
+    """Memory that self-tests write to: see `Scratch`."""
 
     @property
     def memory(self) -> torch.Tensor: ...
@@ -79,24 +79,24 @@ class SelfTestMemory(Protocol):
 
 
 class KVTransport(Protocol):
-    """Bytes from here to there. All methods are called by one I/O thread; none waits long."""
+    """Moves bytes between nodes. One I/O thread calls all methods; none waits long."""
 
     @property
     def peer_info(self) -> PeerInfo: ...
 
     @property
     def scratch(self) -> SelfTestMemory:
-        """Our memory for self-tests."""
+        """Return our memory for self-tests."""
 
     @property
     def num_connections(self) -> int:
         """Return the number of peers with an open connection, kept peers included."""
 
     def connect(self, peer: PeerInfo) -> str:
-        """Learn a peer; returns the name of the path that bytes will take. Raises TransferError."""
+        """Connect to a peer; return the name of the path to it. Raises TransferError."""
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget a peer; harmless when unknown."""
+        """Forget a peer; do nothing if it is unknown."""
 
     def write(
         self,
@@ -107,40 +107,42 @@ class KVTransport(Protocol):
         transfer: TransferKey = NO_TRANSFER,
         groups: Sequence[int] = (),
     ) -> PendingWrite:
-        """Post blocks, whole or these layers of them, to a peer's memory: our slices of them.
+        """Post our slices of blocks, or of some of their layers, to a peer's memory.
 
         Args:
-            transfer: that the peer has allowed it for (`allow`).
-            groups: of each block, its KV group; empty: they travel alike.
+            transfer: the transfer for which the peer has allowed the write (`allow`).
+            groups: KV group of each block; empty: all blocks are cut alike.
 
-        Raises TransferError; ValueError for ids or layers that there are not.
+        Raises TransferError, and ValueError for unknown ids or layers.
         """
 
     def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
-        """Post our pattern to a slot of a peer's scratch memory, as `write` does blocks."""
+        """Post our pattern to a slot of a peer's scratch memory."""
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
-        """Let a peer write these of our blocks for a transfer. One-sided writes ask nobody."""
+        """Let a peer write these blocks for a transfer; one-sided writes cannot be refused."""
 
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
-        """Let it write no more; whether from now on nothing of the transfer can land, though it
-        was allowed. Of one-sided writes nobody can say that."""
+        """Forbid a transfer's writes; return whether none of them can land from now on.
+
+        Always False for one-sided writes, which cannot be refused.
+        """
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         """Send a short message; not ordered with writes. Raises TransferError."""
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Messages that came in; also lets the transport make progress.
+        """Return the received messages with their senders; also lets the transport make progress.
 
-        Each with the engine id of its sender as far as the transport knows it: that may be what the
-        other end calls itself. Whose message it is, its seal decides (`seals.py`).
+        A sender is the engine id that the transport knows, perhaps only what the other end claims.
+        The message's seal proves the sender (`seals.py`).
         """
 
     def close(self) -> None: ...
 
 
 class MakeTransport(Protocol):
-    """What a registered transport is called with."""
+    """Signature of a registered transport."""
 
     def __call__(
         self, engine_id: str, memory: KVMemory, options: TransportOptions = NO_OPTIONS, /

@@ -1,11 +1,11 @@
-"""Scratch: memory beside the KV cache, and of its kind, that a peer's self-test is written to.
+"""Scratch: memory beside the KV cache, on the same device, that peers' self-tests write to.
 
     row 0          this process's own pattern; written to peers, and never changed
     row 1 + slot   what one peer writes
 
-No block of KV lies here. So a write that lands late, of a peer that was given up or has died,
-spoils another peer's test at most: its pattern is not that peer's. (Where a transport can refuse a
-write, not even that: a slot is written by whom it was lent to.)
+No block of KV lies here. A late write of a dead peer can therefore spoil only another peer's
+test, as the two patterns differ. A transport that can refuse writes prevents that, too: only the
+peer that a slot was lent to may write there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Scratch:
     """The scratch memory of one process start.
 
     Args:
-        engine_id: which the pattern is drawn from.
-        kv_cache: on whose device it lies.
-        slot_bytes: of each row.
+        engine_id: seed of the pattern.
+        kv_cache: the scratch memory lies on the same device.
+        slot_bytes: size of each row.
 
     Attributes:
         memory: ``[1 + NUM_SLOTS, slot_bytes]``, bytes; stays where it is.
@@ -42,7 +42,7 @@ class Scratch:
         self.digest = xxhash.xxh3_64_digest(pattern.data)
         self._borrowers: dict[int, str] = {}  # by slot
         shape = (1 + NUM_SLOTS, slot_bytes)
-        # A peer's write knows nothing of streams: what is done here has been done on return.
+        # A peer's write waits for no stream, so all work here is complete on return.
         self._side_stream = SideStream(kv_cache)
         with self._side_stream.entered():
             self.memory = torch.zeros(shape, dtype=torch.uint8, device=kv_cache.device)
@@ -51,38 +51,38 @@ class Scratch:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether it is a GPU's memory."""
+        """Return whether the memory is a GPU's."""
         return self.memory.is_cuda
 
     @property
     def layout(self) -> KVLayout:
-        """Where the rows lie."""
+        """Return the addresses of the rows."""
         return scratch_layout(
             self.memory.data_ptr(), self.memory.shape[1], max(self.memory.get_device(), 0)
         )
 
     def may_write(self, slot: int, engine_id: str) -> bool:
-        """Whether this peer may write there; for transports that can refuse a write."""
+        """Return whether a peer may write to a slot; for transports that can refuse writes."""
         return self._borrowers.get(slot, engine_id) == engine_id
 
     def lend(self, slot: int, engine_id: str) -> None:
-        """Make sure that what is found there later was written later, and by this peer.
+        """Clear a slot and lend it to a peer.
 
-        On a transport that writes into memory by itself, others may write there nonetheless.
+        Transports with one-sided writes cannot keep other peers from writing there.
         """
         self._borrowers[slot] = engine_id
         with self._side_stream.entered(), torch.inference_mode():
             self.memory[1 + slot].zero_()
 
     def digest_of(self, slot: int) -> bytes:
-        """xxh3-64 of what was written there."""
+        """Return the xxh3-64 of a slot's bytes."""
         with self._side_stream.entered():
             written = self.memory[1 + slot].cpu()
         return xxhash.xxh3_64_digest(written.numpy().data)
 
 
 def scratch_layout(base_address: int, slot_bytes: int, device_id: int) -> KVLayout:
-    """The rows of somebody's scratch memory, as if each were a block."""
+    """Return the layout of scratch memory, with each row as a block."""
     return KVLayout(
         base_address=base_address,
         block_bytes=slot_bytes,

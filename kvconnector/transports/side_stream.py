@@ -1,7 +1,7 @@
 """SideStream: reads and clears KV memory on a GPU without waiting for the steps launched there.
 
-Work on the stream that steps use begins when all of them have ended. What is read here is complete
-already: a fence was asked, or a peer has said so. Refuses to know: what is read.
+Work on the stream that steps use would begin only after all launched steps. The memory read here is
+complete already, as a fence or a peer has confirmed. Refuses to know: the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 
 class SideStream:
-    """A stream of its own where memory is a GPU's; nothing where it is not.
+    """A separate CUDA stream for GPU memory; does nothing for host memory.
 
     Args:
-        memory: that is read.
+        memory: the memory that is read.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -28,7 +28,7 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """What is launched here goes there, and has been done at the end."""
+        """Launch work on the side stream, and wait for the work at the end."""
         if self._stream is None:
             yield
             return

@@ -47,8 +47,8 @@ class Look:
     """The blocks at one moment.
 
     Attributes:
-        held: of some owner, or with references that nobody owns.
-        stale: of those, whose request is not open any more, or that nobody owns.
+        held: blocks that have an owner, or references without one.
+        stale: held blocks without an owner, or whose request is no longer open.
     """
 
     audit: BlockAudit

@@ -40,7 +40,7 @@ class Fault:
         node: whom it happens to; empty: to all nodes.
         spec: of inject, as a node's --inject-faults has it.
         end_s: as begin_s for what happens at once.
-        text: as it was asked for.
+        text: the fault as the user wrote it.
     """
 
     act: str

@@ -23,8 +23,8 @@ class Schedule:
         auditor: None: blocks are not looked at.
 
     Attributes:
-        events: what has been done.
-        audit: after the last request.
+        events: the faults and actions that were carried out.
+        audit: the blocks' audit after the last request.
     """
 
     def __init__(self, faults: Sequence[Fault], site: Site, auditor: Auditor | None) -> None:

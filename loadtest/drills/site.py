@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.api.errors import ConfigError
+from baton.kernel_library.state import BUILDING
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from baton.processes.held_folder import HeldFolder
@@ -45,9 +47,9 @@ class Site:
     """The processes that faults are made in.
 
     Args:
-        pids: by name.
-        deployment: that was started here; None: none was.
-        fault_files: by node's name, where it reads what is to go wrong.
+        pids: process ids by name.
+        deployment: the deployment that was started here; None: none was.
+        fault_files: by node's name, the file from which a node reads its faults.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Site:
 
     @property
     def admin_token(self) -> str:
-        """Of the deployment that was started here; empty: it asks for none."""
+        """Return the admin token of the deployment started here; empty: none is needed."""
         return self._deployment.admin_token if self._deployment else ""
 
     def check(self, faults: Sequence[Fault]) -> None:
@@ -170,13 +172,18 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
             node_args=(*options.node_args, *faults),
             admin_token=options.admin_token,
         )
-        deployment = LocalDeployment(config)
+        deployment = LocalDeployment(config, _tell_of_build)
         await asyncio.to_thread(_enter_on, deployment, options.cores)
         try:
             await asyncio.to_thread(deployment.wait_ready, READY_TIMEOUT_S, progress)
             yield Site({}, deployment, files), config.listen
         finally:
             await asyncio.to_thread(deployment.stop)
+
+
+def _tell_of_build() -> None:
+    """Say on standard error, beside the report, what the start waits for."""
+    sys.stderr.write(f"{BUILDING}\n")
 
 
 def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:

@@ -22,9 +22,9 @@ class CacheReport:
     """Cached prompt tokens of the measured requests whose answer said how many there were.
 
     Attributes:
-        num_requests: of those.
-        num_shared_tokens: at most so many can be cached by the load's own making: with them an
-            earlier request of this run begins, too.
+        num_requests: number of those requests.
+        num_shared_tokens: most tokens that a server can have cached from this load alone:
+            those with which an earlier request of this run begins, too.
     """
 
     num_requests: int

@@ -23,8 +23,8 @@ class Lengths:
     """Numbers of tokens, log-normal: many short ones and a long tail.
 
     Attributes:
-        mean: of all.
-        sigma: of the logarithm; 0: all are equal.
+        mean: mean of the distribution.
+        sigma: standard deviation of the logarithm; 0: all values are equal.
     """
 
     mean: float
@@ -41,14 +41,14 @@ class Workload:
     """The shape of sessions; checked when made.
 
     Attributes:
-        num_groups: of sessions whose prompts begin alike; 0: none do.
+        num_groups: groups of sessions whose prompts begin alike; 0: no two sessions do.
         zipf_exponent: group k is drawn in proportion to 1 / k ** this.
-        prefix_tokens: of a group's common beginning; each group draws its own once.
-        turn_tokens: that a turn adds to the prompt: a question, or what a tool said.
-        output_tokens: of a turn; part of the prompt of the next.
-        mean_turns: of a session, geometric; 1: each has one.
-        mean_pause_s: from a turn's arrival to the next one's, exponential. The next turn comes when
-            it comes: a trace does not know how long the answer took.
+        prefix_tokens: length of a group's common beginning; each group draws one.
+        turn_tokens: tokens that a turn adds to the prompt: a question, or a tool's result.
+        output_tokens: tokens of a turn's output, which the next turn's prompt repeats.
+        mean_turns: mean number of turns of a session, geometric; 1: all have one turn.
+        mean_pause_s: mean time from a turn's arrival to the next, exponential. Answers do not
+            delay the next turn, as a trace does not know how long they take.
         max_input_length: a session ends before a longer prompt.
     """
 
@@ -105,8 +105,8 @@ def gamma_arrivals(
     """Draw times in seconds with gamma-distributed gaps; raises ConfigError.
 
     Args:
-        variation: of the gaps, their standard deviation over their mean. 1 is a Poisson process;
-            above, arrivals come in bursts; near 0 they are even.
+        variation: standard deviation of the gaps over their mean. 1 is a Poisson process;
+            larger values make bursts; values near 0 make even arrivals.
     """
     if not (rate_per_s > 0 and variation > 0):
         raise ConfigError(
@@ -125,9 +125,9 @@ def on_off_arrivals(
     """Times in seconds: Poisson while on, nothing while off; raises ConfigError.
 
     Args:
-        rate_per_s: while on.
-        mean_on_s: of the on times, exponential.
-        mean_off_s: of the off times, exponential.
+        rate_per_s: rate during on times.
+        mean_on_s: mean length of on times, exponential.
+        mean_off_s: mean length of off times, exponential.
     """
     if not (rate_per_s > 0 and mean_on_s > 0 and mean_off_s > 0):
         raise ConfigError(
@@ -151,7 +151,7 @@ def generate(
 
     Args:
         starts_s: when sessions begin; see `gamma_arrivals` and `on_off_arrivals`.
-        seed: of the sessions; the arrivals have their own.
+        seed: seed of the sessions; arrivals have a seed of their own.
     """
     chance = random.Random(seed)
     new_ids = itertools.count()

@@ -31,9 +31,9 @@ class Player:
         now: a monotonic clock, in seconds.
 
     Attributes:
-        records: of all requests that were sent, in their order.
+        records: records of all requests in the order of sending.
         num_open: requests in flight.
-        was_stopped: the run was ended from outside, before its time.
+        was_stopped: whether the user or a signal ended the run before its time.
     """
 
     def __init__(

@@ -32,12 +32,12 @@ class PlannedRequest:
     """One request of a run.
 
     Attributes:
-        due_s: after the beginning of the run; None: when a user is free, or the answer before it in
-            its conversation has come.
-        think_s: what is waited then.
-        turn: of its conversation, from 0.
-        shared_share: of its prompt, with which an earlier request of this load begins, too.
-        cancel_after_tokens: the client gives it up with this token; None: never.
+        due_s: time after the run's beginning; None: the request is due when a user is free, or
+            when the previous answer of its conversation has come.
+        think_s: pause before sending in that case.
+        turn: number of the turn in its conversation, from 0.
+        shared_share: share of the prompt with which an earlier request of this load begins, too.
+        cancel_after_tokens: the client cancels the request after this token; None: never.
     """
 
     index: int

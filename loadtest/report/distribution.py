@@ -13,7 +13,7 @@ class Distribution:
     """Percentiles by nearest rank: the least value that so many per mille are not above.
 
     Attributes:
-        count: of the values, their weights added.
+        count: sum of the values' weights.
     """
 
     count: int

@@ -29,13 +29,13 @@ class FaultReport:
 
     Attributes:
         window_s: the length of the windows, over which shares and rates are taken.
-        baseline_share: of good ones (within the SLO; without one, that ended well) among those that
-            were scheduled in the ten seconds before; None: there were none.
-        lowest_share: of the worst window from the fault to the next one, or the end.
-        recovery_s: from the fault's beginning to the end of the last window that was worse than
-            the baseline; 0: none was; None: it was still so at the next fault or the end.
-        errors: of requests that were open at the fault or came after, by kind: the lost ones.
-        num_retried: those that ended well by another attempt, as far as receipts say so.
+        baseline_share: share of good requests (within the SLO; without an SLO, successful ones)
+            among those scheduled in the ten seconds before the fault; None: there were none.
+        lowest_share: share in the worst window until the next fault or the end.
+        recovery_s: time from the fault to the end of the last window below the baseline; 0: no
+            window was; None: the share was still below it at the next fault or the end.
+        errors: errors by kind, of requests that were open at the fault or came after it.
+        num_retried: requests that ended well after another attempt, as far as receipts say so.
         num_orphans, num_leaked: see FaultEvent.
     """
 

@@ -30,7 +30,7 @@ async def show_progress(plan: LoadPlan, player: Player, console: Console) -> Non
 
 
 def progress_line(plan: LoadPlan, player: Player, tokens_per_s: float) -> str:
-    """Format one line of at most 100 columns, as long as numbers are of a usual size."""
+    """Format one line of at most 80 columns, as long as numbers are of a usual size."""
     now_s = player.clock.now_s()
     limit = "" if plan.duration_s is None else f" of {plan.duration_s:.0f}"
     phase = "warm-up" if now_s < plan.warmup_s else "measuring"
@@ -40,6 +40,5 @@ def progress_line(plan: LoadPlan, player: Player, tokens_per_s: float) -> str:
     lag_ms = 0.0 if lag is None else lag.p99 * 1e3
     return (
         f"{now_s:.0f}{limit} s {phase}: {len(player.records)} sent, {player.num_open} open, "
-        f"{player.num_ended} ended, {player.num_errors} failed, {tokens_per_s:.0f} tokens/s, "
-        f"lag {lag_ms:.1f} ms"
+        f"{player.num_errors} failed, {tokens_per_s:.0f} tokens/s, lag {lag_ms:.1f} ms"
     )

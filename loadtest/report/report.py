@@ -1,4 +1,4 @@
-"""Reports of a run: a table of 100 columns for people, JSON for programs, a row per request."""
+"""Reports of a run: a table of 80 columns for people, JSON for programs, a row per request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,7 +21,7 @@ from loadtest.report.summary import LagReport, ReceiptReport, Summary
 from loadtest.report.terms import LATENCY_NAMES
 from loadtest.run import RunResult
 
-WIDTH = 100
+WIDTH = 80
 # Raised when fields change their meaning or go.
 JSON_FORMAT = 2
 _COLUMNS = ("mean", *PER_MILLE, "max")
@@ -66,9 +67,23 @@ def print_summary(result: RunResult, console: Console) -> None:
     console.print(_lag_line(summary.lag, result))
 
 
-def _latency_table(summary: Summary) -> Table:
-    table = Table(width=WIDTH, title="milliseconds", title_justify="right", title_style="dim")
+def empty_table(title: str) -> Table:
+    """Make a table of `WIDTH` columns whose first column has the names of rows."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=0,  # the box has a blank between two columns
+        show_edge=False,
+        width=WIDTH,
+        title=title,
+        title_justify="right",
+        title_style="dim",
+    )
     table.add_column("", no_wrap=True)
+    return table
+
+
+def _latency_table(summary: Summary) -> Table:
+    table = empty_table("milliseconds")
     for column in _COLUMNS:
         table.add_column(column.replace("p999", "p99.9"), justify="right", no_wrap=True)
     for name, values in summary.latencies.items():
@@ -97,7 +112,7 @@ def _receipt_line(receipts: ReceiptReport) -> str:
         f"{receipts.num_retried} retried, {receipts.num_preemptions} preemptions"
     )
     if receipts.num_drafts:
-        line += f", {receipts.num_accepted_drafts} of {receipts.num_drafts} guesses right"
+        line += f", {receipts.num_accepted_drafts} of {receipts.num_drafts} drafts accepted"
     return line
 
 

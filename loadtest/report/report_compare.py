@@ -1,4 +1,4 @@
-"""Reports of a comparison: a table of 100 columns, the verdict in words, JSON."""
+"""Reports of a comparison: a table of 80 columns, the verdict in words, JSON."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from loadtest.compare import Comparison, Trial
 from loadtest.plan import OpenLoop
 from loadtest.report.confidence import Interval, mean_interval
-from loadtest.report.report import WIDTH, result_to_json
+from loadtest.report.report import empty_table, result_to_json
 from loadtest.report.verdict import METRICS, Values, Verdict, judge_comparison, values_of
 
 Document = dict[str, Any]
@@ -51,10 +50,7 @@ def trial_line(trial: Trial) -> str:
 
 def print_comparison(comparison: Comparison, values: Values, console: Console) -> None:
     """Print means of the repeats, and their 95 % intervals."""
-    table = Table(
-        width=WIDTH, title="mean, 95 % interval", title_justify="right", title_style="dim"
-    )
-    table.add_column("", no_wrap=True)
+    table = empty_table("mean, 95 % interval")
     for title, _, _ in _COLUMNS.values():
         table.add_column(title, justify="right")
     for deployment in comparison.deployments:
@@ -83,7 +79,7 @@ def _cell(metric: str, values: Sequence[float], scale: float, form: str) -> str:
         return "-"
     ends = ""
     if found.low is not None and found.high is not None:
-        ends = f"\n{found.low * scale:{form}} to {found.high * scale:{form}}"
+        ends = f"\n{found.low * scale:{form}}-{found.high * scale:{form}}"
     return f"{found.mean * scale:{form}}{ends}"
 
 

@@ -12,21 +12,24 @@ from loadtest.search import Search, SearchResult
 from loadtest.steps import Step
 
 Document = dict[str, Any]
+# Two lines: the second one continues the first.
 _HEADINGS = (
-    "ended/s", "goodput/s", "attained", "cached", "tokens/s",
-    "TTFT p50", "p99", "ITL p50", "p99 ms",
-)  # fmt: skip
-_WIDTHS = (9, 10, 9, 8, 9, 9, 8, 8, 8)
+    ("ended", "good", "in SLO", "cached", "tokens", "TTFT", "ms", "ITL", "ms"),
+    ("/s", "/s", "", "", "/s", "p50", "p99", "p50", "p99"),
+)
+_WIDTHS = (7, 7, 8, 7, 7, 8, 8, 7, 7)
+_VALUE_WIDTH = 9
 _SHARED = ("format", "plan", "target", "environment", "faults", "audit")
 
 
 def step_heading(variable: str) -> str:
-    """Make the head above the lines of steps; 100 columns at most."""
-    return f"{variable:>11}" + _in_columns(_HEADINGS)
+    """Make the two lines above the lines of steps; 80 columns at most."""
+    first, second = map(_in_columns, _HEADINGS)
+    return f"{variable:>{_VALUE_WIDTH}}{first}\n{'':{_VALUE_WIDTH}}{second}"
 
 
 def step_line(step: Step) -> str:
-    """Report one step; what is missing is a dash."""
+    """Report one step in 80 columns; what is missing is a dash."""
     summary = step.result.summary
     latencies = summary.latencies
     ttft, itl = latencies.get("ttft_s"), latencies.get("itl_s")
@@ -40,10 +43,10 @@ def step_line(step: Step) -> str:
         f"{summary.output_tokens_per_s:.0f}",
         *(_ms(values, name) for values in (ttft, itl) for name in ("p50", "p99")),
     ]
-    marks = [] if step.held is None else ["held" if step.held else "failed"]
+    mark = "" if step.held is None else " held" if step.held else " fail"
     if not summary.lag.kept_up:
-        marks.append("late")  # the generator: said in full at the end
-    return "  ".join([f"{step.value:>11.4g}{_in_columns(cells)}", *marks])
+        mark = " late"  # the generator, so the step says nothing: said in full at the end
+    return f"{step.value:>{_VALUE_WIDTH}.4g}{_in_columns(cells)}{mark}"
 
 
 def _in_columns(cells: Sequence[str]) -> str:
@@ -51,7 +54,10 @@ def _in_columns(cells: Sequence[str]) -> str:
 
 
 def _ms(values: Distribution | None, name: str) -> str:
-    return "-" if values is None else f"{getattr(values, name) * 1e3:,.1f}"
+    if values is None:
+        return "-"
+    value_ms = getattr(values, name) * 1e3
+    return f"{value_ms:,.{1 if value_ms < 1000 else 0}f}"
 
 
 def cache_lines(steps: Sequence[Step]) -> list[str]:

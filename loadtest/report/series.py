@@ -14,7 +14,7 @@ from loadtest.load.record import Outcome, RequestRecord
 from loadtest.plan import LoadPlan
 from loadtest.report.distribution import distribution
 from loadtest.report.summary import RECEIPT_SECONDS, client_seconds, frame_gaps
-from loadtest.report.terms import LATENCY_NAMES
+from loadtest.report.terms import LATENCY_NAMES, TTFT_PARTS
 
 MAX_POINTS = 200  # of a curve, and then its last hundredth in full detail
 MIN_BINS, MAX_BINS = 10, 60
@@ -30,9 +30,9 @@ class TimelineBin:
     """One bin of the timeline, from ``begin_s`` on; per second where it is a rate.
 
     Attributes:
-        good_per_s: ended well within the SLO, like all that ends at its end; None without an SLO.
-        ttft_p50_s: of the requests that were scheduled in it.
-        frame_gap_p99_s: of the frames that arrived in it.
+        good_per_s: rate of requests that ended well within the SLO; None without an SLO.
+        ttft_p50_s: median of the requests that were scheduled in the window.
+        frame_gap_p99_s: 99th percentile of the gaps before frames that arrived in the window.
     """
 
     begin_s: float
@@ -50,10 +50,10 @@ class Stage:
     """A part of the mean request's time, over all receipts: 0 where a request has no such part.
 
     Attributes:
-        latency: by which name the summary has the same part, over the requests that have it.
-        begin_s: where it begins in the mean request, after the request was received.
-        seconds: those of the mean request; of stages that follow each other they add up.
-        overlaps: it runs while other stages do; the others follow each other.
+        latency: the summary's name of this part, over the requests that have it.
+        begin_s: begin of the stage in the mean request, after the request was received.
+        seconds: length in the mean request; consecutive stages add up.
+        overlaps: whether the stage runs beside other stages, not between them.
     """
 
     name: str
@@ -171,14 +171,12 @@ def timeline(
     return found
 
 
-# Stages that follow each other; those before token 1 sum to the TTFT.
-_IN_TURN = (
-    "router_queue_s", "prefill_queue_s", "prefill_s", "network_s", "decode_prompt_s", AFTER_FIRST,
-)  # fmt: skip
+_IN_TURN = (*TTFT_PARTS, AFTER_FIRST)
 # Stages that run beside them: after which of those above they begin.
 _BESIDE = {
-    "parked_s": "router_queue_s",
+    "parked_s": "place_s",
     "exposed_transfer_s": "prefill_s",
+    "handoff_s": "prefill_s",
     "first_step_s": "parked_s",
 }
 

@@ -18,6 +18,12 @@ from loadtest.load.clock import LoopLag
 from loadtest.load.record import Outcome, RequestRecord
 from loadtest.plan import LoadPlan
 from loadtest.report.distribution import Distribution, distribution, weighted_distribution
+from loadtest.report.terms import TTFT_PARTS
+
+
+def _part(name: str) -> Callable[[Receipt], float | None]:
+    return lambda receipt: receipt.ttft_parts.get(name)
+
 
 # Seconds of a receipt by name; None where a request had no such part.
 RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
@@ -25,13 +31,11 @@ RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
     "server_tpot_s": lambda r: r.time_per_token_s if r.num_output_tokens > 1 else None,
     "server_total_s": lambda r: r.total_s,
     "router_queue_s": lambda r: r.router_queue_s,
-    "prefill_queue_s": lambda r: r.prefill.queue_s if r.prefill else None,
-    "prefill_s": lambda r: r.prefill.prefill_s if r.prefill else None,
-    "network_s": lambda r: r.network_s if r.prefill else None,
-    "decode_prompt_s": lambda r: None if r.prefill else r.network_s,
+    **{name: _part(name) for name in TTFT_PARTS},
     "after_first_s": lambda r: r.total_s - r.ttft_s,
     "exposed_transfer_s": lambda r: p.exposed_transfer_s if (p := _push_of(r)) else None,
     "posting_s": lambda r: p.posting_s if (p := _push_of(r)) else None,
+    "handoff_s": lambda r: r.handoff_s if _push_of(r) else None,
     "parked_s": lambda r: r.decode.parked_s if r.decode else None,
     "first_step_s": lambda r: r.decode.first_step_s if r.decode else None,
 }
@@ -67,10 +71,10 @@ class TokenReport:
     """Checks of the token counts.
 
     Attributes:
-        num_checked: requests whose tokens were counted here and by the server.
-        num_miscounted: of those, where the numbers differ.
-        num_estimated: requests whose frames did not say how many tokens they had.
-        num_short: requests that ended with fewer tokens than were asked for.
+        num_checked: requests whose tokens were counted both here and by the server.
+        num_miscounted: checked requests whose two counts differ.
+        num_estimated: requests whose frames did not say their number of tokens.
+        num_short: requests that ended with fewer tokens than the client asked for.
     """
 
     num_checked: int

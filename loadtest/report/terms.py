@@ -10,17 +10,27 @@ LATENCY_NAMES = {
     "server_tpot_s": "TPOT, server's",
     "server_total_s": "E2E, server's",
     "router_queue_s": "queue of the router",
+    "accept_s": "checking and tokenizing",
+    "place_s": "waiting for a place",
     "prefill_queue_s": "queue of prefill",
     "prefill_s": "prefill",
-    "network_s": "network to TTFT",
+    "send_s": "token 1 to the link",
+    "network_s": "links to prefill and back",
     "decode_prompt_s": "prompt on decode alone",
+    "delivery_s": "token 1 to the client",
     "after_first_s": "tokens after the first",
+    "handoff_s": "token 1 until decode has KV",
     "exposed_transfer_s": "exposed transfer",
     "posting_s": "posting of writes",
     "parked_s": "parked on decode",
     "first_step_s": "first decode step",
 }
-FIRST_STAGE = "router_queue_s"  # from here on: parts of the time, by the receipts
+FIRST_STAGE = "accept_s"  # from here on: parts of the time, by the receipts
+# Those that follow each other up to token 1, and sum to the server's TTFT.
+TTFT_PARTS = (
+    "accept_s", "place_s", "prefill_queue_s", "prefill_s", "send_s", "network_s", "decode_prompt_s",
+    "delivery_s",
+)  # fmt: skip
 
 # What the rates of a report count, written beside them.
 RATE_MEANINGS = {

@@ -34,7 +34,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     """The server's own count of tokens read and written.
 
     Attributes:
-        num_cached_tokens: of the prompt, that its prefix cache had; None: it does not say.
+        num_cached_tokens: prompt tokens that the server's cache had; None: not told.
     """
 
     num_prompt_tokens: int
@@ -46,11 +46,11 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     """A piece of an answer that arrived at once.
 
     Attributes:
-        num_tokens: in it; None: there is text and the server does not say of how many tokens.
-        num_chars: of the text, where ``num_tokens`` is None.
+        num_tokens: tokens of the text; None: the server does not say.
+        num_chars: length of the text, where ``num_tokens`` is None.
         finish_reason: the server's word for why the output ended, when it has.
-        usage: of the whole request so far.
-        receipt: Baton's.
+        usage: token counts of the whole request so far.
+        receipt: Baton's receipt.
     """
 
     num_tokens: int | None

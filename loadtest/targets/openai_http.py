@@ -128,7 +128,7 @@ class EventReader:
         """Read what arrived, as one frame; None when it was no whole event with anything in it.
 
         Raises:
-            TargetError: it is not understood, or says that the request failed.
+            TargetError: the data is not understood, or says that the request failed.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         num_tokens: int | None = 0

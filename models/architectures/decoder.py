@@ -51,22 +51,22 @@ class DecoderOptions:
     """The differences between the architectures.
 
     Attributes:
-        attention: of the layers that `mixer` does not make.
-        mlp_bias: of the feed-forward parts that `feed_forward` does not make.
-        sliding_windows: of each layer that `mixer` does not make; None: no layer has one.
+        attention: makes the mixers of the layers for which `mixer` makes none.
+        mlp_bias: whether MLPs have biases, where `feed_forward` makes none.
+        sliding_windows: window of each layer for which `mixer` makes none; None: no windows.
         kv_layers: what each layer keeps, where mixers do not all attend by keys and values of the
             config's heads; None: they do.
         mixer: makes what mixes the tokens of a layer, called as ``Attention`` is; None: attention.
-        feed_forward: makes what follows, `[num_tokens, hidden_size]` to the same; None: a gated
-            MLP. What it makes may be None: the layer ends with its mixer.
-        ropes: of the rotations that a step's layers choose from; None: the config's one.
-        layer_ropes: which of them is each layer's; None: all take the first.
-        norms: where a layer's norms stand.
-        norm_weight: of all norms outside of attention.
-        embedding_scale: what embeddings are multiplied with, rounded to their dtype.
-        residual_scale: what each part's result is multiplied with, before it is added.
-        logits_divisor: of the head's results.
-        logits_soft_cap: see ``ops.soft_cap``, of the head's results; None: there is none.
+        feed_forward: makes the part behind the mixer, from `[num_tokens, hidden_size]` to the same;
+            None: a gated MLP. It may return None: the layer then ends with its mixer.
+        ropes: the rotations that a step's layers choose from; None: the config's only one.
+        layer_ropes: index of each layer's rotation; None: all layers use the first.
+        norms: the places of a layer's norms.
+        norm_weight: kind of weight of all norms outside of attention.
+        embedding_scale: factor of the embeddings, rounded to their dtype.
+        residual_scale: factor of each part's result before it is added to the stream.
+        logits_divisor: divisor of the head's results.
+        logits_soft_cap: cap of the head's results, see ``ops.soft_cap``; None: no cap.
         stored_joined: checkpoints have gate and up projections joined.
         stored_names: parts of parameters' names -> what checkpoints have in their place.
         ignored: what names of a checkpoint begin with that nothing here reads.
@@ -160,7 +160,7 @@ class DecoderLayer(nn.Module):
         Args:
             delta: ``[num_tokens, hidden_size]``, what the layer before adds to the stream.
             residual: ``[num_tokens, hidden_size]``, the stream; None in the first layer.
-            rotations: of the step.
+            rotations: the step's rotations.
             step: the forward context.
 
         Returns:
@@ -223,8 +223,8 @@ class Decoder(nn.Module):
         self._vocab_start, self._vocab_size = 0, config.vocab_size
         self._hidden_size = config.hidden_size
         self._own_layers = range(config.num_layers)
-        # For whoever guesses from states between layers: those before which they are kept, and of
-        # the latest step `[num_tokens, len(state_layers) * hidden_size]`.
+        # For drafters that read states between layers: the layers before which states are kept, and
+        # the latest step's states `[num_tokens, len(state_layers) * hidden_size]`.
         self.state_layers: tuple[int, ...] = ()
         self.states: Tensor | None = None
 

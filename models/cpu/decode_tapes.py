@@ -44,7 +44,7 @@ class _Taped:
         return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
 
     def copy_results(self) -> Results:
-        """What was computed last; the next run writes over it."""
+        """Return copies of the latest results; the next run overwrites the originals."""
         return tuple(result.clone() for result in self.results)
 
 

@@ -42,10 +42,9 @@ class CpuPacker:
     """A ``WeightPacker`` for CPUs; equal ones make equal models.
 
     Attributes:
-        dtype: that the model computes in.
-        weights: of all linear layers; None: as the checkpoint has them, if kernels take it, else
-            in ``dtype``. With ``INT4`` and ``FP8`` the head is ``INT8``: of all layers it loses
-            most.
+        dtype: the dtype in which the model computes.
+        weights: format of all linear layers; None: the checkpoint's format if kernels take it, else
+            ``dtype``. With ``INT4`` and ``FP8`` the head is ``INT8``: low precision hurts it most.
         native: the kernels that will read the weights; None: there are none.
     """
 

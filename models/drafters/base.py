@@ -14,7 +14,7 @@ from models.base import ForwardContext
 
 
 class HeadsDrafter(Protocol):
-    """Guesses several tokens at once from one state of the model."""
+    """Drafts several tokens at once from one state of the model."""
 
     num_heads: int
 
@@ -27,14 +27,14 @@ class HeadsDrafter(Protocol):
 
 
 class LayersDrafter(Protocol):
-    """Guesses one token after the other, over KV of its own.
+    """Drafts one token after the other, over KV of its own.
 
     Attributes:
         kv_layers: what each of its layers keeps of the tokens before.
-        reads_states: whether it goes on from the model's states. Then its KV at a position is of
-            the state there and of the token behind it; else of the token there.
-        state_layers: of the model's layers, those before which states are read; empty: behind the
-            last norm.
+        reads_states: whether it reads the model's states. Its KV at a position then belongs to the
+            state there and the token behind it; else to the token there.
+        state_layers: the model's layers before which states are read; empty: states behind the
+            last norm are read.
     """
 
     kv_layers: tuple[LayerKV, ...]
@@ -52,7 +52,7 @@ class LayersDrafter(Protocol):
             token_ids: ``[n]`` int64.
             states: ``[n, width]``, of the model or of what this returned for the token before;
                 None where it reads none.
-            context: of its own layers.
+            context: forward context of the drafter's own layers.
 
         Returns:
             ``[n, width]``.
@@ -65,10 +65,10 @@ class LayersDrafter(Protocol):
 
 
 class GreedyDrafter(Protocol):
-    """What can guess the most probable tokens behind one request at once."""
+    """Drafts the most probable tokens of one request in one call."""
 
     def guess_greedily(
         self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
     ) -> list[int]:
-        """Guess ``num_drafts`` tokens: see ``StateDrafter``."""
+        """Draft ``num_drafts`` tokens: see ``StateDrafter``."""
         ...

@@ -22,8 +22,8 @@ class DraftModel:
     """See ``LayersDrafter``.
 
     Args:
-        model: that guesses.
-        vocab_size: of the model that it guesses for.
+        model: the model that drafts.
+        vocab_size: vocabulary size of the target model.
     """
 
     reads_states = False

@@ -20,12 +20,12 @@ from models.loading.stored_weights import StoredTensor, open_safetensors
 
 @dataclass(frozen=True, slots=True)
 class DrafterSource:
-    """Where a drafter comes from, and the model that it guesses for.
+    """A drafter's files, and the target model.
 
     Attributes:
-        folder: of the drafter; None: the model's own.
-        model_folder: of the model.
-        model: loaded, and packed if it is to be.
+        folder: the drafter's folder; None: the target model's folder.
+        model_folder: the target model's folder.
+        model: the target model, loaded, and packed if it is to be.
         dtype, device, packer, max_model_len: see `models.load_model`.
     """
 

@@ -38,14 +38,14 @@ class StateLayout:
 
     Attributes:
         names: how our parameters' names begin -> what the checkpoint has in its place, in order.
-        state_layers: of the model, see ``LayersDrafter``; not empty: EAGLE-3.
+        state_layers: the target model's layers, see ``LayersDrafter``; not empty: EAGLE-3.
         residual_is_normed: EAGLE-3's layer adds to the normed state.
-        has_embedding, has_head: its own; else the model's.
+        has_embedding, has_head: whether the drafter has its own; else it uses the model's.
         head_size: tokens that its head gives; they are a part of the vocabulary if ``picks``.
         fc_bias: the bias of ``fc``.
         embedding_norm, state_norm, final_norm: whether there are such norms.
-        goes_on_normed: what it returned last, for its next guess, is behind the last norm.
-        state_size: of the model's states.
+        goes_on_normed: whether its last result is normalized before it drafts the next token.
+        state_size: size of the target model's states.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -177,9 +177,9 @@ class StateDrafter(DecoderForCausalLM):
     """See ``LayersDrafter``.
 
     Args:
-        config: of its layers.
-        options: of its layers.
-        layout: what there is.
+        config: configuration of the drafter's layers.
+        options: options of the drafter's layers.
+        layout: the parts that the checkpoint has.
     """
 
     reads_states = True
@@ -204,7 +204,7 @@ class StateDrafter(DecoderForCausalLM):
         self.picked: Tensor | None = None  # [head_size] int64
 
     def share(self, model: DecoderForCausalLM, picked: Tensor | None) -> None:
-        """Take what it lacks from the model that it guesses for.
+        """Use the target model's parts where the drafter has none.
 
         Args:
             picked: ids of the head's tokens, ``[head_size]``; None: all.
@@ -240,15 +240,15 @@ class StateDrafter(DecoderForCausalLM):
     def guess_greedily(
         self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
     ) -> list[int]:
-        """Compute tokens of one request, and guess the most probable ones behind them: one tape.
+        """Compute one request's tokens and draft the most probable ones behind them, in one tape.
 
-        What follows is computed at once, as positions and blocks are known before the tokens are.
+        All passes are recorded at once, as positions and blocks are known before the tokens are.
 
         Args:
             token_ids: ``[n]`` int64.
             states: see `compute`.
-            num_drafts: how many to guess; all but the last of them are computed, too.
-            context: of all that is computed, one pass behind the other: positions
+            num_drafts: number of tokens to draft; all but the last are computed, too.
+            context: forward context of all passes, one behind the other: positions
                 ``[n + num_drafts - 1]``, and groups of each pass.
         """
         num_tokens, embed = len(token_ids), self._embed or self.model.embed

@@ -23,7 +23,7 @@ class InvariantPacker:
     """A ``WeightPacker`` that leaves weights as they are, but has other products multiply them.
 
     Attributes:
-        kind: of the GPU; those of others add in another order.
+        kind: the GPU's kind; other kinds add in another order.
         int8: what takes the layers whose sums are of integers, which have no order; None: nothing.
     """
 

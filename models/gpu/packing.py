@@ -46,9 +46,9 @@ class GpuPacker:
     """A ``WeightPacker`` for GPUs; equal ones make equal models.
 
     Attributes:
-        device: of the weights.
-        weights: of all linear layers, but for a tied head; None: as the checkpoint has them. With
-            ``INT4`` and ``FP8`` a head has integers of 8 bits: of all layers it loses most.
+        device: the weights' device.
+        weights: format of all linear layers but a tied head; None: the checkpoint's format. With
+            ``INT4`` and ``FP8`` a head is ``INT8``, as low precision hurts the head most.
         has_float8: whether the device multiplies float8.
     """
 

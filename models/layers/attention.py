@@ -53,8 +53,8 @@ class Attention(nn.Module):
         rotation: which of the step's rotations is this layer's.
 
     Attributes:
-        k_scale: of keys in a cache of float8, from the checkpoint where it has one.
-        v_scale: the same of values.
+        k_scale: scale of keys in a float8 cache, from the checkpoint if it has one.
+        v_scale: scale of values in a float8 cache.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Attention(nn.Module):
 
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
-            rotations: of the step, of which one is taken.
+            rotations: the step's rotations; the layer picks its own.
             context: the step.
 
         Returns:

@@ -16,8 +16,8 @@ class PackedEmbedding(nn.Module):
     """Rows out of the head's panels: the numbers are in memory once.
 
     Args:
-        weight: the head's.
-        dtype: of what is returned.
+        weight: the head's weight.
+        dtype: dtype of the result.
     """
 
     def __init__(self, weight: ops.PackedWeight, dtype: torch.dtype) -> None:
@@ -34,7 +34,7 @@ class NarrowEmbedding(nn.Module):
 
     Args:
         weight: ``[vocab_size, hidden_size]``.
-        dtype: of what is returned.
+        dtype: dtype of the result.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:

@@ -27,10 +27,10 @@ class GatedDeltaNet(nn.Module):
         | query | key | value | gate (as value) | b (value heads) | a (the same) |
 
     Args:
-        config: its shape.
-        hidden_size: of input and output.
-        eps: of the norm.
-        layer_index: which layer of the cache is this one's.
+        config: shape of the layer.
+        hidden_size: size of input and output.
+        eps: epsilon of the norm.
+        layer_index: index of this layer's cache.
         stored_by_key_head: see above.
     """
 

@@ -12,7 +12,7 @@ class GatedRMSNorm(nn.Module):
     """Root-mean-square norm of groups, times ``silu(gate)``.
 
     Args:
-        weight_size: of all groups together, or of one group if they share it.
+        weight_size: size of all groups together, or of one group if they share the weight.
         group_size: elements that are normalized together.
         eps: added to the mean square.
         norm_before_gate: whether the gate comes last.

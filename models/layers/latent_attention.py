@@ -27,9 +27,9 @@ class LatentProjection(nn.Linear):
 
     Args:
         num_heads: of which each has rows for its key, then for its value.
-        rank: numbers of a latent.
-        key_dim: of a head, without those that carry the position.
-        value_dim: of a head.
+        rank: size of a latent.
+        key_dim: size of a head's key, without the part that carries the position.
+        value_dim: size of a head's value.
     """
 
     def __init__(self, num_heads: int, rank: int, key_dim: int, value_dim: int) -> None:
@@ -85,8 +85,8 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention; a ``LayerPart``.
 
     Args:
-        config: of a model that has it.
-        layer_index: which layer of the cache is this one's.
+        config: configuration of a model with latent attention.
+        layer_index: index of this layer's cache.
     """
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
@@ -130,7 +130,7 @@ class LatentAttention(nn.Module):
 
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
-            rotations: of the step; the first is taken.
+            rotations: the step's rotations; the layer uses the first.
             context: the step; this layer's cache is ``[num_blocks, block_size, width]``.
 
         Returns:

@@ -28,7 +28,7 @@ class JoinedLinear(nn.Linear):
     """Several projections of one input, stacked along the output.
 
     Args:
-        in_features: of all of them.
+        in_features: inputs of all parts.
         parts: name of each in the checkpoint -> its rows, in the order of the output.
         bias: whether each has one.
         stored_joined: checkpoints have them joined already, by this layer's own name.
@@ -99,7 +99,7 @@ class HeadsInPairs(JoinedLinear):
         here               | 0 2 4 6 | 1 3 5 7 |
 
     Args:
-        in_features: of all of them.
+        in_features: inputs of all parts.
         parts: name of each in the checkpoint -> its rows.
         turning: those whose heads turn.
         head_dim: rows of a head.
@@ -136,7 +136,7 @@ class HeadsWithGates(JoinedLinear):
         here               | queries | keys | values | gates |
 
     Args:
-        in_features: of all of them.
+        in_features: inputs of all parts.
         parts: name of each in the checkpoint -> its rows here, without gates; queries first.
         head_dim: rows of a head.
         bias: whether each has one.
@@ -174,8 +174,8 @@ class RegroupedLinear(JoinedLinear):
         here               | a of group 0 | a of group 1 | ... | b of group 0 | b of group 1 | ...
 
     Args:
-        in_features: of all of them.
-        num_groups: of each projection.
+        in_features: inputs of all parts.
+        num_groups: groups of each projection.
         parts: name of each in the checkpoint -> rows of its pieces within a group.
         bias: whether each has one.
     """
@@ -228,8 +228,8 @@ class PackedLinear(nn.Module):
     """A linear layer on a CPU whose weight is kept in panels; made of a loaded one.
 
     Args:
-        weight: its parameters, which are read only.
-        activation: of the ``GatedLinear`` that it was; None: it was none.
+        weight: the layer's parameters; they are only read.
+        activation: activation of the original ``GatedLinear``; None: the layer was none.
         exact: whether it was an ``ExactLinear``.
 
     Attributes:
@@ -266,7 +266,7 @@ class QuantizedLinear(nn.Module):
     Args:
         weight: on the device of the layer.
         bias: ``[out_features]``.
-        activation: of the ``GatedLinear`` that it was; None: it was none.
+        activation: activation of the original ``GatedLinear``; None: the layer was none.
     """
 
     def __init__(
@@ -291,9 +291,9 @@ class InvariantLinear(nn.Module):
     """A linear layer on a GPU whose results do not depend on a token's company; made of another.
 
     Args:
-        weight: ``[out_features, in_features]``, which it shares with whoever had it.
+        weight: ``[out_features, in_features]``, shared with the original layer.
         bias: ``[out_features]``.
-        activation: of the ``GatedLinear`` that it was; None: it was none.
+        activation: activation of the original ``GatedLinear``; None: the layer was none.
         exact: whether it was an ``ExactLinear``.
     """
 
@@ -334,7 +334,7 @@ def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
 
     Args:
         linear: the layer.
-        spans: of its outputs; of a ``JoinedLinear``, of those of each part.
+        spans: the outputs to keep; for a ``JoinedLinear``, those of each part.
     """
     if isinstance(linear, JoinedLinear):
         kept = linear.keep_parts(spans)
@@ -352,9 +352,9 @@ def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
     """Have a layer without weights yet read some of its inputs: it is row-parallel then.
 
     Args:
-        linear: the layer, whose results all ranks add.
-        span: of its inputs.
-        adds_bias: whether this rank is the one that adds the bias.
+        linear: the layer, whose results are added over all ranks.
+        span: the inputs to keep.
+        adds_bias: whether this rank adds the bias.
     """
     kept: KeptParts = {}
     for name, one in linear.named_parameters():

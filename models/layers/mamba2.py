@@ -23,10 +23,10 @@ class Mamba2(nn.Module):
         | gate (inner_size) | x (inner_size) | b (groups * state_dim) | c (the same) | dt (heads) |
 
     Args:
-        config: its shape.
-        hidden_size: of input and output.
-        eps: of the norm.
-        layer_index: which layer of the cache is this one's.
+        config: shape of the layer.
+        hidden_size: size of input and output.
+        eps: epsilon of the norm.
+        layer_index: index of this layer's cache.
     """
 
     def __init__(

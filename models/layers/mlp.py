@@ -16,8 +16,8 @@ class GatedMLP(nn.Module):
     """``down(activation(gate(x)) * up(x))`` (Shazeer, arXiv:2002.05202).
 
     Args:
-        hidden_size: of input and output.
-        intermediate_size: of the gated middle.
+        hidden_size: size of input and output.
+        intermediate_size: size of the gated middle.
         bias: whether the three projections have one.
         activation: see ``ops.gated_mul``.
         stored_joined: see ``JoinedLinear``.
@@ -57,8 +57,8 @@ class SquaredReluMLP(nn.Module):
     """``down(relu(up(x)) ** 2)``: no gates (So et al., arXiv:2109.08668).
 
     Args:
-        hidden_size: of input and output.
-        intermediate_size: of the middle.
+        hidden_size: size of input and output.
+        intermediate_size: size of the middle.
         bias: whether both projections have one.
     """
 

@@ -30,7 +30,7 @@ class SparseMoe(nn.Module):
     The weights of all experts are one parameter, so that they are packed and multiplied together.
 
     Args:
-        config: of a model with experts.
+        config: configuration of a model with experts.
 
     Attributes:
         invariant: whether a token's results may not depend on others, on a GPU, too.

@@ -22,9 +22,9 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension.
 
     Args:
-        size: of the last dimension.
+        size: size of the last dimension.
         eps: added to the mean square.
-        kind: of the weight.
+        kind: kind of weight.
     """
 
     def __init__(self, size: int, eps: float, kind: NormWeight = NormWeight.OWN) -> None:

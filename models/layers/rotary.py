@@ -45,7 +45,7 @@ class RotaryEmbedding(nn.Module):
         Args:
             positions: ``[num_tokens]`` int64.
             max_seq_len: the longest sequence in the step.
-            dtype: of the result; the angles are computed in float32.
+            dtype: dtype of the result; angles are computed in float32.
 
         Returns:
             ``(cos, sin)``, each ``[num_tokens, rotary_dim]``, both halves alike.

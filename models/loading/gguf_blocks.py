@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels import GroupedIntegers, Groups
+from models.loading.fp4 import mxfp4_integers
 
 # From blocks, [rows, blocks of a row, bytes of a block]: bits, numbers [rows, columns], their
 # groups, and a group's size.
@@ -26,6 +27,8 @@ def unpack_blocks(kind: str, blocks: Tensor) -> GroupedIntegers | None:
         kind: the type's name.
         blocks: ``[rows, blocks of a row, bytes of a block]`` uint8.
     """
+    if kind == "MXFP4":
+        return mxfp4_integers(_neighbours(blocks[:, :, 1:]), blocks[:, :, 0].contiguous())
     unpack = _UNPACK.get(kind)
     return None if unpack is None else GroupedIntegers.of(*unpack(blocks))
 
@@ -43,6 +46,15 @@ def _cut(parts: Tensor, *sizes: int) -> Tensor:
 def _nibbles(quads: Tensor) -> Tensor:
     """Low halves of ``[..., n]`` bytes, then the high ones: ``[..., 2 n]``."""
     return torch.cat([quads & 15, quads >> 4], dim=-1)
+
+
+def _neighbours(packed: Tensor) -> Tensor:
+    """Pack numbers in pairs: a byte had one of a block's first half and one of its second.
+
+    ``[rows, blocks, 16]`` -> ``[rows, blocks * 16]``.
+    """
+    codes = _nibbles(packed)
+    return (codes[:, :, ::2] | codes[:, :, 1::2] << 4).flatten(1)
 
 
 def _q8_0(blocks: Tensor) -> _Unpacked:

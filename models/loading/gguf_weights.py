@@ -1,62 +1,60 @@
 """Weights of a GGUF file, one tensor at a time: dequantized, by the names of Hugging Face.
 
-Refuses to know: modules, dtypes to compute in, metadata (`baton/gguf` reads it).
+Refuses to know: modules, dtypes to compute in, metadata and names (`baton/checkpoint/gguf`).
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from baton.api.errors import ModelLoadError
-from baton.checkpoint.gguf.config import ROPE_FACTORS
+from baton.checkpoint.gguf.architecture import (
+    EXPERT,
+    FUSED_PARTS,
+    LAYER,
+    Architecture,
+    Change,
+    Keys,
+)
 from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.gguf.file import StoredTensor as Place
+from baton.checkpoint.gguf.parts import linked, read_model
+from baton.checkpoint.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from baton.checkpoint.gguf.table import architecture_of
 from baton_kernels import GroupedIntegers
 from models.config import ModelConfig
 from models.loading.gguf_blocks import unpack_blocks
+from models.loading.gguf_changes import changed, is_order, joined, needed
 from models.loading.stored_weights import StoredTensor
 
-_OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_INNER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-# One tensor has those of all experts.
-_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_IN_MIXTRAL = {
-    ".mlp.": ".block_sparse_moe.",
-    ".gate_proj.": ".w1.",
-    ".down_proj.": ".w2.",
-    ".up_proj.": ".w3.",
-}
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
-# Their files keep the rows of each head of queries and keys in pairs, as the first Llama rotated
-# them; Hugging Face rotates the head's first half with its second.
-_PAIRED = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
-_HEADS = ("attn_q", "attn_k")
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<part>.+?)(?P<kind>\.weight|\.bias)?")
+_IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+_QKV = "attn_qkv"
 _SIXTEEN_BITS = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of a checkpoint, made of a file's.
+
+    Attributes:
+        name: the name in Hugging Face layout.
+        parts: tensors of the file whose rows follow each other.
+        changes: applied to the rows, in this order.
+    """
+
+    name: str
+    parts: tuple[Place, ...]
+    changes: tuple[Change, ...] = ()
 
 
 def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
@@ -74,82 +72,162 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             f"{path}: {error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
         ) from error
 
-    file = GgufFile.read(path.resolve())
-    content = numpy.memmap(file.path, mode="r")
+    file = read_model(linked(path))
+    contents = {part: numpy.memmap(part, mode="r") for part in file.parts}
 
-    def read(name: str, stored: Place) -> Tensor:
-        blocks = content[stored.start : stored.start + stored.num_bytes]
-        sixteen_bits = _SIXTEEN_BITS.get(TENSOR_TYPES[stored.type_id].name)
-        if sixteen_bits is None:
-            rows = blocks.reshape(*stored.shape[:-1], -1)  # [..., bytes of a row]
-            values = gguf.dequantize(rows, gguf.GGMLQuantizationType(stored.type_id))
-            tensor = torch.from_numpy(numpy.array(values))  # not the file's own pages
-        else:
-            tensor = torch.from_numpy(blocks.view(numpy.int16).copy()).view(sixteen_bits)
-        return _with_rows_in_order(name, tensor.view(stored.shape), config)
+    def content(place: Place) -> Any:
+        return contents[place.path][place.start : place.start + place.num_bytes]
 
-    def read_integers(name: str, stored: Place) -> GroupedIntegers | None:
-        kind = TENSOR_TYPES[stored.type_id]
-        if len(stored.shape) != 2:
+    def dequantized(place: Place) -> Tensor:
+        blocks = content(place)
+        sixteen_bits = _SIXTEEN_BITS.get(TENSOR_TYPES[place.type_id].name)
+        if sixteen_bits is not None:
+            numbers = torch.from_numpy(blocks.view(numpy.int16).copy())
+            return numbers.view(sixteen_bits).view(place.shape)
+        rows = blocks.reshape(*place.shape[:-1], -1)  # [..., bytes of a row]
+        values = gguf.dequantize(rows, gguf.GGMLQuantizationType(place.type_id))
+        # Copied: the loader lets go of nothing of the file's own pages.
+        return torch.from_numpy(numpy.array(values)).view(place.shape)
+
+    def read(tensor: _Tensor) -> Tensor:
+        try:
+            return joined([dequantized(one) for one in tensor.parts], tensor.changes, config)
+        except ValueError as error:
+            raise ModelLoadError(f"{tensor.parts[0].path}: {tensor.name}: {error}") from error
+
+    def read_integers(tensor: _Tensor) -> GroupedIntegers | None:
+        found = _integers(tensor.parts, [content(one) for one in tensor.parts])
+        if found is None or not is_order(tensor.changes):
             return None
-        blocks = torch.from_numpy(content[stored.start : stored.start + stored.num_bytes].copy())
-        num_rows, num_columns = stored.shape
-        found = unpack_blocks(kind.name, blocks.view(num_rows, -1, kind.bytes_per_block))
-        if found is None or found.numbers.shape != (num_rows, num_columns):
-            return None
-        return replace(
-            found,
-            numbers=_with_rows_in_order(name, found.numbers, config),
-            groups=found.groups.map(lambda one: _with_rows_in_order(name, one, config)),
+
+        def in_order(one: Tensor) -> Tensor:
+            return changed(one, tensor.changes, config)
+
+        return replace(found, numbers=in_order(found.numbers), groups=found.groups.map(in_order))
+
+    for tensor in _Tensors(file, config).all():
+        yield StoredTensor(
+            tensor.parts[0].path,
+            tensor.name,
+            functools.partial(read, tensor),
+            shape=_shape(tensor),
+            read_integers=functools.partial(read_integers, tensor),
         )
 
-    for name, whole in file.tensors.items():
-        if name == ROPE_FACTORS:  # those are in the configuration
-            continue
-        for translated, stored in _places(name, whole):
-            if config.architecture == "MixtralForCausalLM":
-                for ours, theirs in _IN_MIXTRAL.items():
-                    translated = translated.replace(ours, theirs)
-            yield StoredTensor(
-                file.path,
-                translated,
-                functools.partial(read, name, stored),
-                shape=stored.shape,
-                read_integers=functools.partial(read_integers, name, stored),
-            )
+
+def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
+    """Return the shape that a tensor will have; None: it is known once the tensor is read."""
+    inner = {part.shape[1:] for part in tensor.parts}
+    if len(inner) > 1 or not is_order(tensor.changes):
+        return None
+    return (sum(part.shape[0] for part in tensor.parts), *inner.pop())
 
 
-def _places(name: str, stored: Place) -> Iterator[tuple[str, Place]]:
-    """Translate a name, an unknown one stays as it is; of experts each has a tensor of its own."""
-    found = _NAME.fullmatch(name)
-    layer, part, kind = found.groups() if found else (None, "", "")
-    inside = f"model.layers.{layer}"
-    if layer is not None and part in _OF_EXPERTS and len(stored.shape) == 3:
-        count, shape = stored.shape[0], stored.shape[1:]
-        size = stored.num_bytes // count
-        for expert in range(count):
-            place = Place(stored.type_id, shape, stored.start + expert * size, size)
-            yield f"{inside}.mlp.experts.{expert}.{_OF_EXPERTS[part]}.{kind}", place
-    elif layer is not None and part in _INNER:
-        yield f"{inside}.{_INNER[part]}.{kind}", stored
-    elif layer is None and part in _OUTER:
-        yield f"{_OUTER[part]}.{kind}", stored
-    else:
-        yield name, stored
+def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedIntegers | None:
+    """Unpack matrices of one kind of storage, one below the other; None: there are no integers."""
+    kinds = {(part.type_id, part.shape[1:]) for part in parts}
+    if len(kinds) > 1 or len(parts[0].shape) != 2:
+        return None
+    kind = TENSOR_TYPES[parts[0].type_id]
+    num_rows, num_columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    blocks = torch.from_numpy(numpy.concatenate(contents))
+    found = unpack_blocks(kind.name, blocks.view(num_rows, -1, kind.bytes_per_block))
+    if found is None or found.numbers.shape != (num_rows, num_columns):
+        return None
+    return found
 
 
-def _with_rows_in_order(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Put rows in the order that they have in Hugging Face layout."""
-    found = _NAME.fullmatch(name)
-    part = found and found["layer"] is not None and found["part"]
-    if config.architecture in _PAIRED and part in _HEADS:
-        num_heads = config.num_heads if part == "attn_q" else config.num_kv_heads
-        if tensor.shape[0] == num_heads * config.head_dim:  # else the loader says what is wrong
-            return _halves_of_heads(tensor, num_heads)
-    return tensor
+class _Tensors:
+    """A checkpoint's tensors, and which of the file's tensors each is made of."""
+
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+        self._file, self._config = file, config
+        self._row: Architecture = architecture_of(file)
+        self._num_layers = Keys.of(file).num_layers()
+
+    def all(self) -> Iterator[_Tensor]:
+        """Yield every tensor; what is not known keeps its name: the loader refuses it."""
+        for name, place in self._file.tensors.items():
+            found = _NAME.fullmatch(name)
+            if name in _IN_CONFIG or found is None:
+                continue
+            layer, part, kind = found["layer"], found["part"], found["kind"] or ""
+            if layer is None:
+                outer = self._row.outer_name(part)
+                changes = self._row.changes_of(part, kind)
+                yield _Tensor(name if outer is None else outer + kind, (place,), changes)
+            elif int(layer) < self._num_layers:  # others predict several tokens
+                yield from self._of_layer(name, place, (layer, part, kind))
+
+    def _of_layer(self, name: str, place: Place, words: tuple[str, str, str]) -> Iterator[_Tensor]:
+        layer, part, kind = words
+        for target, parts in self._row.joins:
+            places = [self._file.tensors.get(f"blk.{layer}.{one}") for one in parts]
+            found = tuple(one for one in places if one is not None)
+            if part + kind in parts and len(found) == len(parts):
+                if part + kind == parts[0]:
+                    changes = needed(self._row.changes_of(target, ""), self._config)
+                    full = (self._row.prefix + target).replace(LAYER, layer)
+                    yield _Tensor(full, found, changes)
+                return
+        stacked = self._row.inner_name(part, kind)
+        if stacked is None and part in FUSED_PARTS:
+            for one, rows in self._cut(name, place, part):
+                yield from self._named(name, rows, (layer, one, kind))
+        elif stacked is not None and EXPERT in stacked:
+            yield from self._named(name, list(_stacked(place)), words)
+        else:
+            yield from self._named(name, (place,), words)
+
+    def _named(
+        self, name: str, places: Sequence[Place], words: tuple[str, str, str]
+    ) -> Iterator[_Tensor]:
+        """Name a tensor, or one for each expert."""
+        layer, part, kind = words
+        changes = needed(self._row.changes_of(part, kind), self._config)
+        full = self._row.inner_name(part, kind)
+        if full is None:
+            yield _Tensor(name, tuple(places))
+            return
+        full = full.replace(LAYER, layer)
+        if EXPERT not in full:
+            yield _Tensor(full, tuple(places), changes)
+            return
+        for expert, place in enumerate(places):
+            yield _Tensor(full.replace(EXPERT, str(expert)), (place,), changes)
+
+    def _cut(self, name: str, place: Place, part: str) -> Iterator[tuple[str, list[Place]]]:
+        """Cut the rows of a tensor, or of each of its experts, among the parts that are fused."""
+        parts = FUSED_PARTS[part]
+        wholes = [place] if part == _QKV else list(_stacked(place))
+        num_rows = wholes[0].shape[0]
+        sizes = [num_rows // len(parts)] * len(parts)
+        if part == _QKV:
+            config = self._config
+            heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+            sizes = [number * config.head_dim for number in heads]
+        if sum(sizes) != num_rows or wholes[0].num_bytes % num_rows:
+            expected = f"{' + '.join(map(str, sizes))} rows"
+            problem = f"shape {list(place.shape)}, but config.json means {expected}"
+            raise ModelLoadError(f"{place.path}: {name}: {problem}")
+        first = 0
+        for one, size in zip(parts, sizes, strict=True):
+            yield one, [_rows(whole, first, size) for whole in wholes]
+            first += size
 
 
-def _halves_of_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Reorder each head's rows from pairs to halves: ``0 1 2 3`` were rows ``0 2 1 3``."""
-    pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])  # [num_heads, head_dim / 2, 2, ...]
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+def _stacked(place: Place) -> Iterator[Place]:
+    """Yield the experts' tensors that one tensor stacks; one without experts stays as it is."""
+    if len(place.shape) < 2:
+        yield place
+        return
+    count, size = place.shape[0], place.num_bytes // place.shape[0]
+    for expert in range(count):
+        start = place.start + expert * size
+        yield replace(place, shape=place.shape[1:], start=start, num_bytes=size)
+
+
+def _rows(place: Place, first: int, number: int) -> Place:
+    size = place.num_bytes // place.shape[0]
+    start, shape = place.start + first * size, (number, *place.shape[1:])
+    return replace(place, shape=shape, start=start, num_bytes=number * size)

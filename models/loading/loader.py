@@ -37,6 +37,7 @@ from models.loading.fused_experts import split_fused_experts
 from models.loading.gguf_weights import read_gguf
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
+from models.loading.text_parts import text_tensors
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import Kept, KeptParts
 from models.registry import MODELS
@@ -352,9 +353,10 @@ def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[st
     if gguf.exists():
         return {stored.name: stored for stored in read_gguf(gguf, config)}
     tensors = open_safetensors(_weight_files(folder), files)
-    if config.quantization is None:
-        return tensors
-    return {stored.name: stored for stored in read_quantized(tensors, config.quantization)}
+    if config.quantization is not None:
+        # (What is quantized is told by the names of the file.)
+        tensors = {one.name: one for one in read_quantized(tensors, config.quantization)}
+    return text_tensors(tensors) if config.is_text_part else tensors
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -17,8 +17,8 @@ class Collective(Protocol):
     Calls raise `CollectiveError` when another rank is gone, or says nothing for too long.
 
     Attributes:
-        rank: of this one, from 0.
-        size: how many there are.
+        rank: this rank's number, from 0.
+        size: number of ranks.
     """
 
     rank: int

@@ -43,7 +43,7 @@ class Rank:
         return shard(size, self.rank, self.size)
 
     def wide_span(self, size: int) -> Span:
-        """The same of an axis that groups of integers lie along: these stay whole if they can."""
+        """Return this rank's span of an axis with groups of integers, whole groups if possible."""
         if size % _WHOLE_GROUPS or size // _WHOLE_GROUPS < self.size:
             return self.span(size)
         first, end = self.span(size // _WHOLE_GROUPS)
@@ -86,13 +86,13 @@ def scaled(span: Span, factor: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of a checkpoint's tensor.
+    """The part of a checkpoint's tensor that a rank keeps.
 
     Attributes:
-        shape: of the tensor.
-        rows: of it.
-        columns: of these.
-        is_zero: of a number that is added once, on another rank.
+        shape: shape of the whole tensor.
+        rows: the rows that are kept.
+        columns: the columns of these rows that are kept.
+        is_zero: whether the rank keeps zeros, as another rank adds the tensor.
     """
 
     shape: tuple[int, ...]

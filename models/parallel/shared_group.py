@@ -44,9 +44,9 @@ class SharedGroup:
     """See ``Collective``.
 
     Args:
-        others: the same ranks, for what is not done here.
+        others: the same ranks, for operations that are not done here.
         descriptor: from `open_shared`.
-        index: of the group, among those that share the memory.
+        index: number of the group among those that share the memory.
     """
 
     def __init__(self, others: Collective, descriptor: int, index: int) -> None:

@@ -29,8 +29,8 @@ class TorchGroup:
     """A ``Collective`` on one host.
 
     Args:
-        rank: of this process.
-        size: of the group.
+        rank: this process's rank.
+        size: size of the group.
         meeting: where its ranks, and nobody else, find each other: a folder of theirs, or
             ``tcp://HOST:PORT``, a ``TCPStore`` of the rank that leads.
         name: of the group, among those that meet there.

@@ -390,6 +390,8 @@ class HttpServer:
         """A request could be served now."""
         if self._is_stopping:
             raise ApiError(503, "the router is stopping")
+        if self._intake.is_starting:
+            raise ApiError(503, "the processes that read requests are starting")
         if not self._pool.fleet:
             why = self._pool.why_no_pair() if self._access.is_open else "no nodes are ready"
             raise ApiError(503, why)
@@ -407,10 +409,16 @@ def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | 
     if page is None:
         return []
     return [
+        (hdrs.METH_GET, "/", _go_to_page, OPEN),
         (hdrs.METH_GET, UI, page.show_all, LOOK),
         (hdrs.METH_GET, f"{UI}/requests/{{request_id:[^/]+}}", page.show_request, LOOK),
         (hdrs.METH_GET, f"{UI}/{{name:ui.(?:css|js)}}", page.show_file, OPEN),
     ]
+
+
+async def _go_to_page(request: web.Request) -> web.Response:
+    """Send whoever opens the server's address in a browser to the status page."""
+    return web.Response(status=302, headers={hdrs.LOCATION: UI})
 
 
 def _ask_for_key(error: BatonError) -> web.Response:

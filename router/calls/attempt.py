@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import msgspec
 
@@ -44,6 +45,7 @@ class Attempt:
         forecast: the expected times of the prompt, on the node that computes the prompt.
         decoded: tokens of the decode node were forwarded.
         began: its first token was forwarded.
+        began_at: when that was, by `time.perf_counter`; 0 before.
         start_index: of the output, where it begins.
         has_grammar: its decode node compiles one.
     """
@@ -70,6 +72,7 @@ class Attempt:
         self._buffer = buffer
         self._order = DeltaOrder(len(buffer.token_ids), call.sampling_params.max_tokens)
         self.began = False
+        self.began_at = 0.0
         self.start_index = len(buffer.token_ids)
         self.has_grammar = call.sampling_params.structured_output is not None
         self._kv_arrived = False
@@ -190,7 +193,8 @@ class Attempt:
         """A delta is about to be forwarded."""
         if self.prefill is not None:
             self._note_forwarded_of_two(self.prefill, item)
-        self.began = True
+        if not self.began:
+            self.began, self.began_at = True, time.perf_counter()
         self.decoded |= item.role is NodeRole.DECODE
         if item.delta.finish_reason is not None:
             self._finished_on = item.role

@@ -17,7 +17,7 @@ class Terms:
     """What a client says of a request besides its prompt and how it is sampled.
 
     Attributes:
-        received_at: when it reached the router, by `time.perf_counter`.
+        received_at: when its call reached the router, by `time.perf_counter`.
         timeout_s: until the client's deadline, then; None when it has none.
         session_id: requests with the same one share a beginning, and go to the same nodes if the
             policy looks at it; empty: unknown.

@@ -194,6 +194,10 @@ class Dispatcher:
             opened.close()
             del self._open[call.scoped_id]
 
+    def note_handed_over(self, call: Call) -> None:
+        """The text of an open call's token 1 is given to its client now: the TTFT ends here."""
+        self._open[call.scoped_id].note_handed_over()
+
     def receipt(self, call: Call) -> Receipt:
         """The receipt of an open call as of now, for who is about to end it; after token 1."""
         opened = self._open[call.scoped_id]

@@ -63,6 +63,7 @@ class OpenCall:
         self._recovery = Recovery(call, pool, suspects, options, budget, self._remaining_s)
         self._identity: Identity = ()  # of the nodes that its tokens are of
         self._ttft_s = 0.0
+        self._first_read_s = 0.0  # from a node's link
         self._ended_by: RequestError | None = None  # from outside
         self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
@@ -82,7 +83,8 @@ class OpenCall:
             self._recovery.note_progress(attempt)
             if output is not None:
                 if output.output_index == 0:
-                    self._ttft_s = time.perf_counter() - self._call.terms.received_at
+                    self._first_read_s = attempt.began_at - self._call.terms.received_at
+                    self.note_handed_over()
                 if output.finish_reason is not None:
                     yield msgspec.structs.replace(output, receipt=self.receipt())
                     return
@@ -97,6 +99,10 @@ class OpenCall:
                 self._recovery.note_failure(attempt, failure, error)
                 await self._recovery.wait_for_turn(attempt, error)
                 attempt = await self._begin(error.message)
+
+    def note_handed_over(self) -> None:
+        """Token 1 is handed on now; the last who does so counts."""
+        self._ttft_s = time.perf_counter() - self._call.terms.received_at
 
     def receipt(self) -> Receipt:
         """What the call cost up to now; the decode node's part comes with its last token."""
@@ -114,6 +120,8 @@ class OpenCall:
             decode=self._buffer.decode_receipt,
             num_attempts=self._num_attempts,
             router_queue_s=self._router_queue_s,
+            accept_s=self.following.accepted_s,
+            delivery_s=self._ttft_s - self._first_read_s,
         )
 
     def close(self) -> None:

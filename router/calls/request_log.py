@@ -204,6 +204,11 @@ class Following:
                 record.error_code, record.error = "CANCELLED", "its client went away"
         self._log.end(record)
 
+    @property
+    def accepted_s(self) -> float:
+        """See `RequestRecord`."""
+        return self._record.accepted_s
+
     def note_admitted(self) -> None:
         """Its turn has come."""
         self._record.admitted_s = self._now_s()

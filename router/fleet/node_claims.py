@@ -15,6 +15,7 @@ from baton.api.outputs import TokenLogprobs
 from baton.limits import MAX_PEER_INFO_BYTES, MAX_REVISION_CHARS
 from baton.link.words import (
     AdminReply,
+    DecodeTime,
     KVCacheEvents,
     NodeBeat,
     NodeEvent,
@@ -99,7 +100,9 @@ def registration_problem(registration: NodeRegistration) -> str:
             f"kv_bytes_per_token: must be 0 to {MAX_KV_BYTES_PER_TOKEN:.0f}, "
             f"got {registration.kv_bytes_per_token:g}"
         )
-    return _step_times_problem(registration.step_times)
+    return _step_times_problem(registration.step_times) or _decode_times_problem(
+        registration.decode_times
+    )
 
 
 def _step_times_problem(step_times: Sequence[StepTime]) -> str:
@@ -115,6 +118,22 @@ def _step_times_problem(step_times: Sequence[StepTime]) -> str:
         if not 0 < one.seconds <= MAX_SECONDS:  # nor NaN
             return f"step_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
         num_before = one.num_tokens
+    return ""
+
+
+def _decode_times_problem(decode_times: Sequence[DecodeTime]) -> str:
+    if len(decode_times) > MAX_STEP_TIMES:
+        return f"decode_times: must be at most {MAX_STEP_TIMES}, got {len(decode_times)}"
+    for one in decode_times:
+        if not 0 < one.num_requests <= MAX_REQUESTS:
+            return f"decode_times: num_requests must be 1 to {MAX_REQUESTS}, got {one.num_requests}"
+        if not 0 <= one.num_context_tokens <= MAX_MODEL_LEN:
+            return (
+                f"decode_times: num_context_tokens must be 0 to {MAX_MODEL_LEN}, "
+                f"got {one.num_context_tokens}"
+            )
+        if not 0 < one.seconds <= MAX_SECONDS:  # nor NaN
+            return f"decode_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
     return ""
 
 
@@ -200,7 +219,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     times: list[float] = []
     if delta.prefill is not None:
         prefill = delta.prefill
-        times += prefill.queue_s, prefill.prefill_s
+        times += prefill.queue_s, prefill.prefill_s, prefill.send_s
         # (Again and again where it was preempted: `NodeLoad` takes no more than there were.)
         if prefill.num_cached_tokens > vocabulary.max_model_len:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"

@@ -53,6 +53,10 @@ class GrammarChecks:
         """Start the worker processes now, so that the first grammar need not wait for them."""
         self._trials.start()
 
+    async def prepare(self) -> None:
+        """Wait until grammars can be tried, and try a few; raises NodeUnavailableError."""
+        await self._trials.prepare()
+
     async def check(self, structured_output: StructuredOutput, *, caller: str = "") -> None:
         """Raise what `GrammarTrials.run` does if it cannot be had.
 

@@ -37,6 +37,7 @@ from router.gate.rate_limits import Rate
 from router.intake.answers.divided_text import DividedDelta, DividedText
 from router.intake.cache_salts import CacheSalts
 from router.intake.changing_lines import without_changing_lines
+from router.intake.early_readers import EarlyReaders
 from router.intake.grammar_checks import GrammarChecks
 from router.intake.long_answers import LongAnswers
 from router.intake.metrics import RouterMetrics
@@ -66,6 +67,7 @@ class Intake:
         metrics: count every request.
         cache_salts: whose cached prompts a request may find; each tenant its own if not given.
         parsers: what outputs of conversations go through; by the chat template if not given.
+        readers: templates for the workers that read requests; new processes if not given.
         sampling_defaults: what HTTP clients' requests are sampled with where they do not say.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients write anew into each prompt are left out.
@@ -74,6 +76,7 @@ class Intake:
     Attributes:
         tokenizer, cache_salts, parsers, sampling_defaults: as given.
         long_answers: makes what clients get of many logprobs.
+        is_starting: whether workers have been started that cannot begin yet.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Intake:
         metrics: RouterMetrics | None = None,
         cache_salts: CacheSalts | None = None,
         parsers: OutputParsers | None = None,
+        readers: EarlyReaders | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
         trusts_templates: bool = False,
         cuts_changing_lines: bool = True,
@@ -96,6 +100,7 @@ class Intake:
         self._metrics = metrics or RouterMetrics()
         self.cache_salts = cache_salts or CacheSalts()
         self.long_answers = LongAnswers()
+        self.is_starting = False
         self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
         self._trusts_templates = trusts_templates
@@ -107,8 +112,10 @@ class Intake:
         self._texts: Texts | None = None
         self._grammar_checks: GrammarChecks | None = None
         if tokenizer is not None:
-            self._texts = Texts(tokenizer, dispatcher.pool.max_model_len)
-            self._grammar_checks = GrammarChecks(GrammarTrials(tokenizer.folder))
+            early = readers or EarlyReaders(tokenizer)
+            self._texts = Texts(tokenizer, dispatcher.pool.max_model_len, early.texts)
+            trials = GrammarTrials(tokenizer.folder, early=early.grammars)
+            self._grammar_checks = GrammarChecks(trials)
 
     @property
     def num_open(self) -> int:
@@ -129,10 +136,27 @@ class Intake:
         self._dispatcher.admission.check_key(principal)
 
     def start(self) -> None:
-        """Start the workers for texts and grammars, so that the first request need not wait."""
+        """Start the workers for texts and grammars; `prepare` waits for them.
+
+        Raises:
+            NodeUnavailableError: a process cannot be started.
+        """
+        self.is_starting = True
         for part in (self._texts, self._grammar_checks):
             if part is not None:
                 part.start()
+
+    async def prepare(self) -> None:
+        """Wait until the workers can read texts and grammars, and have each read a short one.
+
+        Raises:
+            NodeUnavailableError: the processes cannot be started.
+        """
+        if self._texts is not None:
+            await self._texts.prepare()
+        if self._grammar_checks is not None:
+            await self._grammar_checks.prepare()
+        self.is_starting = False
 
     def close(self) -> None:
         """End the processes that read texts and grammars, and the thread of long answers."""
@@ -215,6 +239,8 @@ class Intake:
                         if output_log is not None:
                             output_log.note(delta)
                         if delta.finish_reason is None:
+                            if delta.output_index == 0:
+                                self._dispatcher.note_handed_over(call)
                             yield delta
                             continue
                         record.finish(delta)  # not always the nodes' end: they know no text

@@ -60,7 +60,7 @@ _OF_REQUEST = (
     ("decode_seconds", "From a request's first token to its last one.", _REQUEST_S),
     (
         "exposed_transfer_seconds",
-        "From a request's first token until the decode node had all of its KV.",
+        "From token 1's being sampled until all writes of KV were complete.",
         _QUEUE_S,
     ),
     ("first_step_seconds", "From that moment to the decode node's first token.", _QUEUE_S),

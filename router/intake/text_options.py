@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# At OpenAI's temperature of 1 small models write nonsense.
+CALM_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
@@ -41,8 +44,9 @@ class TextOptions:
     generation_config: str = option(
         AUTO,
         choices=(AUTO, NONE),
-        help="auto: what the checkpoint's generation_config.json recommends to sample with is the "
-        "default of HTTP requests; or none.",
+        help="Where HTTP requests get sampling parameters that they do not name. auto: from the "
+        "checkpoint's generation_config.json, or else temperature 0.7 and top_p 0.95. none: from "
+        "OpenAI's API, temperature 1 and all else off.",
     )
     tool_call_parser: str = option(
         AUTO,
@@ -59,13 +63,19 @@ class TextOptions:
         check_limits(self)
 
     def sampling_defaults(self, folder: Path) -> dict[str, Any]:
-        """What is sampled with where a request does not say; raises ModelLoadError."""
+        """Return the sampling parameters of HTTP requests that name none, by field.
+
+        Raises ModelLoadError for a `generation_config.json` that is broken.
+        """
         from baton.checkpoint.sampling_defaults import read_sampling_defaults
 
-        defaults = read_sampling_defaults(folder) if self.generation_config == AUTO else {}
-        if defaults:
-            shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            logger.info("sampling defaults of generation_config.json: %s", shown)
+        if self.generation_config != AUTO:
+            return {}
+        defaults, source = read_sampling_defaults(folder), "of generation_config.json"
+        if not defaults:
+            defaults, source = dict(CALM_SAMPLING), "as generation_config.json has none"
+        shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        logger.info("sampling defaults %s: %s", source, shown)
         return defaults
 
     def load(self, folder: Path) -> tuple[Tokenizer | None, OutputParsers]:

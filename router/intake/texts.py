@@ -6,6 +6,7 @@ that goes through a chat template, in worker processes, within limits.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from baton.api.errors import InvalidRequestError, PromptTooLongError
+from baton.processes.early_template import EarlyTemplate, fork_template
 from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
 from baton.processes.worker_template import Work
 from baton.text.call_arguments import read_arguments
@@ -56,10 +58,13 @@ class Texts:
     Args:
         tokenizer: of the checkpoint.
         max_model_len: most tokens of a request, for the limits of one piece of work.
+        early: from `fork_texts`, if the program has called that.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, max_model_len: int, early: EarlyTemplate | None = None
+    ) -> None:
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
         # A long prompt takes about 2 microseconds and 400 bytes a token.
         limits = WorkLimits(
             cpu_s=2.0 + 2e-5 * max_model_len,
@@ -69,11 +74,23 @@ class Texts:
         options = {"folder": str(tokenizer.folder)}
         if tokenizer.template_file is not None:
             options["chat_template"] = str(tokenizer.template_file)
-        self._workers = WorkerProcesses("router.intake.texts:make_work", options, limits)
+        work = "router.intake.texts:make_work"
+        self._workers = WorkerProcesses(work, options, limits, early=early)
 
     def start(self) -> None:
         """Start the worker processes, so that the first chat need not wait for them."""
         self._workers.start()
+
+    async def prepare(self) -> None:
+        """Wait until conversations can be read, and read a short one.
+
+        Raises:
+            NodeUnavailableError: the worker processes cannot be started.
+        """
+        await self._workers.wait_ready()
+        hello = ChatPrompt([{"role": "user", "content": "hello"}])
+        with contextlib.suppress(InvalidRequestError):  # there is no chat template, say
+            await self.encode_chat(hello, max_model_len=self._max_model_len)
 
     async def encode(
         self,
@@ -164,8 +181,15 @@ def check_num_messages(number: int) -> None:
 def make_work(options: Mapping[str, str]) -> Work:
     """In a worker template: the function that tokenizes."""
     template_file = Path(options["chat_template"]) if "chat_template" in options else None
-    tokenizer = Tokenizer(Path(options["folder"]), chat_template=template_file)
+    return _work_of(Tokenizer(Path(options["folder"]), chat_template=template_file))
 
+
+def fork_texts(tokenizer: Tokenizer) -> EarlyTemplate:
+    """Fork the template for `Texts`, which shares the tokenizer; raises OSError."""
+    return fork_template(lambda: _work_of(tokenizer))
+
+
+def _work_of(tokenizer: Tokenizer) -> Work:
     def work(frame: bytes) -> bytes:
         kind = frame[:1]
         if kind != _CHAT:

@@ -238,7 +238,7 @@ def decode_terms(terms: CostTerms, node: NodeLoad) -> DecodeTerms:
         stall_s=node.prefill_queue_s,
         steps_s=num_steps * (node.step_base_s + more_s),
         damage_s=num_steps * (node.step_s_per_unit * units - more_s),
-        is_measured=node.step.num_measured > 0,
+        is_measured=node.step.is_known,
     )
 
 

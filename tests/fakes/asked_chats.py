@@ -15,13 +15,12 @@ from baton.text.stop_strings import DetokenizeOptions
 from baton.text.tokenizer import Tokenizer
 from router.api.http.chat import divide
 from router.api.http.conversation import (
-    answer_or_calls,
     asked_thinking,
     chat_prompt,
-    forced_call,
+    held_output,
     parser_context,
 )
-from router.api.http.sampling import asked_format, sampling_params
+from router.api.http.sampling import sampling_params
 from router.api.http.schema import ChatRequest
 from router.intake.answers.divided_text import DividedText
 from router.intake.parsers.base import Part
@@ -67,25 +66,31 @@ def ask(tokenizer: Tokenizer, body: dict[str, Any]) -> AskedChat:
     given = {"model": "m", "messages": [{"role": "user", "content": "Go."}], **body}
     request = msgspec.convert(given, ChatRequest, strict=False)
     parsers = OutputParsers(tokenizer)
-    forced, either = forced_call(request), answer_or_calls(request, parsers)
+    held = held_output(request, parsers)
     asked = asked_thinking(request, tokenizer.chat_template)
     chat = chat_prompt(request)
     prompt = tokenizer.encode_chat(
         chat.messages, tools=chat.tools, template_options=chat.template_options
     )
     params = sampling_params(
-        request, max_tokens=request.max_tokens or 400, structured_output=forced or either
+        request,
+        max_tokens=request.max_tokens or 400,
+        structured_output=held.output if held is not None else None,
     )
     is_constrained = params.structured_output is not None
     thinking = parsers.thinking(
-        prompt, asked, is_constrained=is_constrained, before_calls=either is not None
+        prompt,
+        asked,
+        is_constrained=is_constrained,
+        before_calls=held is not None and not held.is_common_call,
     )
+    is_free = held is not None and held.is_free
     make = functools.partial(
         parsers.make,
-        parser_context(request, parsers.prompt_end(prompt), thinking),
-        is_forced=forced is not None,
-        is_constrained=is_constrained,
-        is_either=either is not None and asked_format(request) is not None,
+        parser_context(request, parsers.prompt_end(prompt), thinking=thinking),
+        is_forced=held is not None and held.is_common_call,
+        is_constrained=is_constrained and not is_free,
+        is_either=held is not None and held.is_either,
         thinks=thinking is not None,
     )
     shown = parsers.shown_token_ids(with_tools=bool(request.tools))

@@ -105,14 +105,20 @@ def write_gguf(
     path: Path,
     architecture: str,
     tensors: Mapping[str, tuple[Array, GGMLQuantizationType]],
-    fields: Mapping[str, int | float | str],
+    fields: Mapping[str, Any],
     vocabulary: Vocabulary | None = None,
+    num_parts: int = 1,
 ) -> Path:
-    """Write a file; ``fields`` are the architecture's own."""
-    writer = gguf.GGUFWriter(path, architecture)
+    """Write a file, or the parts of one, and return the first; fields are the architecture's."""
+    per_part = -(-len(tensors) // num_parts) if num_parts > 1 else 0
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=per_part)
     for name, value in fields.items():
         if isinstance(value, str):
             writer.add_string(f"{architecture}.{name}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"{architecture}.{name}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{architecture}.{name}", value)
         elif isinstance(value, int):
             writer.add_uint32(f"{architecture}.{name}", value)
         else:
@@ -125,7 +131,9 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    if num_parts == 1:
+        return path
+    return path.with_name(f"{path.stem}-00001-of-{num_parts:05}{path.suffix}")
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:

@@ -55,7 +55,7 @@ class HttpScene:
             self.prefill, self.decode = join_pair(self.pool, max_model_len=max_model_len)
         self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), NO_RETRIES)
         self.metrics = RouterMetrics(self.pool)
-        intake = Intake(
+        self.intake = intake = Intake(
             self.dispatcher,
             TOKENIZER,
             vocab_size=4096,

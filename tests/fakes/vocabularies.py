@@ -34,12 +34,42 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CUTS: Mapping[str, PreTokenizer] = {
     "gpt-2": ByteLevel(add_prefix_space=False),
     "smollm": Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
     "llama-bpe": Sequence([Split(Regex(_LLAMA3), "isolated"), _BYTES]),
     "qwen2": Sequence([Split(Regex(_QWEN2), "isolated"), _BYTES]),
     "tekken": Sequence([Split(Regex(_TEKKEN), "isolated"), _BYTES]),
+    "glm4": Sequence([Split(Regex(_LLAMA3), "isolated"), _BYTES]),
+    "gpt-4o": Sequence([Split(Regex(_O200K), "isolated"), _BYTES]),
+    "qwen35": Sequence([Split(Regex(_QWEN35), "isolated"), _BYTES]),
+    "seed-coder": Sequence([Split(Regex(_SEED), "isolated"), _BYTES]),
+    "deepseek-v3": Sequence(
+        [
+            Split(Regex(r"\p{N}{1,3}"), "isolated"),
+            Split(Regex("[一-龥\u3040-ゟ゠-ヿ]+"), "isolated"),
+            Split(Regex(_DEEPSEEK3), "isolated"),
+            _BYTES,
+        ]
+    ),
     "deepseek-coder": Sequence(
         [
             Split(Regex("[\r\n]"), "isolated"),
@@ -74,7 +104,7 @@ def original(name: str) -> Tokenizer:
 
 def _byte_level(name: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=name in _WHOLE_WORDS))
-    tokenizer.normalizer = normalizers.NFC() if name == "qwen2" else None
+    tokenizer.normalizer = normalizers.NFC() if name.startswith("qwen") else None
     tokenizer.pre_tokenizer = _CUTS[name]
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
 
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.sampling_params import SamplingParams
@@ -36,7 +37,9 @@ from baton.checkpoint.model_identity import folder_identity
 from baton.checkpoint.sampling_defaults import read_sampling_defaults
 from baton.text.tokenizer import Tokenizer
 from engine.offline.llm import LLM
+from tests.fakes.gguf_conversion import converted, write_checkpoint
 from tests.fakes.gguf_files import write_model
+from tests.numerics.gguf_families import GGUF_FAMILIES, SHAPE, common_fields
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 TIMEOUT_S = 10  # of CPU time, which other processes on a busy machine do not lengthen
@@ -49,6 +52,13 @@ _ODD: tuple[Any, ...] = (
     float("nan"), "", "1", "x" * 3000, [], [0], [[]], {}, {"a": 1}, None, True, False,
     [1e9] * 3, list(range(70)), {"type": "x"}, "\ud800", -0.0,
 )  # fmt: skip
+# GGUF files of families with other changes to tensors, each in two parts.
+GGUF_KINDS = {
+    "gguf-norms": "gemma3",
+    "gguf-latents": "deepseek2 (V3)",
+    "gguf-states": "granitehybrid (experts)",
+    "gguf-deltas": "qwen35",
+}
 _JSON_FILES = (
     "config.json",
     "generation_config.json",
@@ -180,8 +190,8 @@ def _with_other_shape(data: bytearray, rng: random.Random) -> bytes:
 def mutate(kind: str, folder: Path, seed: int) -> str:
     """Change one file of a checkpoint's copy; returns its name."""
     rng = random.Random(f"{kind}-{seed}")
-    if kind == "gguf":
-        path = next(folder.glob("*.gguf"))
+    if kind.startswith("gguf"):
+        path = rng.choice(sorted(folder.glob("*.gguf")))
         path.write_bytes(mutated_gguf(path.read_bytes(), rng))
         return path.name
     if kind == "safetensors":
@@ -282,6 +292,8 @@ def make_original(kind: str, folder: Path) -> Path:
     """Make the small checkpoint whose mutations are read."""
     if kind == "gguf":
         return _make_gguf(folder)
+    if kind in GGUF_KINDS:
+        return _make_gguf_of_family(folder, GGUF_KINDS[kind])
     model = make_hugging_face_model("Qwen2MoeForCausalLM" if kind == "moe" else "LlamaForCausalLM")
     save(model, folder, max_shard_size="20KB" if kind == "json" else "5GB")
     demo = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -294,6 +306,27 @@ def _make_gguf(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     model = make_hugging_face_model("LlamaForCausalLM", hidden_size=32, intermediate_size=64)
     write_model(folder / "tiny.gguf", model, GGMLQuantizationType.Q8_0)
+    return folder
+
+
+def _make_gguf_of_family(folder: Path, family: str) -> Path:
+    """Write the tiny model of a family whose tensors are changed as they are read, in two parts."""
+    row = GGUF_FAMILIES[family]
+    model = make_hugging_face_model(row.model, **{**SHAPE, **row.shape})
+    with tempfile.TemporaryDirectory() as name:
+        save(model, Path(name))
+        tensors = load_file(Path(name) / "model.safetensors")
+    architecture, config = family.partition(" ")[0], model.config
+    folder.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(
+        folder / "tiny.gguf",
+        architecture,
+        converted(architecture, tensors, config),
+        GGMLQuantizationType.Q8_0,
+        common_fields(config) | row.fields(config),
+        vocab_size=config.vocab_size,
+        num_parts=2,
+    )
     return folder
 
 

@@ -19,11 +19,12 @@ from baton.wire.types import sampling_params_from_proto
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol import messages
 from router.api.http.completions import _check_unsupported, _prompts
-from router.api.http.conversation import chat_prompt, forced_call, parser_context
+from router.api.http.conversation import chat_prompt, held_output, parser_context
 from router.api.http.decoding import decode
 from router.api.http.errors import ApiError
 from router.api.http.sampling import sampling_params
 from router.api.http.schema import ChatRequest, CompletionRequest
+from router.intake.parsers.choice import OutputParsers
 
 CORPUS = Path(__file__).parent / "corpus"
 REFUSALS = (BatonError, ApiError)
@@ -32,7 +33,9 @@ REFUSALS = (BatonError, ApiError)
 def http_chat(data: bytes) -> None:
     """Read the body of a chat completion as far as it is plain values."""
     body, _ = decode(data, ChatRequest)
-    params = sampling_params(body, max_tokens=1, structured_output=forced_call(body))
+    held = held_output(body, OutputParsers(None))
+    output = held.output if held is not None else None
+    params = sampling_params(body, max_tokens=1, structured_output=output)
     chat_prompt(body)
     parser_context(body, "")
     assert params.n >= 1

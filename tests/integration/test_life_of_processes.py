@@ -121,3 +121,66 @@ def test_a_second_ctrl_c_ends_at_once_what_would_take_its_time(tmp_path: Path) -
         second.join()
     assert process.returncode == -signal.SIGKILL
     assert "serves on for 60 s" in (tmp_path / "router.log").read_text()
+
+
+@pytest.mark.parametrize("name", ["d0", "router"])
+def test_up_starts_again_what_is_killed_and_says_so_in_words(name: str, tmp_path: Path) -> None:
+    """Before, one node's death ended everything, with `exit code -9; it printed nothing`."""
+    address = free_address()
+    with baton_up(tmp_path, address) as (process, children):
+        word = {"d0": "decode", "router": "router"}[name]
+        [victim] = [one for one in children if word in one.cmdline()[4:6]]
+        victim.kill()
+        told = ""
+        assert process.stdout is not None
+        for line in process.stdout:
+            told += line
+            if "is ready again" in line:
+                break
+        assert f"{name} ended: was killed (SIGKILL)" in told or "out of memory: the kernel" in told
+        assert f"log: {tmp_path / name}.log" in told
+        with Client(address) as client:
+            completion = client.generate([1, 2, 3], SOME)
+        assert len(completion.token_ids) == SOME.max_tokens
+
+
+def test_a_start_that_fails_keeps_its_logs_and_names_them(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "up", "--model", str(DEMO_MODEL), "--listen",
+         free_address(), "--http-listen", free_address(), "--decode-args", "--kv-cache-memory 1K"],
+        env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()  # and not behind the table: `startingerror: ...`
+    assert line.startswith("error: d0 ended: "), line
+    log = Path(line.rpartition("log: ")[2])
+    assert "error: " in log.read_text(encoding="utf-8")
+    assert done.stdout.endswith("\n")
+
+
+def test_the_audit_log_has_a_file_of_its_own(tmp_path: Path) -> None:
+    with baton_up(tmp_path):
+        pass
+    text = (tmp_path / "router.log").read_text(encoding="utf-8")
+    assert "listens on" in text
+    assert '"event"' not in text
+    audited = (tmp_path / "router.audit.jsonl").read_text(encoding="utf-8")
+    assert '"event": "joined"' in audited
+
+
+def test_a_node_that_is_told_to_stop_says_so(tmp_path: Path) -> None:
+    with baton_up(tmp_path) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    for name in ("router", "p0", "d0"):
+        text = (tmp_path / f"{name}.log").read_text(encoding="utf-8")
+        assert "told to stop (SIGTERM)" in text
+        assert text.rstrip().endswith("stopped")
+
+
+def test_a_healthy_start_warns_of_nothing(tmp_path: Path) -> None:
+    with baton_up(tmp_path):
+        logs = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.log")}
+    assert len(logs) == 3
+    for text in logs.values():
+        assert not [line for line in text.splitlines() if " WARNING " in line or " ERROR " in line]

@@ -7,15 +7,21 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
+from baton.kernel_library import build
+from baton.kernel_library.state import BUILDING, SLOWER
+from baton.processes.free_address import free_address
 from baton_kernels.dispatch import native_ops
-from baton_kernels.native import build
 
-pytestmark = pytest.mark.large
+# A build takes ten times as long on a machine that does much else.
+pytestmark = [pytest.mark.large, pytest.mark.timeout(400)]
+BUILD_TIMEOUT_S = 300
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = """
@@ -66,7 +72,7 @@ def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[st
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=BUILD_TIMEOUT_S)
     assert process.returncode == 0, err
     return out.strip(), err.strip()
 
@@ -80,7 +86,7 @@ def test_without_a_compiler_torch_computes_and_one_line_says_so(
     without = start(GENERATE, model, weights, BATON_CACHE=str(tmp_path), CC="/nonexistent")
     tokens, log = finish(without)
     reason = "no C compiler (CC=/nonexistent)"
-    assert log == f"no native kernels, torch computes instead (slower): {reason}"
+    assert log == f"no native kernels, torch computes instead ({SLOWER}): {reason}"
     assert tokens == finish(start(GENERATE, model, weights))[0]
 
 
@@ -89,7 +95,6 @@ def test_without_a_compiler_torch_computes_and_one_line_says_so(
     [
         ({"CC": "/bin/false"}, "/bin/false: exit status 1"),
         ({"PATH": ""}, "no C compiler (cc, gcc, clang)"),
-        ({"BATON_CACHE": "", "WITHOUT_HOME": "1"}, "a folder where there is no home, got none"),
     ],
 )
 def test_the_log_says_why_there_is_no_library(
@@ -105,11 +110,86 @@ def test_clang_is_refused_where_its_threads_would_need_a_second_openmp(tmp_path:
     assert out == "True" or "clang's OpenMP does not run on torch's libgomp" in log
 
 
-def test_a_cache_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
+@needs_compiler
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"BATON_CACHE": "FILE"}, "FILE/native: File exists"),
+        ({"BATON_CACHE": "", "WITHOUT_HOME": "1"}, "a folder where there is no home, got none"),
+    ],
+)
+def test_where_there_is_no_cache_kernels_are_kept_with_temporary_files(
+    tmp_path: Path, quick_cc: str, environment: Mapping[str, str], reason: str
+) -> None:
+    """Before, a read-only home or none cost the kernels, and one line in a log said so."""
     (tmp_path / "file").write_text("")
-    out, log = finish(start(LOAD, BATON_CACHE=str(tmp_path / "file")))
-    assert out == "False"
-    assert len(log.splitlines()) == 1
+    file = str(tmp_path / "file")
+    named = {name: text.replace("FILE", file) for name, text in environment.items()}
+    for _ in range(2):  # the second one builds nothing
+        out, log = finish(start(LOAD, CC=quick_cc, TMPDIR=str(tmp_path), **named))
+        assert out == "True"
+        [line] = log.splitlines()
+        assert line.startswith(f"native kernels are kept in {tmp_path}/baton-native-")
+        assert line.endswith(reason.replace("FILE", file))
+    [folder] = tmp_path.glob("baton-native-*")
+    assert len(list(folder.iterdir())) == 1
+
+
+def up(model: str, *options: str, **environment: str) -> tuple[int, str, str]:
+    """Run `baton up` to its end; return its exit code, output and errors."""
+    process = start(
+        "from baton.cli.app import main; main()", "up", "--model", model,
+        "--listen", free_address(), "--http-listen", free_address(), *options, **environment,
+    )  # fmt: skip
+    try:
+        out, errors = process.communicate(timeout=BUILD_TIMEOUT_S)
+        return process.returncode, out, errors
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@needs_compiler
+def test_up_builds_once_before_it_starts_nodes_and_says_so(tmp_path: Path, quick_cc: str) -> None:
+    """Before, both nodes compiled, and nothing on the screen said why they did not get ready."""
+    compilers = tmp_path / "compilers"
+    counting = tmp_path / "cc"
+    counting.write_text(f'#!/bin/sh\necho "$*" >> {compilers}\nexec {quick_cc} "$@"\n')
+    counting.chmod(0o755)
+    environment = {"BATON_CACHE": str(tmp_path / "cache"), "CC": str(counting)}
+    code, _, errors = up("no/such/model", **environment)
+    assert (code, "there is no such folder or file" in errors) == (1, True), errors
+    assert not (tmp_path / "cache").exists()  # a model that is none costs no build
+    model = str(ROOT / "examples" / "demo_model")
+    code, out, errors = up(model, "--node-args", "--kv-cache-memory 1K", **environment)
+    assert (code, " ended: " in errors) == (1, True), errors  # a start that fails
+    assert BUILDING in " ".join(out.split())
+    [library] = (tmp_path / "cache" / "native").iterdir()  # is kept all the same
+    built = [line for line in compilers.read_text().splitlines() if "-shared" in line.split()]
+    assert len(built) == 1, library
+
+
+@needs_compiler
+def test_compilers_of_an_up_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    """Before, five orphaned compilers went on burning."""
+    killed = start(
+        "from baton.cli.app import main; main()", "up",
+        "--model", str(ROOT / "examples" / "demo_model"), "--listen", free_address(),
+        "--http-listen", free_address(), BATON_CACHE=str(tmp_path / "cache"),
+    )  # fmt: skip
+    try:
+        compilers: list[psutil.Process] = []
+        give_up_at = time.monotonic() + 60
+        while len(compilers) < 3:  # the guard, a compiler's driver, and its child
+            assert time.monotonic() < give_up_at
+            time.sleep(0.05)
+            compilers = psutil.Process(killed.pid).children(recursive=True)
+    finally:
+        killed.kill()
+        killed.communicate()
+    _, alive = psutil.wait_procs(compilers, timeout=20)
+    running = [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not running, [one.cmdline() for one in running]
 
 
 @needs_compiler
@@ -156,11 +236,11 @@ def test_what_was_built_ahead_is_loaded_where_there_is_no_compiler(
 ) -> None:
     libraries = tmp_path / "libraries"
     building = (
-        "from pathlib import Path; from baton_kernels.native import ahead; "
+        "from pathlib import Path; from baton.kernel_library import ahead; "
         f"ahead.build_libraries(Path({str(libraries)!r}), ahead.INSTRUCTION_SETS[-4:])"
     )
     built = start(building, CC=quick_cc)
-    assert built.communicate(timeout=100)[1] == ""
+    assert built.communicate(timeout=BUILD_TIMEOUT_S)[1] == ""
     environment = {
         "CC": "no-compiler",
         "BATON_CACHE": str(tmp_path / "cache"),

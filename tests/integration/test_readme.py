@@ -1,4 +1,4 @@
-"""What README shows works as it is shown, against real nodes and a router that wants API keys."""
+"""Commands and code of README and the quickstart work against a router that wants API keys."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/quickstart.md")
 KEY = "open-sesame"
 
 
@@ -45,8 +46,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeploymen
 
 def snippets() -> list[tuple[str, str]]:
     """Language and text of all that can be run while a router runs."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in PAGES]
+    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", "".join(pages), re.MULTILINE | re.DOTALL)
     found = [
         (kind, text) for kind, text in blocks if not text.startswith(("make", "pip", ".venv/bin/"))
     ]
@@ -106,3 +107,48 @@ def test_the_router_tells_nobody_the_key(guarded: LocalDeployment) -> None:
         client.generate("x", SamplingParams(max_tokens=1))
     assert KEY not in str(refused.value)
     assert KEY not in guarded.child("router").log.read_text(encoding="utf-8")
+
+
+# Commands that serve until they are stopped: other tests start them.
+SERVERS = ("up", "router", "prefill", "decode")
+
+
+def commands() -> list[str]:
+    """Return the pages' calls of `baton` that end by themselves; the drain comes last."""
+    page = "".join((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
+    lines = "\n".join(re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)).splitlines()
+    calls = [line.partition(" # ")[0].strip() for line in lines]
+    found = [
+        call
+        for call in calls
+        if re.match(r"(\.venv/bin/)?baton ", call) and call.split()[1] not in SERVERS
+    ]
+    return sorted(found, key=lambda call: " drain " in call)
+
+
+def test_the_pages_have_commands_that_end() -> None:
+    assert {call.split()[1] for call in commands()} >= {"generate", "chat", "admin", "doctor"}
+
+
+@pytest.mark.parametrize("call", commands())
+def test_a_command_of_the_page_works(guarded: LocalDeployment, call: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", call.replace(".venv/bin/", "")],
+        cwd=tmp_path,
+        env=os.environ
+        | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "BATON_ROUTER": guarded.config.listen,
+            "BATON_API_KEY": KEY,
+            "BATON_ADMIN_TOKEN": guarded.admin_token,
+        },
+        input="Hello\n" if " chat" in call else "",
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    # (Whether the usual ports are free here is no property of the page.)
+    is_of_ports = " doctor" in call and "taken: " in done.stdout
+    assert done.returncode == 0 or is_of_ports, done.stdout + done.stderr
+    assert done.stdout.strip()

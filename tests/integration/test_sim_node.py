@@ -113,6 +113,10 @@ def test_500_requests_get_their_tokens_and_prefixes_are_found_again(router: str)
             done = await complete_all(router, make_cases(500, seed=1), over_s=3.0)
             receipts = [completion.receipt for completion in done if completion.receipt]
             assert len(receipts) == 500
+            for receipt in receipts:
+                parts = receipt.ttft_parts
+                assert sum(parts.values()) == pytest.approx(receipt.ttft_s)
+                assert receipt.num_attempts > 1 or min(parts.values()) > -1e-6, parts
             assert {r.prefill_node for r in receipts} == {f"sim-p{i}" for i in range(8)}
             cached = [r.prefill.num_cached_tokens for r in receipts if r.prefill]
             assert max(cached) == 160

@@ -6,15 +6,24 @@ What fits is judged by jsonschema, `re`, membership and a parser of the test's o
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
 from baton import AsyncClient, Client, Completion, FinishReason, SamplingParams, StructuredOutput
 from baton.api.errors import InvalidRequestError
 from baton.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.structured_cases import Case, make_cases
+from router.intake.answers.call_forms import Function
+from router.intake.parsers import TOOL_CALL_PARSERS
+from router.intake.parsers.base import ParserContext
+from router.intake.parsers.choice import OutputParsers
+from tests.fakes.parsed_outputs import parse
+from tests.fakes.structured_cases import MAX_TOKENS, Case, make_cases
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(400)]
 
@@ -62,6 +71,55 @@ def test_every_output_fits_and_is_the_same_through_the_split_system(
     # Most were decoded on the decode node, where the grammar's state is made from token 1.
     handed_over = [c for c in split if c.receipt is not None and c.receipt.decode is not None]
     assert len(handed_over) > NUM_CASES // 2
+
+
+LARK = """\
+start: edit~1..3
+edit: ("+" | "-" | "@@ \\"") WORD? NL
+WORD: /[a-c"\\\\\\/é]{1,4}/
+NL: /\\n/
+"""
+EDITS = re.compile(r'((\+|-|@@ ")([a-c"\\/é]{1,4})?\n){1,3}')
+CITY = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 9},
+        "size": {"enum": ["small", "large"]},
+        "days": {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 3},
+    },
+    "required": ["name", "days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("form", TOOL_CALL_PARSERS.names())
+def test_every_forced_call_is_read_by_its_familys_parser_and_fits(llm: LLM, form: str) -> None:
+    parsers = OutputParsers(llm.tokenizer, form, "none")
+    functions = [Function("patch", held_text=("input", LARK)), Function("city", CITY)]
+    tools: dict[str, dict[str, Any]] = {"patch": {"properties": {"input": {}}}, "city": CITY}
+    for index, function in enumerate(functions):
+        grammar, is_common = parsers.forced_calls([function], several=False)
+        params = [
+            SamplingParams(
+                max_tokens=MAX_TOKENS,
+                temperature=temperature,
+                seed=seed,
+                structured_output=StructuredOutput(grammar=grammar),
+            )
+            for seed, temperature in enumerate((0.0, 1.0, 1.5, 3.0))
+        ]
+        for completion in llm.generate(["def edit("] * len(params), params):
+            assert completion.finish_reason is FinishReason.STOP, completion.text
+            parser = parsers.make(ParserContext(tools), is_forced=is_common, is_constrained=True)
+            (call,) = parse(parser, [completion.text])
+            assert isinstance(call, tuple), completion.text
+            name, written = call
+            arguments = json.loads(written)
+            assert name == ("patch", "city")[index]
+            if name == "patch":
+                assert EDITS.fullmatch(arguments["input"]), completion.text
+            else:
+                jsonschema.validate(arguments, CITY)
 
 
 HOSTILE = {

@@ -10,9 +10,11 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton import Client, SamplingParams
+from baton.api.outputs import Receipt
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.fakes.otlp_collector import OtlpCollector, TakenSpan, Trace
@@ -112,6 +114,9 @@ def assert_equal_to(receipt: dict[str, Any], trace: Trace, request: TakenSpan) -
         ("decode.first_step", "decode", "first_step_s"),
     ):
         assert trace.one(name).length_s == pytest.approx(receipt[part][field], abs=WITHIN_S), name
+    parts = msgspec.convert(receipt, Receipt).ttft_parts
+    assert sum(parts.values()) == pytest.approx(receipt["ttft_s"])
+    assert min(parts.values()) > 0, parts
 
 
 def test_one_trace_over_three_processes_says_what_the_receipt_says(

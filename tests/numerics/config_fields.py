@@ -186,8 +186,9 @@ def read_by_baton() -> set[str]:
 def text_config_class(architecture: str) -> Any:
     """Return the configuration class of a model's text part."""
     config_class = getattr(transformers, architecture).config_class
-    parts = config_class.sub_configs
-    return parts.get("text_config", config_class)
+    if "text_config" not in config_class.sub_configs:
+        return config_class
+    return type(config_class().get_text_config())  # (the class itself may be any, as "auto")
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 from tests.numerics.family_checkpoints import FAMILIES
 
 _KINDS_OF_LAYERS = ("sliding_attention", "full_attention")
-_HALF_TURNS = ("Glm", "Phi3", "Qwen3Next", "Qwen3_5")  # half of a head turns, in pairs
+_HALF_TURNS = ("Bamba", "Glm", "Phi3", "Qwen3Next", "Qwen3_5")  # half of a head turns, in pairs
 _WIDTH_OF_HEADS = ("Lfm2", "Phi3")  # a head has hidden_size / num_attention_heads dims
 _WHOLE_HEADS = ("Cwm", "DeepseekV2", "Gemma", "Llama")  # heads divide hidden_size
 
@@ -96,12 +96,14 @@ def _experts(fields: dict[str, Any], draw: random.Random) -> dict[str, Any]:
 
 
 def _latents(fields: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    rotary_dim = 2 * draw.randint(2, 16)
     return {
+        "head_dim": rotary_dim,  # the name that transformers' rotary embedding reads
         "num_key_value_heads": fields["num_attention_heads"],
         "q_lora_rank": None if fields["q_lora_rank"] is None else draw.randint(5, 60),
         "kv_lora_rank": draw.randint(5, 70),
         "qk_nope_head_dim": draw.randint(3, 40),
-        "qk_rope_head_dim": 2 * draw.randint(2, 16),
+        "qk_rope_head_dim": rotary_dim,
         "v_head_dim": draw.randint(3, 70),
     }
 

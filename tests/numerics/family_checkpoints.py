@@ -95,6 +95,10 @@ def ropes(full: dict[str, Any], sliding_theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
+# Where an image has three positions; a token of text has one.
+THREE_AXES: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [1, 1, 2]}
+}
 FAMILIES: dict[str, Family] = {
     **HYBRIDS,
     "CwmForCausalLM": Family(
@@ -122,6 +126,18 @@ FAMILIES: dict[str, Family] = {
                 **layers("ssfssf"),
                 **ropes({"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0}, 100.0),
                 "final_logit_softcapping": 4.0,
+            },
+        },
+        {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},
+    ),
+    "Gemma3ForConditionalGeneration": Family(
+        {
+            "plain": {"initializer_range": 0.2},
+            "windows 2:1, two RoPEs, tied": {
+                **SMALL,
+                **layers("ssfssf"),
+                **ropes({"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0}, 100.0),
+                "tie_word_embeddings": True,
             },
         },
         {"use_bidirectional_attention": True, "attn_logit_softcapping": 5.0},
@@ -251,6 +267,7 @@ FAMILIES: dict[str, Family] = {
         refused={"moe_layer_freq": 2, "scoring_func": "softmax", "topk_method": "greedy"},
     ),
     "MistralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
+    "Mistral3ForConditionalGeneration": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
     "MixtralForCausalLM": Family(
         {
             "plain": {"intermediate_size": 64},
@@ -292,6 +309,15 @@ FAMILIES: dict[str, Family] = {
                 "max_window_layers": 1,
             },
         }
+    ),
+    "Qwen2VLForConditionalGeneration": Family(
+        {"three axes": THREE_AXES, "tied": THREE_AXES | {"tie_word_embeddings": True} | SMALL}
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        {"three axes": THREE_AXES, "other heads": THREE_AXES | {"num_key_value_heads": 1}}
+    ),
+    "Qwen3VLForConditionalGeneration": Family(
+        {"three axes": THREE_AXES, "biases": THREE_AXES | {"attention_bias": True}}
     ),
     "Qwen3ForCausalLM": Family(
         {

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.kernel_library.ahead import INSTRUCTION_SETS, cpu_features
 from baton_kernels import CodeLayout, PackedWeight, WeightFormat, reference
-from baton_kernels.native.ahead import INSTRUCTION_SETS, cpu_features
 from baton_kernels.native.ops import _CODES, _E2M1, _FORMATS
 from tests.numerics.test_native_ops import draw_integers
 

@@ -31,6 +31,11 @@ OF_ARCHITECTURES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 5,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "Gemma3ForConditionalGeneration": {
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "GraniteForCausalLM": {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.22,
@@ -100,11 +105,28 @@ def _config(config_class: Any, values: dict[str, Any]) -> Any:
     """A config; of a model that sees images, too, with these values of its text."""
     if "text_config" not in getattr(config_class, "sub_configs", {}):
         return config_class(**values)
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    vision |= {"out_hidden_size": values["hidden_size"], "num_position_embeddings": 16}
+    vision = _vision_values(config_class, values["hidden_size"])
     implementation = {"attn_implementation": values["attn_implementation"]}
     tied = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
+    if config_class.__name__ == "Mistral3Config":
+        values = {"model_type": "mistral", **values}
     return config_class(text_config=values, vision_config=vision, **implementation, **tied)
+
+
+def _vision_values(config_class: Any, text_size: int) -> dict[str, Any]:
+    """Return fields of the part that sees images, by the names that a family has for them."""
+    name = config_class.__name__
+    if name in ("Gemma3Config", "Mistral3Config"):
+        kind = {"Gemma3Config": "siglip_vision_model", "Mistral3Config": "pixtral"}[name]
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 32, "patch_size": 8}
+        return {"model_type": kind, "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
+    if name == "Qwen2VLConfig":
+        return {"depth": 1, "embed_dim": 16, "hidden_size": text_size, "num_heads": 2}
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16}
+    vision |= {"num_heads": 2, "out_hidden_size": text_size, "num_position_embeddings": 16}
+    if name == "Qwen3VLConfig":
+        vision |= {"deepstack_visual_indexes": [0]}
+    return vision
 
 
 def save(model: Any, folder: Path, **options: Any) -> Path:

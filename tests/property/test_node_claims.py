@@ -17,7 +17,7 @@ from baton.api.errors import BatonError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
-from baton.link.words import NodeBeat, NodeRole, PeerReport, StepTime
+from baton.link.words import DecodeTime, NodeBeat, NodeRole, PeerReport, StepTime
 from baton.v1 import node_pb2, types_pb2
 from router.fleet.node import Node
 from router.fleet.node_claims import registration_problem
@@ -266,6 +266,25 @@ def test_step_times_that_cannot_be_are_refused(
     step_times = tuple(StepTime(*one) for one in times)
     told = registration_problem(dataclasses.replace(registration, step_times=step_times))
     assert told == (f"step_times: {problem}" if problem else "")
+
+
+@pytest.mark.parametrize(
+    ("times", "problem"),
+    [
+        (((0, 1, 0.1),), "num_requests must be 1 to 16777216, got 0"),
+        (((1, 2**27, 0.1),), "num_context_tokens must be 0 to 67108864, got 134217728"),
+        (((1, 1, math.inf),), "seconds must be above 0 and at most 1000000000"),
+        (((1, 1, 0.1),) * 17, "must be at most 16, got 17"),
+        (((1, 0, 0.1), (1, 0, 0.2)), ""),  # useless, and not wrong
+    ],
+)
+def test_decode_times_that_cannot_be_are_refused(
+    times: tuple[tuple[int, int, float], ...], problem: str
+) -> None:
+    registration = make_registration("n", NodeRole.DECODE)
+    decode_times = tuple(DecodeTime(*one) for one in times)
+    told = registration_problem(dataclasses.replace(registration, decode_times=decode_times))
+    assert told == (f"decode_times: {problem}" if problem else "")
 
 
 def test_a_bad_value_is_told_in_one_line() -> None:

@@ -52,6 +52,11 @@ CLIENT, OPERATOR, NODE = "the client's key", "the operator's key", "the node's k
 class EmptyNode:
     """Computes nothing, and says so."""
 
+    def compute_first_steps(self) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
     def registration(self, address: str) -> NodeRegistration:
         made = make_registration("d0", NodeRole.DECODE)
         fields = {name: getattr(made, name) for name in made.__dataclass_fields__}

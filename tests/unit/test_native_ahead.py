@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from baton_kernels.native import ahead, build
-from baton_kernels.native.ahead import INSTRUCTION_SETS, best_for_cpu, open_library_built_ahead
-from baton_kernels.native.build import BuildError
+from baton.kernel_library import ahead, build
+from baton.kernel_library.ahead import INSTRUCTION_SETS, best_for_cpu, open_library_built_ahead
+from baton.kernel_library.compilers import BuildError
 
 RUNTIME = "/somewhere/libgomp.so.1"
 SETS = [one for one in INSTRUCTION_SETS if one.machine == platform.machine()]

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
-from baton_kernels.native import build
-from baton_kernels.native.build import BuildError, open_library
+from baton.kernel_library import build
+from baton.kernel_library.build import find_library, open_library
+from baton.kernel_library.compilers import BuildError, Compilers
+
+pytestmark = pytest.mark.medium  # some start processes
 
 NAME = "key.so"
 BUILT = b"what the compiler made"
@@ -19,6 +32,7 @@ BUILT = b"what the compiler made"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the library belongs; builds take no time."""
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(build, "find_compiler", lambda runtime: ["cc"])
     monkeypatch.setattr(build, "_key", lambda *arguments: NAME.removesuffix(".so"))
     monkeypatch.setattr(build, "compile_library", lambda *arguments: BUILT)
@@ -26,9 +40,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def content() -> bytes:
-    descriptor, path = open_library(None)
-    with os.fdopen(descriptor, "rb") as file:
-        assert path.name == NAME
+    opened = open_library(None)
+    with os.fdopen(opened.descriptor, "rb") as file:
+        assert opened.path.name == NAME
         return file.read()
 
 
@@ -100,12 +114,17 @@ def test_another_users_folder_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_a_link_is_not_followed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.parent.mkdir()
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BuildError, match=r"Not a directory|Too many levels"):
-        content()
+    opened = open_library(None)
+    os.close(opened.descriptor)
+    assert opened.path.parent == tmp_path / f"baton-native-{os.geteuid()}"
+    assert opened.problem.startswith(f"{folder}: ")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_our_own_loose_folder_is_tightened(folder: Path) -> None:
@@ -113,3 +132,127 @@ def test_our_own_loose_folder_is_tightened(folder: Path) -> None:
     folder.chmod(0o777)
     assert content() == BUILT
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_for_temporary_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a read-only home cost the compiled kernels, and tokens came five times slower."""
+    folder.parent.write_bytes(b"a file, which not even root makes a folder in")
+    opened = open_library(None)
+    os.close(opened.descriptor)
+    assert opened.path == tmp_path / f"baton-native-{os.geteuid()}" / NAME
+    assert opened.path.parent.stat().st_mode & 0o777 == 0o700
+    assert opened.problem == f"{folder}: File exists"
+    monkeypatch.setattr(build, "compile_library", lambda *arguments: b"again")
+    assert content() == BUILT
+    assert find_library(None) == opened.path
+
+
+def test_a_folder_that_runs_full_costs_no_second_build(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[bytes] = []
+    store = build._store
+
+    def store_or_fail(content: bytes, name: str, folder_fd: int) -> None:
+        if os.path.samestat(os.fstat(folder_fd), folder.stat()):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        store(content, name, folder_fd)
+
+    def compile_and_note(*arguments: object) -> bytes:
+        built.append(BUILT)
+        return BUILT
+
+    monkeypatch.setattr(build, "_store", store_or_fail)
+    monkeypatch.setattr(build, "compile_library", compile_and_note)
+    assert content() == BUILT
+    assert built == [BUILT]
+
+
+def test_where_no_folder_can_be_written_one_line_names_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+    folder.parent.write_bytes(b"")
+    with pytest.raises(BuildError) as caught:
+        open_library(None)
+    assert str(caught.value).count(": File exists") == 2
+    assert find_library(None) is None
+
+
+def test_one_process_builds_and_the_others_wait_for_its_library(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the prefill and the decode node compiled the same library side by side."""
+    started, go_on = threading.Event(), threading.Event()
+    built: list[bytes] = []
+
+    def compile_slowly(*arguments: object) -> bytes:
+        built.append(BUILT)
+        started.set()
+        go_on.wait(30)
+        return BUILT
+
+    monkeypatch.setattr(build, "compile_library", compile_slowly)
+    with ThreadPoolExecutor(3) as at_once:
+        first = at_once.submit(content)
+        assert started.wait(30)
+        others = [at_once.submit(content) for _ in range(2)]
+        time.sleep(3 * build._LOCK_POLL_S)
+        assert not any(other.done() for other in others)
+        go_on.set()
+        assert [one.result(30) for one in (first, *others)] == [BUILT] * 3
+    assert built == [BUILT]
+
+
+def test_a_library_that_is_there_is_found_and_nothing_is_built(folder: Path) -> None:
+    assert find_library(None) is None
+    assert not folder.exists()
+    content()
+    assert find_library(None) == folder / NAME
+    (folder / NAME).chmod(0o664)
+    assert find_library(None) is None
+
+
+def test_compilers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """Before, compilers of a killed node went on: a driver's own children hear of no signal."""
+    pid_file = tmp_path / "pid"
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {pid_file}\nwait\n")
+    compiler.chmod(0o755)
+    program = (
+        "import sys, time; from baton.kernel_library.compilers import Compilers\n"
+        "with Compilers(time.monotonic() + 300) as compilers: compilers.run(sys.argv[1:])"
+    )
+    builder = subprocess.Popen([sys.executable, "-c", program, str(compiler)])
+    try:
+        wait_until(lambda: pid_file.exists() and pid_file.read_text().strip().isdigit())
+        child = int(pid_file.read_text())
+        assert psutil.pid_exists(child)
+    finally:
+        builder.kill()
+        builder.wait()
+    wait_until(lambda: not is_running(child))
+
+
+def test_compilers_end_when_one_of_them_fails(tmp_path: Path) -> None:
+    with Compilers(time.monotonic() + 60) as compilers:
+        left = subprocess.Popen(["sleep", "300"], process_group=compilers.group)
+        with pytest.raises(BuildError, match="/bin/false: exit status 1"):
+            compilers.run(["/bin/false"])
+    assert left.wait(30) == -signal.SIGKILL
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)

@@ -63,6 +63,16 @@ def test_each_mode_sends_every_block_once(
     assert_clean(cluster)
 
 
+@pytest.mark.parametrize("mode", PushMode)
+def test_the_router_hears_of_token_1_before_the_sender_gets_its_commit(mode: PushMode) -> None:
+    """A client waits for the one, and the decode node's next step for the other."""
+    cluster = make_cluster(20, push_mode=mode)
+    told: list[bool] = []
+    pushes = record_pushes(cluster, lambda: told.append(bool(cluster.attempts["r0", 1].tokens)))
+    hand_over(cluster)
+    assert [is_told for push, is_told in zip(pushes, told, strict=True) if push.record] == [True]
+
+
 def test_layers_are_in_the_decode_node_before_the_next_ones_are_computed() -> None:
     cluster = make_cluster(20)
     arrived = []

@@ -66,6 +66,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
     30: TensorType("BF16", 1, 2),
     34: TensorType("TQ1_0", 256, 54),
     35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
 }
 
 
@@ -73,6 +74,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
 class StoredTensor:
     """The place of a tensor in its file."""
 
+    path: Path  # of the file
     type_id: int  # a key of TENSOR_TYPES
     shape: tuple[int, ...]  # rows first; the file says it the other way round
     start: int  # bytes, from the file's start
@@ -84,13 +86,18 @@ class GgufFile:
     """The header of a GGUF file: everything before its tensors' content.
 
     Attributes:
-        header_bytes: where that content begins.
+        path: the file, or the first of its parts.
+        metadata: values by key.
+        tensors: places by name, in all parts.
+        header_bytes: where the tensors' content begins.
+        parts: the files, in their order.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     header_bytes: int
+    parts: tuple[Path, ...]
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
@@ -115,7 +122,7 @@ class GgufFile:
         if TENSOR_TYPES[tensor.type_id].name != "F32":
             found = TENSOR_TYPES[tensor.type_id].name
             raise ModelLoadError(f"{self.path}: {name}: must be F32, got {found}")
-        with self.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.start)
             return struct.unpack(f"<{prod(tensor.shape)}f", file.read(tensor.num_bytes))
 
@@ -226,14 +233,14 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
         if shape[-1] % kind.values_per_block:
             raise _BadFileError(f"{name}: rows of {shape[-1]} values do not fit {kind.name} blocks")
         num_bytes = prod(shape) // kind.values_per_block * kind.bytes_per_block
-        tensors[name] = StoredTensor(type_id, shape, start + offset, num_bytes)
+        tensors[name] = StoredTensor(path, type_id, shape, start + offset, num_bytes)
         if start + offset + num_bytes > len(content):
             raise _BadFileError(
                 f"truncated: {name} ends at byte {start + offset + num_bytes}, the file has "
                 f"{len(content)}"
             )
     _refuse_overlaps(tensors)
-    return GgufFile(path, metadata, tensors, start)
+    return GgufFile(path, metadata, tensors, start, (path,))
 
 
 def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:

@@ -17,25 +17,28 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
 from baton.checkpoint.gguf.config import config_of, generation_config_of
 from baton.checkpoint.gguf.file import GgufFile
+from baton.checkpoint.gguf.parts import linked, part_files, read_model
 from baton.checkpoint.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
 WEIGHTS = "model.gguf"
 # Counts what changes the files that are made of a header; part of their folder's name.
-_FORM = 1
+_FORM = 2
 
 
 def folder_of_gguf(path: Path) -> Path:
-    """Return the model folder of a GGUF file; make it if it is not there.
+    """Return the model folder of a GGUF file, or of one in several parts; make it if needed.
 
     Raises:
-        ModelLoadError: the file is broken or of an unknown kind, or the cache cannot be used.
+        ModelLoadError: a file is broken or of an unknown kind, or the cache cannot be used.
     """
-    path = path.resolve()
-    file = GgufFile.read(path)
+    # The hub's files are links, and their names count: they are not followed.
+    file = read_model(path.absolute())
+    path = file.path
     try:
-        with path.open("rb") as content:
-            header = content.read(file.header_bytes)
-        key = hashlib.sha256(f"{_FORM}\0{path}\0".encode() + header).hexdigest()[:16]
+        digest = hashlib.sha256(f"{_FORM}\0{path}\0".encode())
+        for part in file.parts:
+            digest.update(_header(part, file))
+        key = digest.hexdigest()[:16]
         folder = own_cache_folder("gguf") / f"{path.stem[:80]}-{key}"
         if not (folder / WEIGHTS).exists():
             _make(folder, file)
@@ -45,6 +48,24 @@ def folder_of_gguf(path: Path) -> Path:
         problem = f"its model folder cannot be written: {error} (BATON_CACHE says where it goes)"
         raise ModelLoadError(f"{path}: {problem}") from error
     return folder
+
+
+def read_folder(folder: Path) -> GgufFile:
+    """Read the header of a GGUF file by its folder; raises ModelLoadError."""
+    return read_model(linked(folder / WEIGHTS))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files with the weights, of which there may be several parts; none: another kind."""
+    link = folder / WEIGHTS
+    return part_files(linked(link)) if link.exists() else []
+
+
+def _header(part: Path, file: GgufFile) -> bytes:
+    """Read what comes before the content of a file's tensors."""
+    starts = (tensor.start for tensor in file.tensors.values() if tensor.path == part)
+    with part.open("rb") as content:
+        return content.read(min(starts, default=file.header_bytes))
 
 
 def _make(folder: Path, file: GgufFile) -> None:

@@ -23,7 +23,40 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 )
+# The same, but contractions end their word, and digits are by three.
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENGLISH}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENGLISH}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
+_LETTERS, _SIGNS = r"[\p{L}\p{M}]", r"[\p{P}\p{S}]"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?{_LETTERS}+| ?{_SIGNS}+[\r\n]*|{_REST}",
+)
+_QWEN35 = (
+    rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
+)
+# Chinese characters by themselves; else as _O200K, without them.
+_KIMI_UPPER, _KIMI_LOWER = (f"{kind[:-1]}&&[^\\p{{Han}}]]" for kind in (_UPPER, _LOWER))
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_ENGLISH}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_ENGLISH}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+)
+_SEED = _QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~！-／：-～\u2018-\u201f\u3000-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+    r"\p{N}+",
+)
 _LLAMA_CPP_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
 
@@ -69,7 +102,7 @@ _LLAMA3_LIKE = PreTokenizer((_LLAMA3,), takes_whole_words=True, begins_texts=Tru
 _QWEN2_LIKE = PreTokenizer((_QWEN2,), composes=True)
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion"), _GPT2_LIKE),
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), _GPT2_LIKE),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         _DIGIT_BY_DIGIT,
@@ -78,10 +111,16 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
         _LLAMA3_LIKE,
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), PreTokenizer((_O200K,))),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(_DEEPSEEK3)),
+    "qwen35": PreTokenizer((_QWEN35,), composes=True),
+    "seed-coder": PreTokenizer((_SEED,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2_LIKE),
     "stablelm2": PreTokenizer((_QWEN2,)),
     "tekken": PreTokenizer((_TEKKEN,), takes_whole_words=True, begins_texts=True),
     "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
+    "kimi-k2": PreTokenizer((_KIMI,)),
     "default": PreTokenizer(_LLAMA_CPP_DEFAULT),
 }

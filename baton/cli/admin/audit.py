@@ -20,6 +20,7 @@ from baton.cli.admin.output import (
     is_json,
     make_console,
     make_table,
+    print_first_that_fits,
     print_json,
 )
 from baton.cli.router_access import OperatorAccess
@@ -54,9 +55,13 @@ def audit(
 
 
 def _print(found: admin_pb2.AuditResponse) -> None:
-    numbers = ("epoch", "age")
-    table = make_table(
-        "node", "owner", "request", "epoch", "state", "peer", "age", "blocks", right=numbers
+    """Print a row per holding; a narrow console gets fewer columns."""
+    wide, narrow = (
+        make_table(*columns, right=("epoch", "age"), whole=("request",))
+        for columns in (
+            ("node", "owner", "request", "epoch", "state", "peer", "age", "blocks"),
+            ("node", "owner", "request", "age", "blocks"),
+        )
     )
     verdicts = []
     for one in found.nodes:
@@ -65,13 +70,15 @@ def _print(found: admin_pb2.AuditResponse) -> None:
             verdicts.append(f"[red]{escape(one.problem)}[/]")
             continue
         for holding in one.ledger.holdings:
-            table.add_row(name, *_cells(holding))
+            owner, request_id, epoch, state, peer, age, blocks = _cells(holding)
+            wide.add_row(name, owner, request_id, epoch, state, peer, age, blocks)
+            narrow.add_row(name, owner, request_id, age, blocks)
         problem = _problem(one.ledger)
         style = "red" if problem else "green"
         verdicts.append(f"[{style}]{name}: {_balance(one.ledger)}{problem}[/]")
     console = make_console()
-    if table.row_count:
-        console.print(table)
+    if wide.row_count:
+        print_first_that_fits(console, wide, narrow)
     for verdict in verdicts or ["no node has joined"]:
         console.print(verdict, soft_wrap=True)
 

@@ -19,6 +19,7 @@ from baton.cli.admin.output import (
     is_json,
     make_console,
     make_table,
+    print_first_that_fits,
     print_json,
 )
 from baton.cli.router_access import OperatorAccess
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from baton.v1 import admin_pb2
-
-_ENOUGH = 1000  # columns of a terminal
 
 
 def explain(
@@ -88,10 +87,7 @@ def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
     if not decision.candidates:
         console.print("this policy compares no costs", style="dim")
         return
-    table = _columns(decision)
-    needed = console.measure(table, options=console.options.update(max_width=_ENOUGH)).minimum
-    fits = needed + len(table.columns) <= console.width  # else words would be cut
-    console.print(table if fits else _sentences(decision))
+    print_first_that_fits(console, _columns(decision), _sentences(decision))
 
 
 def _forecast(forecast: admin_pb2.PrefillForecast) -> str:

@@ -21,6 +21,7 @@ from baton.cli.admin.output import (
     make_console,
     make_grid,
     make_table,
+    print_first_that_fits,
     print_json,
 )
 from baton.cli.router_access import OperatorAccess
@@ -46,7 +47,11 @@ def nodes(
         print_json(response)
         return
     console = make_console()
-    console.print(nodes_table(response.nodes) if response.nodes else "no node has joined")
+    if response.nodes:
+        found = response.nodes
+        print_first_that_fits(console, nodes_table(found), nodes_table(found, bar_width=3))
+    else:
+        console.print("no node has joined")
     print_problems(console, response.nodes)
 
 
@@ -99,19 +104,22 @@ def ranks_of(found: admin_pb2.NodeDescription) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"
 
 
-def kv_bar(found: admin_pb2.NodeDescription) -> str:
-    """Share of a node's KV blocks that requests hold; it is not known before its first beat."""
+def kv_bar(found: admin_pb2.NodeDescription, width: int = 8) -> str:
+    """Draw the share of a node's KV blocks that requests hold; unknown before its first beat."""
     if not found.HasField("beat") or not found.num_blocks:
         return "?"
-    return format_bar(1 - found.beat.num_free_blocks / found.num_blocks)
+    return format_bar(1 - found.beat.num_free_blocks / found.num_blocks, width)
 
 
-def nodes_table(found: Sequence[admin_pb2.NodeDescription], *, peers: bool = True) -> Table:
-    """One row per node."""
+def nodes_table(
+    found: Sequence[admin_pb2.NodeDescription], *, peers: bool = True, bar_width: int = 8
+) -> Table:
+    """Make a table with a row per node."""
     numbers = ("open", "run", "wait")
     has_ranks = any(num_ranks(one) > 1 for one in found)  # else it tells nothing
     columns = ["node", "role", *(["ranks"] if has_ranks else []), "state", *numbers, "KV in use"]
-    table = make_table(*columns, *(["peers"] if peers else []), right=numbers)
+    more = ["peers"] if peers else []
+    table = make_table(*columns, *more, right=numbers, whole=("peers",))
     for one in found:
         state, beat = state_of(one), one.beat
         cells = [
@@ -126,7 +134,7 @@ def nodes_table(found: Sequence[admin_pb2.NodeDescription], *, peers: bool = Tru
                     str(one.num_requests),
                     str(beat.num_running),
                     str(beat.num_waiting + beat.num_waiting_for_remote_kvs),
-                    kv_bar(one),
+                    kv_bar(one, bar_width),
                 )
             ),
         ]

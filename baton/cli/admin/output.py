@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -21,26 +21,44 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+_ENOUGH = 1000  # columns, for all tables
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def make_console() -> Console:
-    """Wide enough for our tables where the width is not a terminal's."""
+    """Make a console that is wide enough for our tables where it is no terminal's."""
     from rich.console import Console
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=100)
 
 
-def make_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table; columns in ``right`` are numbers. The last column takes what is long."""
+def make_table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
+    """Make an empty table; the last column takes what is long.
+
+    Args:
+        right: columns of numbers.
+        whole: columns whose values stay on one line, as somebody may copy them.
+    """
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in whole)
     return table
+
+
+def fits(console: Console, table: Table) -> bool:
+    """Say whether a table fits a console without breaking a word."""
+    whole = console.options.update(max_width=_ENOUGH)
+    return console.measure(table, options=whole).minimum + len(table.columns) <= console.width
+
+
+def print_first_that_fits(console: Console, *tables: Table) -> None:
+    """Print the first table that fits the console, else the last one."""
+    console.print(next((one for one in tables[:-1] if fits(console, one)), tables[-1]))
 
 
 def make_grid() -> Table:

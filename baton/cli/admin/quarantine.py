@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,9 +18,13 @@ from baton.cli.admin.output import (
     is_json,
     make_console,
     make_table,
+    print_first_that_fits,
     print_json,
 )
 from baton.cli.router_access import OperatorAccess
+
+if TYPE_CHECKING:
+    from baton.v1 import admin_pb2
 
 FingerprintArgument = Annotated[
     str, typer.Argument(help="Of `baton admin quarantine`, or how it begins; all: of all.")
@@ -34,25 +38,29 @@ def quarantine(*, access: OperatorAccess, output: OutputOption = OutputFormat.TA
         found = admin.call("ListQuarantine")
     if is_json(output):
         print_json(found)
-        return
+    else:
+        _print(found)
+
+
+def _print(found: admin_pb2.ListQuarantineResponse) -> None:
     console = make_console()
     if not found.requests:
         console.print("nothing is quarantined")
         return
-    right = ("prompt", "refused", "left")
-    columns = ("fingerprint", "request", "from", "prompt", "died with it", "refused", "left")
-    table = make_table(*columns, right=right)
-    for one in found.requests:
-        table.add_row(
-            one.fingerprint[:_SHOWN_CHARS],
-            escape(one.request_id),
-            escape(one.principal),
-            format_count(one.num_prompt_tokens),
-            escape("\n".join(one.engine_ids)),
-            str(one.num_refused),
-            format_seconds(one.left_s),
+    wide, narrow = (
+        make_table(*columns, right=("prompt", "refused", "left"), whole=("fingerprint", "request"))
+        for columns in (
+            ("fingerprint", "request", "from", "prompt", "died with it", "refused", "left"),
+            ("fingerprint", "request", "died with it", "left"),
         )
-    console.print(table)
+    )
+    for one in found.requests:
+        first = one.fingerprint[:_SHOWN_CHARS], escape(one.request_id)
+        engines, left = "\n".join(map(escape, one.engine_ids)), format_seconds(one.left_s)
+        who, num_tokens = escape(one.principal), format_count(one.num_prompt_tokens)
+        wide.add_row(*first, who, num_tokens, engines, str(one.num_refused), left)
+        narrow.add_row(*first, engines, left)
+    print_first_that_fits(console, wide, narrow)
 
 
 def release(

@@ -22,10 +22,12 @@ from baton.cli.admin.output import (
     is_json,
     make_console,
     make_table,
+    print_first_that_fits,
     print_json,
 )
 from baton.cli.router_access import OperatorAccess
 from baton.telemetry.receipt_table import format_bytes
+from baton.wire.types import receipt_from_proto
 
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2, types_pb2
@@ -97,43 +99,53 @@ def abort(
 
 
 def _print_of_router(found: Iterable[admin_pb2.RequestTrace]) -> None:
+    """Print a row per request; a narrow console gets fewer columns, `trace` tells the rest."""
     numbers = ("in", "out", "TTFT", "total", "tries")
-    table = make_table("received", "request", "state", *numbers, "nodes", right=numbers)
+    wide, narrow = (
+        make_table(*columns, right=numbers, whole=("request",))
+        for columns in (
+            ("received", "request", "state", *numbers, "nodes"),
+            ("request", "state", *numbers[:-1]),
+        )
+    )
     for one in found:
         style = _STYLES.get(one.state, "cyan")
         last = one.attempts[-1] if one.attempts else None
         path = " > ".join(filter(None, (last.prefill_node, last.decode_node))) if last else ""
-        table.add_row(
-            format_time(one.received_at),
+        cells = (
             escape(one.request_id),
             f"[{style}]{one.error_code or one.state}[/]",
             str(one.num_prompt_tokens),
             str(one.num_output_tokens),
             format_seconds(one.first_token_s) if one.HasField("first_token_s") else "",
             format_seconds(one.ended_s) if one.HasField("ended_s") else "",
-            str(len(one.attempts)),
-            escape(path),
         )
+        received = format_time(one.received_at)
+        wide.add_row(received, *cells, str(len(one.attempts)), escape(path))
+        narrow.add_row(*cells)
     console = make_console()
-    console.print(table if table.row_count else "there were no requests")
+    if wide.row_count:
+        print_first_that_fits(console, wide, narrow)
+    else:
+        console.print("there were no requests")
 
 
 def _print_of_node(found: admin_pb2.ListRequestsResponse) -> None:
     numbers = ("tokens", "computed", "blocks", "age")
-    table = make_table("request", "status", "transfer", *numbers, right=numbers)
+    wide, narrow = (
+        make_table("request", "status", *columns, right=numbers, whole=("request",))
+        for columns in (("transfer", *numbers), ("blocks", "age"))
+    )
     for one in found.requests:
-        table.add_row(
-            escape(one.request_id),
-            one.status,
-            one.transfer_state,
-            str(one.num_tokens),
-            str(one.num_computed_tokens),
-            str(one.num_blocks),
-            format_seconds(one.age_s),
+        first, last = (escape(one.request_id), one.status), format_seconds(one.age_s)
+        num_computed, num_blocks = str(one.num_computed_tokens), str(one.num_blocks)
+        wide.add_row(
+            *first, one.transfer_state, str(one.num_tokens), num_computed, num_blocks, last
         )
+        narrow.add_row(*first, num_blocks, last)
     console = make_console()
-    if table.row_count:
-        console.print(table)
+    if wide.row_count:
+        print_first_that_fits(console, wide, narrow)
     console.print(
         f"{len(found.requests)} requests; {found.num_free_blocks} of {found.num_blocks} blocks "
         f"free, {found.num_quarantined_blocks} in quarantine"
@@ -161,6 +173,14 @@ def _events(found: admin_pb2.RequestTrace) -> Iterator[tuple[float, str]]:
 
 
 def _prefill_account(receipt: types_pb2.Receipt) -> str:
+    if not receipt.ttft_s:
+        return ""
+    parts = receipt_from_proto(receipt).ttft_parts.items()
+    way = ", ".join(f"{name.removesuffix('_s')} {format_seconds(max(s, 0.0))}" for name, s in parts)
+    return _computing_account(receipt) + f"; its way: {way}"
+
+
+def _computing_account(receipt: types_pb2.Receipt) -> str:
     if not receipt.HasField("prefill"):
         return ""
     prefill = receipt.prefill
@@ -180,17 +200,25 @@ def _decode_account(found: admin_pb2.RequestTrace) -> str:
     if not receipt.HasField("decode"):
         return text
     decode = receipt.decode
-    push = decode.push
     return text + (
-        f"; {escape(receipt.decode_node)} got {format_bytes(push.num_bytes)} "
-        f"({format_count(push.num_blocks)} blocks) by {escape(push.transport)}, "
-        f"{format_seconds(push.exposed_transfer_s)} of it exposed; "
+        f"; {escape(receipt.decode_node)} {_push_account(decode.push)}; "
         f"parked {format_seconds(decode.parked_s)}, "
         f"first step {format_seconds(decode.first_step_s)} later, "
         f"{decode.num_preemptions} preemptions"
         + (
-            f"; {decode.num_accepted_drafts} of {decode.num_drafts} guesses right"
+            f"; {decode.num_accepted_drafts} of {decode.num_drafts} drafts accepted"
             if decode.num_drafts
             else ""
         )
+    )
+
+
+def _push_account(push: types_pb2.PushReceipt) -> str:
+    """Say what of a prompt's KV came to the decode node, and how."""
+    if not push.num_blocks:
+        return "got no KV blocks from another node"
+    by = f" by {escape(push.transport)}" if push.transport else ""
+    return (
+        f"got {format_bytes(push.num_bytes)} ({format_count(push.num_blocks)} blocks){by}, "
+        f"{format_seconds(push.exposed_transfer_s)} of it exposed"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -13,6 +13,9 @@ from decode_node.options import DecodeNodeOptions
 from node_runtime.options import NodeOptions
 from node_runtime.run_node import MakeProgram, run_node
 from prefill_node.options import PrefillOptions
+
+if TYPE_CHECKING:
+    from baton.text.grammar_trials import EarlyGrammars
 
 # By name: torch is imported when a node is made, and what only nodes need when one is started.
 _PROGRAMS: Registry[MakeProgram[Any]] = Registry(
@@ -25,6 +28,9 @@ _CHECKS: Registry[Callable[[NodeOptions], None]] = Registry(
         "options": "node_runtime.option_checks:check_options",
         "model": "node_runtime.option_checks:check_model",
     },
+)
+_EARLY: Registry[Callable[[str], EarlyGrammars | None]] = Registry(
+    "early part of a node", {"grammars": "node_runtime.early_grammars:fork_early_grammars"}
 )
 
 
@@ -48,4 +54,6 @@ def _run(role: str, options: NodeOptions) -> NoReturn:
         return _PROGRAMS.load(role)
 
     _CHECKS.load("options")(options)
-    raise typer.Exit(run_node(role, options, load))
+    # Forked here: while this process has one thread, and before torch is imported.
+    grammars = _EARLY.load("grammars")(options.model)
+    raise typer.Exit(run_node(role, options, load, grammars))

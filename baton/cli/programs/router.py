@@ -6,13 +6,19 @@ import typer
 
 from baton.cli.config_file import program
 from baton.processes.process import run_program
-from router.config import RouterConfig
+from router.config import RouterConfig, check_exposure
 
 
 @program
 def router(config: RouterConfig) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
+    check_exposure(config)
     # Imported here: who asks for help does not wait for it.
+    from baton.checkpoint.model_folder import find_model_folder
+    from router.intake.early_readers import fork_readers
+
+    # Forked here: while this process has one thread, and before most modules are imported.
+    readers = fork_readers(config.texts, find_model_folder(config.model, weights=False))
     from router.program import serve
 
-    raise typer.Exit(run_program(lambda: serve(config), config.log))
+    raise typer.Exit(run_program(lambda: serve(config, readers), config.log))

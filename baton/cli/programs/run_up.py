@@ -1,7 +1,8 @@
-"""Run a deployment on this machine until it is told to stop, and show how it gets on."""
+"""Run a deployment on this machine until it is told to stop, and start again what dies of it."""
 
 from __future__ import annotations
 
+import collections
 import signal
 import time
 
@@ -10,10 +11,17 @@ from rich.live import Live
 from rich.table import Table
 
 from baton.access.tls_options import TlsOptions
+from baton.api.errors import ConfigError
+from baton.api.printable import printable
+from baton.kernel_library.state import ADVICE, BUILDING, SLOWER
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 
 _CHECK_S = 0.5  # whether all processes still run
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
+# A process that ends so often within so long ends all: starting it again does not help.
+MAX_RESTARTS = 5
+RESTARTS_WITHIN_S = 600.0
+_KEYS = ("--api-keys-file", "--admin-token", "--node-token")
 
 
 def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
@@ -29,15 +37,16 @@ def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
     # Also where SIGINT is ignored from the start, as for background jobs of a script.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    console = Console()
+    console = Console(highlight=False)
     try:
-        with LocalDeployment(config) as deployment:
+        with LocalDeployment(config, lambda: _say(console, BUILDING)) as deployment:
             try:
                 wait_ready(deployment, console, ready_timeout_s)
-                _say_ready(config, console)
+                _say_ready(deployment, console)
+                keeper = _Keeper(deployment, console)
                 while not told:
                     time.sleep(_CHECK_S)
-                    deployment.check(may_leave=True)
+                    keeper.check()
             except KeyboardInterrupt:
                 console.print(
                     f"stopping: open requests have {config.drain_timeout_s:g} s to end; "
@@ -49,13 +58,72 @@ def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
     return 0
 
 
-def _say_ready(config: LocalDeploymentConfig, console: Console) -> None:
+class _Keeper:
+    """Keeps a deployment's processes running: starts again what dies, but not for ever."""
+
+    def __init__(self, deployment: LocalDeployment, console: Console) -> None:
+        self._deployment = deployment
+        self._console = console
+        self._deaths: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
+        self._starting: set[str] = set()  # names of processes that were started again
+
+    def check(self) -> None:
+        """Start again what has died, and say so; raises ConfigError for what dies too often."""
+        before = [child.name for child in self._deployment.children]
+        for child in self._deployment.ended(may_leave=True):
+            self._start_again(child)
+        names = [child.name for child in self._deployment.children]
+        for name in before:
+            if name not in names:
+                _say(self._console, f"{name} has left")
+        self._starting &= set(names)
+        if not self._starting:
+            return
+        self._deployment.update_states()
+        for name in sorted(self._starting):
+            child = self._deployment.child(name)
+            if child.state == "ready":
+                self._starting.remove(name)
+                _say(self._console, f"{name} is ready again (pid {child.process.pid})")
+
+    def _start_again(self, child: Child) -> None:
+        why = self._deployment.why_ended(child)
+        now = time.monotonic()
+        deaths = [at for at in self._deaths[child.name] if at > now - RESTARTS_WITHIN_S]
+        self._deaths[child.name] = [*deaths, now]
+        if len(deaths) >= MAX_RESTARTS:
+            raise ConfigError(
+                f"{child.name} ended {len(deaths) + 1} times within "
+                f"{RESTARTS_WITHIN_S / 60:g} min: {why}"
+            )
+        _say(self._console, f"{child.name} ended: {why}", style="red")
+        _say(self._console, f"{child.name} is started again")
+        self._deployment.restart(child.name)
+        self._starting.add(child.name)
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """Print a line that may quote a process or a file."""
+    console.print(printable(text), style=style, markup=False, soft_wrap=True)
+
+
+def _say_ready(deployment: LocalDeployment, console: Console) -> None:
+    """Print where the deployment can be reached, and what its user should know."""
+    config = deployment.config
     tls = _client_options(config.tls_of("client"))
-    call = f'baton generate --router {config.listen}{tls} "def add(a, b):"'
+    key = "BATON_API_KEY=KEY " if set(_KEYS) & set(config.router_args) else ""
+    call = f'{key}baton generate --router {config.listen}{tls} "def add(a, b):"'
     console.print(f"[green]ready[/]  {call}", soft_wrap=True)
     if config.http_listen and not config.http_listen.endswith(":0"):  # else the log says it
-        scheme = "https" if tls else "http"
-        console.print(f"       OpenAI API: {scheme}://{config.http_listen}/v1")
+        root = f"{'https' if tls else 'http'}://{config.http_listen}"
+        console.print(f"       OpenAI API:  {root}/v1", soft_wrap=True)
+        console.print(f"       status page: {root}/ui", soft_wrap=True)
+    kept = "" if config.log_folder else " (removed at the end, unless something fails)"
+    _say(console, f"       logs: {deployment.log_folder}{kept}")
+    if deployment.kernels.problem:
+        why = deployment.kernels.problem
+        _say(console, f"no native kernels: {why}, so {SLOWER}", style="yellow")
+        _say(console, f"  {ADVICE}", style="yellow")
     console.print("[dim]Ctrl-C stops everything[/]")
 
 
@@ -64,11 +132,14 @@ def _client_options(tls: TlsOptions) -> str:
 
 
 def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) -> None:
-    """Wait for all nodes, showing each one's state; raises BatonError."""
+    """Wait for all nodes, and show each one's state; raises BatonError."""
     with Live(_table(deployment.children), console=console, transient=False) as live:
-        deployment.wait_ready(timeout_s, lambda children: live.update(_table(children)))
-    if not console.is_terminal:
-        console.print()
+        try:
+            deployment.wait_ready(timeout_s, lambda children: live.update(_table(children)))
+        finally:
+            if not console.is_terminal:  # there the table has no end of line
+                live.stop()
+                console.print()
 
 
 def _table(children: list[Child]) -> Table:

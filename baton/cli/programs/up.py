@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FOR_ROUTER = (
     "policy", "served_model_name", "served_model_aliases", "request_defaults", "chat_template",
-    "generation_config", "tool_call_parser", "reasoning_parser",
+    "generation_config", "tool_call_parser", "reasoning_parser", "api_keys_file",
 )  # fmt: skip
 _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
@@ -46,6 +46,7 @@ class UpOptions:
     tool_call_parser: str = same_option(RouterConfig, "tool_call_parser")
     reasoning_parser: str = same_option(RouterConfig, "reasoning_parser")
     policy: str = same_option(RouterConfig, "policy")
+    api_keys_file: str = same_option(RouterConfig, "api_keys_file")
     dtype: str = same_option(PrefillOptions, "dtype")
     kv_cache_dtype: str = same_option(PrefillOptions, "kv_cache_dtype")
     kv_cache_memory: str = same_option(PrefillOptions, "kv_cache_memory")
@@ -117,7 +118,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         num_prefill=options.prefill,
         num_decode=options.decode,
         router_args=[
-            *(*file_args, *passed_on(context, _FOR_ROUTER), *_keys_in(path)),
+            *(*file_args, *_keys_in(path), *passed_on(context, _FOR_ROUTER)),  # the last one counts
             *options.router_args.split(),
         ],
         node_args=[
@@ -136,7 +137,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
 
 
 def _keys_in(path: Path | None) -> list[str]:
-    """The router's API keys, if its part of the file says them: then nodes need keys, too."""
+    """Return the router's API keys, if the file has them for it: then nodes need keys, too."""
     if path is None:
         return []
     found = {

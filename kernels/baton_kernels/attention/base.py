@@ -85,8 +85,8 @@ class AttentionBackend(Protocol):
             scale: factor on the dot products.
             sliding_window: each query sees at most this many newest keys, its own included.
             soft_cap: bends scores, see ``baton_kernels.reference.paged_attention``.
-            value_dim: of a value this many numbers count, the first ones; None: all. So a cache of
-                latents, seen as :func:`as_keys_and_values` does, gives them and not their keys.
+            value_dim: numbers of each value that count, from the first on; None: all. A cache of
+                latents, seen as :func:`as_keys_and_values` does, gives values without key parts so.
             sinks: ``[num_heads]`` float32, see ``baton_kernels.reference.paged_attention``.
 
         Returns:

@@ -91,7 +91,7 @@ class TritonAttention:
         """Tell the captured step of so many tokens its requests; launches copies.
 
         Args:
-            num_tokens: of the captured step.
+            num_tokens: tokens of the captured step.
             query_lens: new tokens of each request; together at most as many.
             seq_lens: all tokens of each request, the new ones included.
         """

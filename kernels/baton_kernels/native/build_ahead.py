@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton_kernels.native.ahead import build_libraries
-from baton_kernels.native.build import BuildError
+from baton.kernel_library.ahead import build_libraries
+from baton.kernel_library.compilers import BuildError
 
 
 def main(words: Sequence[str]) -> int:

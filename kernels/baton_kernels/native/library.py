@@ -12,11 +12,15 @@ import os
 import re
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from baton_kernels.native.ahead import open_library_built_ahead
-from baton_kernels.native.build import BuildError, open_library
+from baton.kernel_library.ahead import open_library_built_ahead
+from baton.kernel_library.build import OpenedLibrary, find_sources, open_library
+from baton.kernel_library.compilers import BuildError
+from baton.kernel_library.state import BUILDING, SLOWER
+from baton_kernels.native.layouts import check_layouts
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +79,7 @@ class PackCall(Structure):
 
     _fields_ = (
         *_fields(c_int64, "in_type w_type num_threads first_row num_rows depth in_stride"),
-        *_fields(c_void_p, "rows panels scales"),
+        *_fields(c_void_p, "in panels scales"),
         *_fields(c_void_p, "group_scales group_minima scale_factors minimum_factors"),
     )
 
@@ -264,8 +268,34 @@ class TapeEntry(Structure):
     _fields_ = (*_fields(c_void_p, "function call"),)
 
 
+# By name in kernels/csrc.
+_STRUCTS: dict[str, type[Structure]] = {
+    "linear_call": LinearCall,
+    "grouped_call": GroupedLinearCall,
+    "experts_call": ExpertsCall,
+    "route_call": RouteCall,
+    "pack_call": PackCall,
+    "integers_call": IntegersCall,
+    "unpack_call": UnpackCall,
+    "norm_call": NormCall,
+    "gated_call": GatedCall,
+    "soften_call": SoftenCall,
+    "join_call": JoinCall,
+    "largest_call": LargestCall,
+    "store_call": StoreCall,
+    "latent_call": LatentStoreCall,
+    "attention_call": AttentionCall,
+    "gated_norm_call": GatedNormCall,
+    "conv_call": ConvCall,
+    "recurrence_call": RecurrenceCall,
+    "rank_group": RankGroup,
+    "collective_call": CollectiveCall,
+    "places_call": PlacesCall,
+    "tape_entry": TapeEntry,
+}
+
 # Function: (result, arguments), as in kernels/csrc.
-_SIGNATURES = {
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baton_panel": (c_int, []),
     "baton_run_tape": (c_int, [c_int64, POINTER(TapeEntry)]),
     "baton_linear": (c_int, [POINTER(LinearCall)]),
@@ -298,20 +328,29 @@ _SIGNATURES = {
 def load_library() -> ctypes.CDLL | None:
     """Load the library, built if need be; None, and one line in the log, where that fails."""
     try:
+        check_layouts(find_sources(), _STRUCTS)
         runtime = _openmp_runtime()
         if runtime is not None:
             # Two OpenMP runtimes in a process would fight for its cores: ours is torch's.
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        descriptor, path = open_library_built_ahead(runtime) or open_library(runtime)
-        library = _load(descriptor, path)
+        ahead = open_library_built_ahead(runtime)
+        opened = OpenedLibrary(*ahead) if ahead else open_library(runtime, _tell_of_build)
+        library = _load(opened.descriptor, opened.path)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (BuildError, OSError, AttributeError) as error:
-        logger.warning("no native kernels, torch computes instead (slower): %s", error)
+        logger.warning("no native kernels, torch computes instead (%s): %s", SLOWER, error)
         return None
-    logger.info("native kernels: %s, %s threads", path.name, "OpenMP" if runtime else "no")
+    if opened.problem:
+        logger.warning("native kernels are kept in %s, as %s", opened.path.parent, opened.problem)
+    threads = "OpenMP" if runtime else "no"
+    logger.info("native kernels: %s, %s threads", opened.path.name, threads)
     return library
+
+
+def _tell_of_build() -> None:
+    logger.info("%s", BUILDING)
 
 
 def _load(descriptor: int, path: Path) -> ctypes.CDLL:

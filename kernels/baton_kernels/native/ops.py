@@ -754,8 +754,8 @@ class NativeOps:
         """Place the threads that compute for the calling one, which is the first of them.
 
         Args:
-            num_own_threads: so many run on the cores ``own``.
-            num_more: so many more, which run on the cores ``lent``.
+            num_own_threads: threads on the cores ``own``.
+            num_more: further threads, on the cores ``lent``.
 
         Returns:
             whether all of them are where they should be.

@@ -72,7 +72,7 @@ def _paged_shape(
     Args:
         token: ``(num_heads, head_dim)``.
         heads: ``(num_kv_heads, block_size)``.
-        strides: of the cache.
+        strides: strides of the cache.
     """
     (num_heads, head_dim), (num_kv_heads, block_size) = token, heads
     inside = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)

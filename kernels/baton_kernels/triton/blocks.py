@@ -53,7 +53,7 @@ def scatter_blocks(buffer: Tensor, kv_cache: Tensor, block_ids: Tensor) -> None:
 
 
 def _words(blocks: Tensor) -> Tensor:
-    """The same memory as ``[num_blocks, words]`` int32."""
+    """Return the same memory as ``[num_blocks, words]`` int32."""
     return blocks.view(len(blocks), math.prod(blocks.shape[1:])).view(torch.int32)
 
 

@@ -103,7 +103,7 @@ class Launch:
     """A kernel with its constants, numbers and grid: only the tensors' addresses are to come.
 
     Args:
-        launcher: of the kernel.
+        launcher: the kernel's launcher.
         grid: programs, one to three numbers.
         numbers: all that are no constants, in the kernel's order.
     """

@@ -54,9 +54,9 @@ class ProductTile:
     """How a product is cut.
 
     Attributes:
-        rows: of the weight.
-        tokens: of the inputs.
-        num_warps: of a program.
+        rows: rows of the weight in a tile.
+        tokens: tokens of a tile.
+        num_warps: warps of a program.
         num_stages: tiles under way.
     """
 

@@ -281,12 +281,12 @@ class CapturedTiles:
     some tokens that no request has.
 
     Args:
-        num_tokens: of the captured step.
-        num_requests: most of them.
-        shape: of the layers.
-        element_size: of the query.
-        sliding_window: of the layers.
-        device: of the cache.
+        num_tokens: tokens of the captured step.
+        num_requests: most requests of a step.
+        shape: shape of the layers.
+        element_size: bytes of a query's number.
+        sliding_window: window of the layers.
+        device: device of the cache.
 
     Attributes:
         tiles: on the device.

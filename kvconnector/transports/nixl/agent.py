@@ -42,6 +42,13 @@ def _import_nixl() -> Any:
     return nixl
 
 
+def _words(error: Exception) -> str:
+    """Return what NIXL says, and where UCX says why: NIXL's codes do not."""
+    if "BACKEND" not in str(error):
+        return str(error)
+    return f"{error} (UCX's lines in this node's log say why; UCX_LOG_LEVEL=info: more of them)"
+
+
 class NixlAgent:
     """One agent with its registered memory.
 
@@ -84,7 +91,7 @@ class NixlAgent:
             # Names of peers that were taken up again and not heard since -> when.
             self._resumed: dict[str, float] = {}
         except self._errors as error:
-            raise ConfigError(f"kv_connector: NIXL cannot start: {error}") from error
+            raise ConfigError(f"kv_connector: NIXL cannot start: {_words(error)}") from error
 
     def metadata(self) -> bytes:
         """What a peer needs for `add_peer`."""
@@ -121,7 +128,7 @@ class NixlAgent:
             if claimed != name:
                 raise TransferError(f"the metadata of {name} is of {claimed}")
         except self._errors as error:
-            raise TransferError(f"NIXL cannot add the peer: {error}") from error
+            raise TransferError(f"NIXL cannot add the peer: {_words(error)}") from error
         self._peers[name] = metadata
 
     def release_peer(self, name: str, tables: Iterable[Any]) -> None:
@@ -159,7 +166,7 @@ class NixlAgent:
             descs = self._agent.get_xfer_descs(descriptors, self._memory_kind)
             return self._agent.prep_xfer_dlist(name, descs)
         except self._errors as error:
-            raise TransferError(f"NIXL cannot prepare a table: {error}") from error
+            raise TransferError(f"NIXL cannot prepare a table: {_words(error)}") from error
 
     def release(self, table: Any) -> None:
         """Let go of a table; what was posted from it may still land."""
@@ -192,7 +199,7 @@ class NixlAgent:
             self._agent.transfer(handle)
         except self._errors as error:
             self._failed.add(name)
-            raise TransferError(f"NIXL write failed: {error}") from error
+            raise TransferError(f"NIXL write failed: {_words(error)}") from error
         return handle
 
     def is_done(self, name: str, handle: Any) -> bool:
@@ -204,7 +211,7 @@ class NixlAgent:
             self._failed.add(name)
             with contextlib.suppress(*self._errors):
                 handle.release()
-            raise TransferError(f"NIXL write failed: {error}") from error
+            raise TransferError(f"NIXL write failed: {_words(error)}") from error
         handle.release()
         return True
 
@@ -218,7 +225,7 @@ class NixlAgent:
             self._agent.send_notif(name, payload)
         except self._errors as error:
             self._failed.add(name)
-            raise TransferError(f"NIXL message failed: {error}") from error
+            raise TransferError(f"NIXL message failed: {_words(error)}") from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Messages that came in, each with its agent's name; drives NIXL's progress.
@@ -228,7 +235,7 @@ class NixlAgent:
         try:
             by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except self._errors as error:
-            raise TransferError(f"NIXL cannot read messages: {error}") from error
+            raise TransferError(f"NIXL cannot read messages: {_words(error)}") from error
         if by_name and self._resumed:
             for name in self._resumed.keys() & by_name.keys():
                 self._note_first_message(name)

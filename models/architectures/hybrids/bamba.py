@@ -24,7 +24,7 @@ _NAMES = {
 
 
 class MambaForCausalLM(DecoderForCausalLM):
-    """Of the layers' mixers, checkpoints call those of Mamba 2 by another name."""
+    """Mamba 2 mixers, which checkpoints name differently."""
 
     def checkpoint_name(self, name: str) -> str:
         """See ``DecoderForCausalLM.checkpoint_name``."""

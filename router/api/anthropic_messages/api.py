@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from router.api.http.chat import note_effort
 from router.api.http.conversation import chat_prompt
 from router.api.http.errors import ApiError, MessageError, message_error
 from router.api.http.event_exchange import AnswerEvent, answer_in_events, as_fields
-from router.api.http.exchange import PRINCIPAL, HttpOptions, read_body
+from router.api.http.exchange import ENTRY, PRINCIPAL, HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
 from router.api.http.responses import MessageDelta, ToolCallDelta
 from router.api.http.schema import ChatRequest
@@ -234,7 +233,7 @@ async def messages(
     request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
     """Raises what `web.middleware` turns into a response."""
-    received_at = time.perf_counter()
+    received_at = request[ENTRY].began_at
     given = await read_body(request, MessagesRequest, options)
     body = chat_request(given)
     note_ignored(request, dropped_tools(given))

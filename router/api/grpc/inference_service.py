@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
@@ -159,7 +158,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if timeout_s is not None:
             timeout_s = min(timeout_s, self._max_timeout_s)
         return Terms(
-            received_at=time.perf_counter(),
+            received_at=context.entry.began_at,
             timeout_s=timeout_s,
             session_id=request.session_id,
             priority=request.priority,

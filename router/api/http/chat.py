@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,18 +12,20 @@ from aiohttp import web
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import (
-    answer_or_calls,
+    Grammars,
     asked_thinking,
     chat_prompt,
     effort_field,
     effort_of,
-    forced_call,
+    held_output,
+    open_formats,
     parser_context,
     takes_effort,
 )
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
     DEFAULTS,
+    ENTRY,
     PRINCIPAL,
     Exchange,
     HttpOptions,
@@ -45,7 +46,7 @@ from router.api.http.responses import (
     ToolCallDelta,
     ToolCallObject,
 )
-from router.api.http.sampling import as_client_wrote, asked_format, sampling_params
+from router.api.http.sampling import as_client_wrote, sampling_params
 from router.api.http.schema import ChatRequest
 from router.calls.call import Call
 from router.intake.answers.divided_text import DividedDelta
@@ -183,7 +184,7 @@ async def chat_completions(
     request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
     """Raises what `web.middleware` turns into a response."""
-    received_at = time.perf_counter()
+    received_at = request[ENTRY].began_at
     body = await read_body(request, ChatRequest, options)
     check_stream(body)
     note_effort(request, intake, body, effort_field(body))
@@ -219,17 +220,25 @@ def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: 
 
 
 async def open_chat(
-    request: web.Request, intake: Intake, body: ChatRequest, received_at: float
+    request: web.Request,
+    intake: Intake,
+    body: ChatRequest,
+    received_at: float,
+    grammars: Grammars | None = None,
 ) -> tuple[list[Call], ChatDialect]:
     """The checked calls of a chat's outputs, and what words them.
+
+    Args:
+        grammars: of the texts of tools that have such.
 
     Raises InvalidRequestError and what tokenizing raises.
     """
     if body.modalities not in (None, ["text"]):
         raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
-        forced = forced_call(body)
-        either = answer_or_calls(body, intake.parsers)
+        held = held_output(body, intake.parsers, grammars)
+    if held is None:
+        note_ignored(request, open_formats(body, grammars or {}))
     intake.check_key(request[PRINCIPAL])  # before anything costs time
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
@@ -241,16 +250,19 @@ async def open_chat(
         defaults={**intake.sampling_defaults, **named.sampling},
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
-        structured_output=forced or either,
+        structured_output=held.output if held is not None else None,
     )
     is_constrained = params.structured_output is not None
     parsers = intake.parsers
     thinking = parsers.thinking(
-        prompt, asked, is_constrained=is_constrained, before_calls=either is not None
+        prompt,
+        asked,
+        is_constrained=is_constrained,
+        before_calls=held is not None and not held.is_common_call,
     )
     params = dataclasses.replace(params, thinking=thinking)
     terms = terms_of(request, body, received_at)
-    context = parser_context(body, parsers.prompt_end(prompt), thinking)
+    context = parser_context(body, parsers.prompt_end(prompt), grammars, thinking)
     shown = parsers.shown_token_ids(with_tools=bool(context.tools))
     if shown:
         text_options = dataclasses.replace(terms.text_options, shown_token_ids=shown)
@@ -258,12 +270,13 @@ async def open_chat(
     with as_client_wrote(body):
         calls = await accept_choices(intake, [prompt], params, terms, request[REQUEST_ID])
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
+    is_free = held is not None and held.is_free
     make = functools.partial(
         parsers.make,
         context,
-        is_forced=forced is not None,
-        is_constrained=is_constrained,
-        is_either=either is not None and asked_format(body) is not None,
+        is_forced=held is not None and held.is_common_call,
+        is_constrained=is_constrained and not is_free,
+        is_either=held is not None and held.is_either,
         thinks=thinking is not None,
     )
     return calls, ChatDialect([make() for _ in calls], texts)

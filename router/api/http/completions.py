@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -13,6 +12,7 @@ from baton.api.outputs import TextDelta
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
     DEFAULTS,
+    ENTRY,
     PRINCIPAL,
     Exchange,
     HttpOptions,
@@ -114,7 +114,7 @@ async def completions(
     request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
     """Raises what `web.middleware` turns into a response."""
-    received_at = time.perf_counter()
+    received_at = request[ENTRY].began_at
     body = await read_body(request, CompletionRequest, options)
     check_stream(body)
     # The engine makes no output without a token: one is drawn, and left out of the answer.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -10,7 +12,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
 from baton.api.thinking import Thinking, check_budget
 from baton.text.chat_template import ChatTemplate
-from router.api.http.sampling import asked_format
+from router.api.http.sampling import asked_format, asks_for_output
 from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
 from router.intake.answers.call_forms import Function
 from router.intake.parsers.base import ParserContext
@@ -153,18 +155,63 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
     return [] if request.tool_choice == "none" else request.tools or []
 
 
+Grammars = Mapping[str, str]
+"""Lark grammars of the one text of tools, by the names of these; empty: the schema says all."""
+TEXT_ARGUMENT = "input"  # what the one parameter of such a tool is called
+
+
 def parser_context(
-    request: ChatRequest, prompt_end: str, thinking: Thinking | None = None
+    request: ChatRequest,
+    prompt_end: str,
+    grammars: Grammars | None = None,
+    thinking: Thinking | None = None,
 ) -> ParserContext:
     """Collect what the parsers of the answer may know of the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
+    for name, grammar in (grammars or {}).items():
+        if grammar and name in tools:  # then the text is written as JSON in every form
+            tools[name] = {"type": "object", "properties": {TEXT_ARGUMENT: {}}}
     num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
     closes_by_token = thinking is not None and thinking.closes_by_token
     return ParserContext(tools, prompt_end, num_calls, closes_by_token)
 
 
-def forced_call(request: ChatRequest) -> StructuredOutput | None:
-    """What holds the output to a call, if the request asks for that.
+@dataclass(frozen=True, slots=True)
+class HeldOutput:
+    """What holds the output of a chat that has tools.
+
+    Attributes:
+        output: the grammar.
+        is_common_call: the output is one call, in the form that is no family's.
+        is_either: the output is an answer, or is calls.
+        is_free: the output may be any text before calls.
+    """
+
+    output: StructuredOutput
+    is_common_call: bool = False
+    is_either: bool = False
+    is_free: bool = False
+
+
+def held_output(
+    request: ChatRequest, parsers: OutputParsers, grammars: Grammars | None = None
+) -> HeldOutput | None:
+    """Make what holds the output to what the request says of its tools; None: nothing does.
+
+    Raises InvalidRequestError.
+    """
+    held = _forced_calls(request, parsers, grammars or {})
+    if held is None:
+        held = _answer_or_calls(request, parsers, grammars or {})
+    if held is None:
+        held = _text_or_calls(request, parsers, grammars or {})
+    return held
+
+
+def _forced_calls(
+    request: ChatRequest, parsers: OutputParsers, grammars: Grammars
+) -> HeldOutput | None:
+    """Make what holds the output to calls, if the request asks for that.
 
     Raises InvalidRequestError when the tool that must be called is not among the tools.
     """
@@ -172,6 +219,7 @@ def forced_call(request: ChatRequest) -> StructuredOutput | None:
     if choice in (None, "none", "auto"):
         return None
     tools = offered_tools(request)
+    is_named = isinstance(choice, NamedToolChoice)
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         tools = [tool for tool in tools if tool.function.name == name]
@@ -180,60 +228,78 @@ def forced_call(request: ChatRequest) -> StructuredOutput | None:
             raise InvalidRequestError("tool_choice", f"{shown!r} is not one of the tools")
     if not tools:
         raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
-    schemas = [_call_schema(tool, index) for index, tool in enumerate(tools)]
-    return StructuredOutput(json_schema=schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
+    functions = [_function(tool, grammars, is_held=True) for tool in tools]
+    several = request.parallel_tool_calls is not False and not is_named
+    grammar, is_common = parsers.forced_calls(functions, several=several)
+    return HeldOutput(StructuredOutput(grammar=grammar), is_common_call=is_common)
 
 
-def answer_or_calls(request: ChatRequest, parsers: OutputParsers) -> StructuredOutput | None:
+def _answer_or_calls(
+    request: ChatRequest, parsers: OutputParsers, grammars: Grammars
+) -> HeldOutput | None:
     """Make what holds the output to calls, or to a text of the response format, if it may be both.
 
-    Without a response format the answer is any text, and only ``strict`` functions need a grammar:
-    they are called with arguments that fit their schemas.
-
-    Raises InvalidRequestError.
+    A function that is ``strict`` is called with arguments that fit its schema.
     """
     tools, answer = offered_tools(request), asked_format(request)
-    if request.tool_choice not in (None, "auto") or not tools:
+    if request.tool_choice not in (None, "auto") or not tools or answer is None:
         return None
-    if answer is None and not any(tool.function.strict for tool in tools):
-        return None
-    if answer is not None and answer.kind not in ("json_schema", "json_object"):
+    if answer.kind not in ("json_schema", "json_object"):
         raise InvalidRequestError("response_format", "cannot be together with tools, but for JSON")
-    functions = [
-        Function(tool.function.name, tool.function.parameters or {}, is_strict=True)
-        if tool.function.strict
-        else Function(tool.function.name)
-        for tool in tools
-    ]
     several = request.parallel_tool_calls is not False
-    if answer is None:
-        grammar = parsers.text_or_calls(functions, several=several)
-        if grammar is None:
-            raise InvalidRequestError(
-                "tools", "must not be strict: no calls are looked for in this model's outputs"
-            )
-        return StructuredOutput(grammar=grammar)
     grammar = parsers.answer_or_calls(
-        answer.text or '{"type":"object"}', functions, several=several
+        answer.text or '{"type":"object"}',
+        [_function(tool, grammars, is_held=bool(tool.function.strict)) for tool in tools],
+        several=several,
     )
-    return StructuredOutput(grammar=grammar) if grammar is not None else None
+    return HeldOutput(StructuredOutput(grammar=grammar), is_either=True) if grammar else None
 
 
-def _call_schema(tool: Tool, index: int) -> dict[str, Any]:
+def _text_or_calls(
+    request: ChatRequest, parsers: OutputParsers, grammars: Grammars
+) -> HeldOutput | None:
+    """Make what holds calls that may come in a text, if a tool has a grammar or is ``strict``.
+
+    Raises InvalidRequestError when nothing can hold calls of ``strict`` functions.
+    """
+    tools = offered_tools(request)
+    has_grammar = any(tool.function.name in grammars for tool in tools)
+    is_strict = any(one.function.strict and one.function.name not in grammars for one in tools)
+    if not is_strict and (not has_grammar or asks_for_output(request)):
+        return None
+    functions = [_function(tool, grammars, is_held=bool(tool.function.strict)) for tool in tools]
+    several = request.parallel_tool_calls is not False
+    grammar = parsers.text_or_calls(functions, several=several)
+    if grammar is None and is_strict:
+        raise InvalidRequestError(
+            "tools", "must not be strict: no calls are looked for in this model's outputs"
+        )
+    return HeldOutput(StructuredOutput(grammar=grammar), is_free=True) if grammar else None
+
+
+def open_formats(request: ChatRequest, grammars: Grammars) -> list[str]:
+    """Name the formats of tools that the model is told, and that nothing holds it to."""
+    names = (tool.function.name for tool in offered_tools(request))
+    return [f"tools.{name}.format" for name in names if name in grammars]
+
+
+def _function(tool: Tool, grammars: Grammars, *, is_held: bool) -> Function:
+    """Return a tool as grammars of calls take it; raises InvalidRequestError.
+
+    Args:
+        is_held: the arguments are to fit the schema.
+    """
+    name = tool.function.name
+    if grammars.get(name):
+        return Function(name, held_text=(TEXT_ARGUMENT, grammars[name]))
+    if not is_held:
+        return Function(name)
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
     kind = parameters.get("type", "object")
     if "object" not in (kind if isinstance(kind, list) else [kind]):
-        shown = tool.function.name[:MAX_SHOWN_CHARS]
+        shown = name[:MAX_SHOWN_CHARS]
         raise InvalidRequestError("tools", f"parameters of {shown!r} must be of the type object")
-    # An id makes them a document of their own: their references begin at it, not at the call.
-    # Without a type a schema takes numbers, too; the arguments of a call are an object.
-    parameters = {**parameters, "type": "object", "$id": f"urn:baton:tool:{index}"}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+    return Function(name, parameters)
 
 
 def _message(message: Message, field: str) -> dict[str, Any]:

@@ -100,10 +100,15 @@ async def answer_in_events(
     received_at: float,
     names: FieldNames,
     make_events: Callable[[Call], AnswerEvents],
+    grammars: Mapping[str, str] | None = None,
 ) -> web.StreamResponse:
-    """Answer a chat; raises what `web.middleware` turns into a response."""
+    """Answer a chat; raises what `web.middleware` turns into a response.
+
+    Args:
+        grammars: of the texts of tools, as `open_chat` takes them.
+    """
     with as_fields(names):
-        (call,), dialect = await open_chat(request, intake, body, received_at)
+        (call,), dialect = await open_chat(request, intake, body, received_at, grammars)
     return await EventExchange(
         request=request,
         intake=intake,

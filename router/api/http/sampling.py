@@ -87,6 +87,11 @@ def asked_format(request: SamplingRequest) -> StructuredOutput | None:
     return StructuredOutput(**next(iter(found.values()))) if found else None
 
 
+def asks_for_output(request: SamplingRequest) -> bool:
+    """Return whether a field of the request constrains the output."""
+    return bool(_asked(request))
+
+
 def _must_call(request: SamplingRequest) -> bool:
     return getattr(request, "tool_choice", None) not in (None, "none", "auto")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from baton.api.outputs import TextDelta
 from router.api.http.chat import note_effort
 from router.api.http.errors import REQUEST_ID, ApiError, error_code, error_message
 from router.api.http.event_exchange import answer_in_events
-from router.api.http.exchange import HttpOptions, read_body
+from router.api.http.exchange import ENTRY, HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
 from router.api.http.responses import MessageDelta, usage_of
 from router.api.openai_responses.output import Event, Items, ResponseHead, response_usage
@@ -74,7 +73,7 @@ async def responses(
     request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
     """Raises what `web.middleware` turns into a response."""
-    received_at = time.perf_counter()
+    received_at = request[ENTRY].began_at
     given = await read_body(request, ResponsesRequest, options)
     if given.store:
         note_ignored(request, ["store"])
@@ -94,4 +93,5 @@ async def responses(
         received_at=received_at,
         names=FIELD_NAMES,
         make_events=make_events,
+        grammars=offered.grammars,
     )

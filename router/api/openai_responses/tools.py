@@ -1,7 +1,8 @@
 """Tools of the Responses API: which of them a model is offered, and as what.
 
 function   -> a function
-custom     -> a function with one text, ``input``; a regex that the text must match is its pattern
+custom     -> a function with one text, ``input``; a regex that the text must match is its pattern,
+              a grammar in Lark holds the text where the model calls the tool
 namespace  -> its functions, each under a name that has both names
 all others -> nothing: they run at OpenAI's, or in a client that knows its own model
 """
@@ -15,9 +16,10 @@ from typing import Any
 import msgspec
 
 from baton.api.errors import InvalidRequestError
+from router.api.http.conversation import TEXT_ARGUMENT
 from router.api.http.schema import Function, Tool
 
-INPUT = "input"  # what the one parameter of a custom tool is called
+INPUT = TEXT_ARGUMENT  # what the one parameter of a custom tool is called
 _BETWEEN = "__"  # a namespace and a name
 
 
@@ -53,12 +55,14 @@ class OfferedTools:
     Attributes:
         tools: functions; None: the request has no tools.
         custom: names of those that are custom tools.
+        grammars: Lark grammars of custom tools' texts, by name; empty: the schema says all.
         namespaces: namespace and name by the name that the model is told.
         dropped: names of tools without effect, for the header that tells clients.
     """
 
     tools: list[Tool] | None = None
     custom: frozenset[str] = frozenset()
+    grammars: Mapping[str, str] = field(default_factory=dict)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     dropped: Sequence[str] = ()
 
@@ -73,6 +77,7 @@ def read_tools(given: Sequence[ResponsesTool] | None) -> OfferedTools:
         return OfferedTools()
     tools: list[Tool] = []
     custom: set[str] = set()
+    grammars: dict[str, str] = {}
     namespaces: dict[str, tuple[str, str]] = {}
     dropped: list[str] = []
     for where, tool, namespace in _each(given):
@@ -88,11 +93,13 @@ def read_tools(given: Sequence[ResponsesTool] | None) -> OfferedTools:
         parameters, strict = tool.parameters, tool.strict
         if tool.type == "custom":
             custom.add(name)
-            parameters, strict = _parameters_of(tool.format, where), True
-            if tool.format is not None and tool.format.syntax == "lark":
-                dropped.append(f"tools.{name}.format")
+            parameters, strict = _parameters_of(tool.format, where), None
+            if tool.format is not None and tool.format.type == "grammar":
+                strict = True
+                is_lark = tool.format.syntax == "lark"
+                grammars[name] = str(tool.format.definition) if is_lark else ""
         tools.append(Tool("function", Function(name, _description(tool), parameters, strict)))
-    return OfferedTools(tools, frozenset(custom), namespaces, dropped)
+    return OfferedTools(tools, frozenset(custom), grammars, namespaces, dropped)
 
 
 def _each(given: Sequence[ResponsesTool]) -> list[tuple[str, ResponsesTool, str]]:

@@ -2,7 +2,7 @@
 
     counted here   when a request is placed, begins, ends: at once, not when the node reports it
     reported       beats: what all routers' requests together do there
-    measured       how long prompts and steps took: a `PrefillLine` and a `LineFit`
+    measured       how long prompts and steps took: a `MeasuredLine` each
 
 One writer: the `Node` it belongs to. Knows no policy: numbers, and no judgement of them.
 """
@@ -17,16 +17,20 @@ from dataclasses import dataclass, field
 from baton.api.outputs import PrefillReceipt
 from baton.link.words import NodeBeat, NodeRegistration, NodeRole
 from router.fleet.load.forecast import ForecastCounts, PrefillForecast
-from router.fleet.load.line_fit import LineFit
-from router.fleet.load.prefill_line import Point, PrefillLine
+from router.fleet.load.measured_line import MeasuredLine, Point
 from router.fleet.load.promises import Promise, Promises
 
 # Until something is measured, of nodes that do not tell their step times: one mid-range GPU with a
-# model of some 8B parameters.
+# model of some 8B parameters. Tokens of a prompt, and units of a step, with their seconds.
 _PREFILL_GUESS = ((0.0, 0.01), (8000.0, 0.81))
 _STEP_GUESS = ((0.0, 0.01), (100_000.0, 0.02))
 # A request in a decode step costs about as much as so many tokens of context do.
 REQUEST_UNITS = 500
+# One measurement is the mean of so many steps: messages of a busy node come together or late.
+STEPS_MEASURED_TOGETHER = 8
+# Enough that batches of several sizes are among them: one size alone has no slope.
+_STEPS_KEPT = 64
+_SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
 _LONG_PROMPT = 4  # steps of most tokens: so long a prompt is part of a profile, too
 _FADING = 0.05  # of averages, per measurement
@@ -45,8 +49,10 @@ class SharedRates:
         forecasts: how good those of prompts were.
     """
 
-    prefill: PrefillLine = field(default_factory=lambda: PrefillLine(guess=_PREFILL_GUESS))
-    step: LineFit = field(default_factory=lambda: LineFit(0.9995, guess=_STEP_GUESS))
+    prefill: MeasuredLine = field(default_factory=lambda: MeasuredLine(guess=_PREFILL_GUESS))
+    step: MeasuredLine = field(
+        default_factory=lambda: MeasuredLine(guess=_STEP_GUESS, num_kept=_STEPS_KEPT)
+    )
     output_tokens: float = 200.0
     long_output_tokens: float = 200.0
     residence_s: float = 4.0
@@ -131,8 +137,13 @@ class NodeLoad:
         self.num_open_tokens = 0
         self.num_placed_tokens = 0
         self.num_arriving_tokens = 0
-        self.prefill = PrefillLine(_profile(registration), shared=self.shared.prefill)
-        self.step = LineFit(0.999, shared=self.shared.step)
+        self.prefill = MeasuredLine(_profile(registration), shared=self.shared.prefill)
+        self.step = MeasuredLine(
+            _decode_profile(registration),
+            shared=self.shared.step,
+            num_kept=_STEPS_KEPT,
+            shared_units=_SHARED_UNITS,
+        )
         self.prefill_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
@@ -150,6 +161,8 @@ class NodeLoad:
         self._num_decoding_tokens = 0  # of the prompts of these
         self._foreign_units = self._foreign_running_units = 0.0
         self._stepped_at: float | None = None
+        self._num_timed = 0  # steps that are to be measured together, and their sums
+        self._timed_units = self._timed_s = 0.0
         self.promises = Promises()
         self._derive()
 
@@ -313,8 +326,17 @@ class NodeLoad:
         has_prompts = self._num_uncomputed or self.beat.num_uncomputed_tokens
         if step_s < _LONGEST_STEP_S and not has_prompts:
             units = REQUEST_UNITS * self._num_decoding + self._num_decoding_tokens
-            self.step.measure(units + self._foreign_running_units, step_s)
+            self._num_timed += 1
+            self._timed_units += units + self._foreign_running_units
+            self._timed_s += step_s
+            if self._num_timed == STEPS_MEASURED_TOGETHER:
+                self._measure_steps()
         self._stepped_at = now if self._num_decoding else None
+
+    def _measure_steps(self) -> None:
+        self.step.measure(self._timed_units / self._num_timed, self._timed_s / self._num_timed)
+        self._num_timed = 0
+        self._timed_units = self._timed_s = 0.0
 
     def note_decoded(self, num_tokens: int, residence_s: float, *, is_cut: bool = False) -> None:
         """A request ended after so long on this decode node.
@@ -374,3 +396,12 @@ def _profile(registration: NodeRegistration) -> tuple[Point, ...]:
     points = [(float(one.num_tokens), one.seconds) for one in times]
     most, seconds = points[-1]
     return (*points, (_LONG_PROMPT * most, _LONG_PROMPT * seconds))
+
+
+def _decode_profile(registration: NodeRegistration) -> tuple[Point, ...]:
+    """Return the node's decode steps by rising units; empty where they do not make a line."""
+    seconds_of = {
+        float(REQUEST_UNITS * one.num_requests + one.num_context_tokens): one.seconds
+        for one in registration.decode_times
+    }
+    return tuple(sorted(seconds_of.items())) if len(seconds_of) > 1 else ()

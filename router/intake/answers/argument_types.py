@@ -57,11 +57,6 @@ class ArgumentTypes:
         text = begun.lstrip()
         return bool(text) and not any(word.startswith(text.rstrip()) for word in _NULLS)
 
-    def accepts_text(self, name: str) -> bool:
-        """Say whether an argument may be a string."""
-        schema = self._schema_of(name)
-        return schema is None or self._accepts_any(schema, "-", by_lists=False)
-
     def value_of(self, name: str, text: str) -> Any:
         """Return the value that a text stands for.
 

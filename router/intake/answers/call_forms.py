@@ -4,12 +4,6 @@ A response format is of the answer's text: a model that may call tools calls the
 
 start -> answer (fits the format's schema)
       -> calls (begin with the family's mark, or are JSON or Python of their own kind)
-
-Where strict functions are offered and no format is asked for, the answer is any text, and calls may
-stand behind a text:
-
-start -> text
-      -> text calls
 """
 
 from __future__ import annotations
@@ -22,12 +16,18 @@ from typing import Any
 
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES
+from baton.text.quoted_lark import quoted_lark
 from baton.text.schema_repairs import enforceable_schema
-from router.intake.answers.strict_arguments import Argument, in_order, strict_arguments
+from router.intake.answers.argument_forms import (
+    Argument,
+    ArgumentRules,
+    InexpressibleError,
+    ValueForm,
+)
 from router.intake.parsers import harmony, mistral
 from router.intake.parsers.families import CallForm
 from router.intake.parsers.harmony import HarmonyForm
-from router.intake.parsers.json_calls import JsonForm
+from router.intake.parsers.json_calls import BareJsonForm, JsonForm
 from router.intake.parsers.mistral import MistralForm
 from router.intake.parsers.named import NamedForm
 from router.intake.parsers.pythonic import PythonForm
@@ -35,7 +35,7 @@ from router.intake.parsers.tagged import TaggedForm
 
 # How JSON is written within calls and answers, as everywhere else.
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NEWLINE, _COMMA = '"\\n"', '", "'
+_NEWLINE, _COMMA, _QUOTE = '"\\n"', '", "', '"\\""'
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,13 @@ class Function:
 
     Attributes:
         parameters: a JSON schema that the arguments fit.
-        is_strict: the arguments must fit; else they fit where a family's form allows that.
+        held_text: the name of its only argument and a Lark grammar of that text; None: the schema
+            says all. In every family's form the text is written as a JSON string.
     """
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
-    is_strict: bool = False
+    held_text: tuple[str, str] | None = None
 
 
 Mark = Callable[[str], str]
@@ -68,79 +69,52 @@ def answer_or_calls(
 
     Arguments of many large functions are left open, as a grammar's text has a limit.
     """
+    if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
+        # Both begin with a brace: the library's lexer chooses there, and for good.
+        raise InvalidRequestError(
+            "response_format", "cannot be together with a grammar of a tool's input for this model"
+        )
     try:
+        head = _final(mark) if isinstance(form, HarmonyForm) else ""
         schema = _json(json.loads(enforceable_schema(answer)))
-    except RecursionError:
-        raise InvalidRequestError("tools", "are nested too deeply") from None
-    start = f"start: answer | calls\nanswer: {schema}\n"
-    if isinstance(form, HarmonyForm):
-        start = f"start: final answer | calls\nanswer: {schema}\nfinal: {_final(mark)}\n"
-    return start + _fitting_calls(form, functions, mark, several, len(start.encode()))
-
-
-def text_or_calls(
-    form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
-) -> str:
-    """Make a Lark grammar of a text, of calls, or of calls behind a text.
-
-    Takes what `answer_or_calls` does. Raises InvalidRequestError of tools that cannot be strict.
-    """
-    start = _free_text(form, mark)
-    return start + _fitting_calls(form, functions, mark, several, len(start.encode()))
-
-
-def _fitting_calls(
-    form: CallForm, functions: Sequence[Function], mark: Mark, several: bool, num_bytes: int
-) -> str:
-    """Write the rules of calls; where the grammar is too large, arguments are left open."""
-    try:
+        start = f"start: {head} answer | calls\nanswer: {schema}\n"
         num_chars = sum(len(json.dumps(function.parameters)) for function in functions)
-        if num_chars < MAX_TEXT_BYTES:
-            rules = _rules(form, functions, mark, several)
-            if num_bytes + len(rules.encode(errors="surrogatepass")) <= MAX_TEXT_BYTES:
-                return rules
-        if any(function.is_strict for function in functions):
-            raise InvalidRequestError(
-                "tools",
-                f"of strict functions must have at most {MAX_TEXT_BYTES} bytes of schemas in all",
-            )
-        return _rules(form, [Function(function.name) for function in functions], mark, several)
+        open_ones = [Function(one.name, held_text=one.held_text) for one in functions]
+        for chosen in (functions if num_chars < MAX_TEXT_BYTES else open_ones, open_ones):
+            grammar = start + call_rules(form, chosen, mark, several)
+            if len(grammar.encode(errors="surrogatepass")) <= MAX_TEXT_BYTES:
+                break
+    except RecursionError:
+        raise InvalidRequestError("tools", "are nested too deeply") from None
+    except InexpressibleError as error:
+        raise InvalidRequestError("tools", str(error)) from None
+    return grammar
+
+
+def forced_calls(
+    form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
+) -> tuple[str, bool]:
+    """Make a Lark grammar of calls; returns the grammar, and whether it is in the family's form.
+
+    Calls whose arguments cannot be held to their schemas in that form are one JSON object, with
+    ``name`` and ``arguments``, as `OneCall` reads it.
+    """
+    try:
+        try:
+            return f"start: calls\n{call_rules(form, functions, mark, several)}", True
+        except InexpressibleError:
+            return common_call(functions), False
     except RecursionError:
         raise InvalidRequestError("tools", "are nested too deeply") from None
 
 
-def _free_text(form: CallForm, mark: Mark) -> str:
-    """Write the rules of a text without calls, and of a text that calls follow."""
-    if isinstance(form, HarmonyForm):
-        marks = "|".join(map(_escaped, form.special_tokens))
-        text = f"TEXT: /(?s:.+)/ & ~/(?s:.*)({marks})(?s:.*)/\n"
-        return f"start: final TEXT? | calls\nfinal: {_final(mark)}\n{text}"
-    if not form.begins:  # calls are all of an output, and their first sign tells them from a text
-        tag = _escaped(form.special_tokens[0])
-        sign = "\\[" if isinstance(form, PythonForm) else "\\{"
-        blanks = r"[ \t\r\n]*"
-        text = f"TEXT: /(?s:.+)/ & ~/{blanks}({tag})?{blanks}{sign}(?s:.*)/\n"
-        return f"start: TEXT? | calls\n{text}"
-    texts = [one for one in form.begins if mark(one) == json.dumps(one)]
-    special = [mark(one) for one in form.begins if one not in texts]
-    written = "|".join(map(_escaped, form.begins))
-    ways = ["TEXT?"]
-    rules = f"TEXT: /(?s:.+)/ & ~/(?s:.*)({written})(?s:.*)/\n"
-    if special:
-        ways.append(f"TEXT? ({' | '.join(special)}) rest")
-    if texts:
-        ways.append("before rest")
-        suffix = "|".join(map(_escaped, texts))
-        rules += f"before[suffix=/{suffix}/]: /(?s:.*)/\n"
-    return f"start: {' | '.join(ways)}\n{rules}"
-
-
-def _escaped(text: str) -> str:
-    """Write a text as a regex of a grammar has it."""
-    return re.escape(text).replace("/", "\\/")
+def common_call(functions: Sequence[Function]) -> str:
+    """Make a Lark grammar of one call in the form that is no family's; see `forced_calls`."""
+    return f"start: {_named_object(functions, 'arguments')}\n{_held_rules(functions)}"
 
 
 def _final(mark: Mark) -> str:
+    """Write what precedes the text of an answer."""
     return f'{mark(harmony.CHANNEL)} "final" {mark(harmony.MESSAGE)}'
 
 
@@ -165,8 +139,49 @@ def _arguments(function: Function, index: int) -> dict[str, Any]:
     return {**schema, "type": "object", "$id": f"urn:baton:tool:{index}"}
 
 
+def _arguments_rule(function: Function, index: int) -> str:
+    """Write the arguments of a function as one JSON object."""
+    if function.held_text is None:
+        return _json(_arguments(function, 0))
+    name, _ = function.held_text
+    return f"{_text(f'{{{json.dumps(name)}: ')} {_held_text(index)} {_text('}')}"
+
+
+def _held_text(index: int) -> str:
+    return f"{_QUOTE} input{index} {_QUOTE}"
+
+
+def _held_rules(functions: Sequence[Function]) -> str:
+    """Write the rules of texts that have grammars of their own."""
+    num_chars = sum(len(one.held_text[1]) for one in functions if one.held_text is not None)
+    if num_chars > MAX_TEXT_BYTES:
+        problem = f"must have grammars of at most {MAX_TEXT_BYTES} characters, got {num_chars}"
+        raise InvalidRequestError("tools", problem)
+    rules = []
+    for index, function in enumerate(functions):
+        if function.held_text is None:
+            continue
+        try:
+            rules.append(f"input{index}: %lark {{\n{quoted_lark(function.held_text[1])}\n}}\n")
+        except InvalidRequestError as error:
+            problem = f"the grammar of {function.name[:80]!r}: {error.problem}"
+            raise InvalidRequestError("tools", problem) from None
+    return "".join(rules)
+
+
+def _text(text: str) -> str:
+    """Write a text as a grammar has it."""
+    return json.dumps(text)
+
+
 def _named_object(functions: Sequence[Function], key: str) -> str:
     """Write the JSON of one call: its name and its arguments."""
+    if any(function.held_text for function in functions):
+        ways = []
+        for index, function in enumerate(functions):
+            head = f'{{"name": {json.dumps(function.name)}, "{key}": '
+            ways.append(f"{_text(head)} {_arguments_rule(function, index)} {_text('}')}")
+        return "(" + " | ".join(ways) + ")"
     calls = [
         {
             "type": "object",
@@ -185,17 +200,23 @@ def _named_object(functions: Sequence[Function], key: str) -> str:
 def _each(functions: Sequence[Function], before: str, behind: str = "") -> str:
     """Write alternatives of a name, what comes between, and JSON of arguments."""
     ways = (
-        f"{json.dumps(function.name)} {before} {_json(_arguments(function, 0))} {behind}"
-        for function in functions
+        f"{json.dumps(function.name)} {before} {_arguments_rule(function, index)} {behind}"
+        for index, function in enumerate(functions)
     )
     return "(" + " | ".join(ways) + ")"
 
 
-def _rules(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """Write the rules of a family's calls, as Lark does.
+def call_rules(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
+    """Write the rules of a family's calls, as Lark does; one of them is ``calls``.
 
-    One of them is ``calls``. Where calls begin with a mark, ``rest`` comes behind the first mark.
+    Raises:
+        InexpressibleError: the arguments of a function cannot be held to their schema.
+        InvalidRequestError: a grammar of a text cannot be enforced.
     """
+    return _calls(form, functions, mark, several) + _held_rules(functions)
+
+
+def _calls(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
     match form:
         case JsonForm():
             return _json_calls(form, functions, mark, several)
@@ -219,101 +240,109 @@ def _json_calls(form: JsonForm, functions: Sequence[Function], mark: Mark, sever
     close = f" {mark(form.close)}" if form.close else ""
     if close and len(form.opens) > 1:
         close += "?"  # not every mark is closed
-    opened = " | ".join(mark(one) for one in form.opens)
     if form.is_list:
+        opened = " | ".join(f"{mark(one)}" for one in form.opens)
         listed = f'"[" {_repeated("call", _COMMA, several)} "]"{close}'
-        return f'calls: ({opened}) rest\nrest: " "? {listed}\ncall: {call}\n'
+        return f'calls: ({opened}) " "? {listed}\ncall: {call}\n'
     return (
-        f"calls: {mark(form.opens[0])} rest\n"
-        f"rest: {_chained('call', mark(form.opens[0]), several)}\n"
-        f"call: {_NEWLINE} {call} {_NEWLINE}{close}\n"
+        f"calls: {_repeated('call', _NEWLINE, several)}\n"
+        f"call: {mark(form.opens[0])} {_NEWLINE} {call} {_NEWLINE}{close}\n"
     )
-
-
-def _chained(call: str, opened: str, several: bool) -> str:
-    """Write calls of a line each, behind the mark of the first of them."""
-    return f"{call} ({_NEWLINE} {opened} {call})*" if several else call
 
 
 def _tagged(form: TaggedForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    line = ' "\\n"' if form.has_lines else ""
     opened, closed = mark(form.open), mark(form.close)
-    function = f"{json.dumps(chr(10) + form.function)} " if form.function else ""
+    if form.function:
+        opened += f" {json.dumps(chr(10) + form.function)}"
     if form.end:
         closed = f"{mark(form.end)} {_NEWLINE} {closed}"
-    key_end = mark(form.key_end)
-    if form.value:
-        key_end += f" {_NEWLINE} {mark(form.value)}"
-    open_ones = [one for one in functions if not one.is_strict]
-    ways, rules = list[str](), list[str]()
-    name_end = json.dumps(form.name_end + chr(10))
-    if open_ones:
-        ways.append(f"{_names(open_ones)} {name_end} argument*")
-        rules += [
-            f"argument: {mark(form.key)} /[^<>\\r\\n]+/ {key_end}{line} value",
-            _value(form, mark, "value"),
-        ]
-    for index, one in enumerate(functions):
-        if not one.is_strict:
-            continue
-        items = []
-        for place, argument in enumerate(strict_arguments(one.name, one.parameters)):
-            rule = f"a{index}_{place}"
-            items.append(rule if argument.is_required else f"{rule}?")
-            key = f"{mark(form.key)} {json.dumps(argument.name)} {key_end}"
-            rules.append(f"{rule}: {key}{line} v{index}_{place}")
-            rules.append(_strict_value(form, mark, f"v{index}_{place}", argument))
-        ways.append(" ".join([json.dumps(one.name), name_end, *items]))
-    return "\n".join(
-        [
-            f"calls: {opened} rest",
-            f"rest: {_chained('call', opened, several)}",
-            f"call: {function}({' | '.join(ways)}) {closed}",
-            *rules,
-            "",
-        ]
+    values, rules, ways = _TaggedValues(form, mark), [], []
+    for index, function in enumerate(functions):
+        head = json.dumps(f"{function.name}{form.name_end}\n")
+        if function.held_text is not None:
+            name = json.dumps(function.held_text[0])
+            written = f"{values.key(name)} {values.json(_held_text(index))}"
+        else:
+            found, more = _rules_of(function, index, values, _other_names)
+            each = [_tagged_argument(one, values, index) for one in found]
+            rules += more
+            written = " ".join(each)
+        ways.append(f"{head} {written}")
+    return (
+        f"calls: {_repeated('call', _NEWLINE, several)}\n"
+        f"call: {opened} ({' | '.join(ways)}) {closed}\n" + "".join(f"{rule}\n" for rule in rules)
     )
 
 
-def _strict_value(form: TaggedForm, mark: Mark, rule: str, argument: Argument) -> str:
-    """Write the rule of an argument that fits its schema."""
-    if argument.is_text and argument.texts is None:
-        return _value(form, mark, rule, argument.lengths)
-    line = f"{_NEWLINE} " if form.has_lines else ""
-    ways = _json(dict(argument.schema))
-    if argument.texts is not None:
-        ways = " | ".join(json.dumps(text, ensure_ascii=False) for text in argument.texts)
-    return f"{rule}: ({ways}) {line}{mark(form.value_end)} {_NEWLINE}"
+def _rules_of(
+    function: Function,
+    index: int,
+    values: ValueForm,
+    other_names: Callable[[Sequence[str], int], list[str]],
+) -> tuple[list[Argument], list[str]]:
+    """Return a function's arguments and their rules; raises InexpressibleError by its name."""
+    arguments = ArgumentRules(function.parameters, f"f{index}", values, _value_json)
+    try:
+        found = arguments.arguments()
+        return found, [*arguments.rules, *other_names(arguments.names, index)]
+    except InexpressibleError as error:
+        shown = function.name[:80]
+        raise InexpressibleError(f"{shown!r} cannot be strict for this model: {error}") from None
 
 
-def _value(
-    form: TaggedForm,
-    mark: Mark,
-    rule: str,
-    lengths: tuple[int, int | None] = (0, None),
-) -> str:
-    """Write the rule of an argument's text, up to the mark behind it and the end of the line.
+def _tagged_argument(argument: Argument, values: _TaggedValues, index: int) -> str:
+    name = json.dumps(argument.name) if argument.name else f"NAME{index}"
+    often = "" if argument.is_required else "?" if argument.name else "*"
+    return f"({values.key(name)} {argument.value}){often}"
 
-    The text has none of the form's marks, as a parser would end it there.
-    """
-    least, most = lengths
-    limits = "*" if lengths == (0, None) else f"{{{least},{'' if most is None else most}}}"
-    marks = (form.key, form.value_end, form.end, form.close, form.open, form.function)
-    escaped = map(_escaped, filter(None, dict.fromkeys(marks)))
-    term = f"T_{rule.upper()}"
-    text = f"{term}: /(?s:.{limits})/ & ~/(?s:.*)({'|'.join(escaped)})(?s:.*)/"
-    if mark(form.value_end) != json.dumps(form.value_end):  # a token that no text has
-        line = f"{_NEWLINE}? " if form.has_lines else ""
-        return f"{rule}: {term} {line}{mark(form.value_end)} {_NEWLINE}\n{text}"
-    end = ("\n" if form.has_lines else "") + form.value_end + "\n"
-    return f"{rule}[suffix={json.dumps(end)}]: {term}\n{text}"
+
+def _other_names(names: Sequence[str], index: int) -> list[str]:
+    """Write the terminal of a name that is none of the listed ones."""
+    listed = "|".join(re.escape(name).replace("/", "\\/") for name in names)
+    return [f"NAME{index}: /[^<>\\r\\n]+/" + (f" & ~/({listed})/" if listed else "")]
+
+
+def _value_json(schema: Any) -> str:
+    return _json(json.loads(enforceable_schema(json.dumps(schema))))
+
+
+class _TaggedValues:
+    """Writes values between tags."""
+
+    def __init__(self, form: TaggedForm, mark: Mark) -> None:
+        self._form = form
+        self._mark = mark
+        is_token = mark(form.value_end) != json.dumps(form.value_end)
+        line = "\n" if form.has_lines else ""
+        # A token ends the lexeme of a text; what is no token has to be a part of the lexeme.
+        self._end = json.dumps(line if is_token else f"{line}{form.value_end}\n")
+        self._behind = f"{mark(form.value_end)} {_NEWLINE}" if is_token else ""
+
+    def key(self, name: str) -> str:
+        """Write an expression of an argument's name, with all that comes before the value."""
+        form = self._form
+        key = f"{self._mark(form.key)} {name} {self._mark(form.key_end)}"
+        if form.value:
+            key += f" {_NEWLINE} {self._mark(form.value)}"
+        return key + (f" {_NEWLINE}" if form.has_lines else "")
+
+    def json(self, rule: str) -> str:
+        return f"{rule} {self._end} {self._behind}"
+
+    def text(self, conditions: Sequence[str]) -> str:
+        end = re.escape(self._form.value_end).replace("/", "\\/")
+        text = " & ".join(["/(?s:.*)/", *conditions, f"~/(?s:.*){end}(?s:.*)/"])
+        return f"({text}) {self._end}"
+
+    def behind_text(self) -> str:
+        return self._behind
 
 
 def _named(form: NamedForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
     separator = mark(form.separator)
     calls = (
-        f"calls: {mark(form.all_open)} rest\n"
-        f"rest: {_repeated('call', f'{_NEWLINE}?', several)} {mark(form.all_close)}\n"
+        f"calls: {mark(form.all_open)} {_repeated('call', f'{_NEWLINE}?', several)} "
+        f"{mark(form.all_close)}\n"
     )
     if form.prefix:
         numbered = _each(functions, f"/:[0-9]{{1,4}}/ {separator}")
@@ -333,39 +362,66 @@ def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several
     calls = f'"[" {_repeated("call", _COMMA, several)} "]"'
     if not form.is_list:
         calls = f"{_NEWLINE}? {_repeated('call', _NEWLINE, several)} {_NEWLINE}?"
-    rules = [f"calls: {calls}"]
     if form.is_marked:
-        rules = [f"calls: {mark(form.open)} rest", f"rest: {calls} {mark(form.close)}"]
-    open_ones = [one for one in functions if not one.is_strict]
+        calls = f"{mark(form.open)} {calls} {mark(form.close)}"
+    rules, ways = [], []
+    for index, function in enumerate(functions):
+        if function.held_text is not None:
+            written = f"{json.dumps(f'{function.held_text[0]}=')} {_held_text(index)}"
+        else:
+            found, more = _rules_of(function, index, _PythonValues(), _other_keys)
+            rules += more
+            written = _python_arguments(found, index)
+        ways.append(f'{json.dumps(f"{function.name}(")} {written} ")"')
+    return f"calls: {calls}\ncall: {' | '.join(ways)}\n" + "".join(f"{rule}\n" for rule in rules)
+
+
+class _PythonValues:
+    """Writes values behind their names: all of them are JSON."""
+
+    def json(self, rule: str) -> str:
+        return rule
+
+    def text(self, conditions: Sequence[str]) -> None:
+        return None
+
+    def behind_text(self) -> str:
+        return ""
+
+
+def _other_keys(names: Sequence[str], index: int) -> list[str]:
+    """Write the terminal of a keyword that is none of the listed ones."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise InexpressibleError(f"parameter {name[:80]!r} is no name that Python has")
+    listed = f" & ~/({'|'.join(names)})/" if names else ""
+    return [f"NAME{index}: /[a-zA-Z_][a-zA-Z0-9_]*/{listed}"]
+
+
+def _python_arguments(arguments: Sequence[Argument], index: int) -> str:
+    """Write arguments in their order, with commas between those that are there."""
+    keys = [json.dumps(f"{one.name}=") if one.name else f'NAME{index} "="' for one in arguments]
+    each = [f"{key} {one.value}" for key, one in zip(keys, arguments, strict=True)]
+    behind = [
+        f"({_COMMA} {written})" + ("" if one.is_required else "?" if one.name else "*")
+        for one, written in zip(arguments, each, strict=True)
+    ]
     ways = []
-    if open_ones:
-        ways.append(f'{_names(open_ones)} "(" (argument ({_COMMA} argument)*)? ")"')
-        rules += [
-            'argument: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value',
-            f"value: {_json({})}",
-        ]
-    for index, one in enumerate(functions):
-        if not one.is_strict:
-            continue
-        items = []
-        for place, argument in enumerate(strict_arguments(one.name, one.parameters)):
-            rule = f"a{index}_{place}"
-            items.append((rule, argument.is_required))
-            schema = _json(dict(argument.schema))
-            rules.append(f"{rule}: {json.dumps(argument.name + '=')} {schema}")
-        rules += in_order(items, _COMMA, f"all{index}")
-        ways.append(f'{json.dumps(one.name)} "(" all{index} ")"')
-    return "\n".join([*rules, f"call: {' | '.join(ways)}", ""])
+    for first, one in enumerate(arguments):
+        ways.append(" ".join([each[first], *behind[first if not one.name else first + 1 :]]))
+        if one.is_required:
+            return f"({' | '.join(ways)})"
+    return f"({' | '.join(ways)})?" if ways else ""
 
 
 def _mistral(functions: Sequence[Function], mark: Mark, several: bool) -> str:
     tag, arguments = mark(mistral.TAG), mark(mistral.ARGS)
     listed = _repeated("call", '", "', several)
-    named = _each(functions, f"{arguments}?")
-    more = f" ({tag} {named})*" if several else ""
+    named = f"{tag} {_each(functions, f'{arguments}?')}"
+    often = "+" if several and tag != '""' else ""  # each named call has the mark
     return (
-        f'calls: {tag} rest\nrest: " "? "[" {listed} "]" | {named}{more}\n'
-        f"call: {_named_object(functions, 'arguments')}\n"
+        f'calls: {tag} " "? "[" {listed} "]" | named{often}\n'
+        f"call: {_named_object(functions, 'arguments')}\nnamed: {named}\n"
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.text.stop_strings import DetokenizeOptions, OutputText, StopStrings
-from baton.text.thought_state import Phase, ThoughtState
+from baton.text.thoughts.state import Phase, ThoughtState
 from baton.text.tokenizer import Tokenizer
 from router.intake.parsers.base import CLOSE_SIGN, OutputParser, Part
 

@@ -10,9 +10,10 @@ from typing import TypeVar
 from baton.api.errors import InvalidRequestError
 from baton.api.thinking import Thinking
 from baton.registry import Registry
-from baton.text.thoughts import ThoughtFinder
+from baton.text.thoughts.marks import ThoughtFinder
 from baton.text.tokenizer import Tokenizer
-from router.intake.answers.call_forms import Function, answer_or_calls, text_or_calls
+from router.intake.answers.call_forms import Function, answer_or_calls, common_call, forced_calls
+from router.intake.answers.free_text import text_or_calls
 from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.intake.parsers.base import OutputParser, ParserContext, new_call_id
 from router.intake.parsers.families import CALLS, THOUGHTS, Family, Thoughts, family_of
@@ -138,10 +139,22 @@ class OutputParsers:
             return None
         return answer_or_calls(self._calls.form, answer, functions, self._mark, several=several)
 
-    def text_or_calls(self, functions: Sequence[Function], *, several: bool) -> str | None:
-        """Make the grammar of a free text and calls of functions, whose arguments fit.
+    def forced_calls(self, functions: Sequence[Function], *, several: bool) -> tuple[str, bool]:
+        """Make the grammar of calls of functions; raises InvalidRequestError.
 
-        Returns None when no calls are looked for in outputs; raises what `text_or_calls` does.
+        Returns the grammar, and whether `make` is to make a parser of one common call.
+        """
+        if self._calls is None:
+            return common_call(functions), True
+        grammar, is_of_family = forced_calls(
+            self._calls.form, functions, self._mark, several=several
+        )
+        return grammar, not is_of_family
+
+    def text_or_calls(self, functions: Sequence[Function], *, several: bool) -> str | None:
+        """Make the grammar of a text that may end in calls of functions.
+
+        Returns None when calls in outputs cannot be told from texts; raises InvalidRequestError.
         """
         if self._calls is None:
             return None
@@ -163,8 +176,8 @@ class OutputParsers:
         """Make a new parser, for one output.
 
         Args:
-            is_forced: a grammar holds the answer to one call.
-            is_constrained: a grammar holds the answer to something.
+            is_forced: a grammar holds the answer to one call in the common form.
+            is_constrained: a grammar holds the answer to something, but for a free text.
             is_either: the grammar is that of `answer_or_calls`.
             thinks: a thought may precede the grammar.
         """

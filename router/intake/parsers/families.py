@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from baton.text.thoughts import SEED_THINK, THINK, ThoughtMarks
+from baton.text.thoughts.marks import SEED_THINK, THINK, ThoughtMarks
 from router.intake.parsers.base import MakeId, OutputParser, ParserContext, new_call_id
 from router.intake.parsers.harmony import HarmonyForm
 from router.intake.parsers.json_calls import BareJsonForm, JsonForm

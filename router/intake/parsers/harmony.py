@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from baton.text.thoughts import HARMONY, ThoughtMarks
+from baton.text.thoughts.marks import HARMONY, ThoughtMarks
 from router.intake.parsers.base import (
     CallArguments,
     CallBegins,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.text.thoughts import ThoughtMarks
+from baton.text.thoughts.marks import ThoughtMarks
 from router.intake.parsers.base import CLOSE_SIGN, OutputParser, ParserContext, Part, Reasoning
 from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_text
 

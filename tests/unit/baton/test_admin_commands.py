@@ -15,7 +15,7 @@ import typer.main
 from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.cli.admin import explain
+from baton.cli.admin import audit, explain, quarantine, requests, stats
 from baton.cli.admin.app import app
 from baton.cli.admin.connection import ExitCode
 from baton.cli.admin.nodes import kv_bar
@@ -171,8 +171,113 @@ def test_what_a_node_says_is_shown_as_it_is_and_does_nothing_to_a_terminal() -> 
     Console(file=page, force_terminal=True, color_system=None, width=200).print(escape(said))
     assert page.getvalue() == "[/] [link=x]\\x1b]52;c;aGk=\\x07\\n\\u202e\n"
     receipt = types_pb2.Receipt(decode_node="d", num_output_tokens=2)
+    receipt.decode.push.num_blocks = 1
     receipt.decode.push.transport = said
     found = admin_pb2.RequestTrace(receipt=receipt)
     page = io.StringIO()
     Console(file=page, width=1000).print(_decode_account(found))
     assert "by [/] [link=x]\\x1b" in page.getvalue()
+
+
+ROUTERS_ID = "chatcmpl-0123456789abcdef0123456789abcdef"  # as long as ids are
+QUARANTINED = admin_pb2.ListQuarantineResponse(
+    requests=[
+        admin_pb2.QuarantinedRequest(
+            fingerprint="0123456789abcdef", request_id=ROUTERS_ID, principal="somebody",
+            num_prompt_tokens=1219, engine_ids=["d0-0123abcd", "d1-0123abcd"], left_s=300,
+        )
+    ]
+)  # fmt: skip
+AUDITED = admin_pb2.AuditResponse(
+    nodes=[
+        admin_pb2.NodeAudit(
+            node_name="d0",
+            ledger=admin_pb2.ListBlocksResponse(
+                num_blocks=99,
+                num_free_blocks=98,
+                num_references=1,
+                holdings=[
+                    admin_pb2.BlockHolding(
+                        owner="reservation", request_id=f"{ROUTERS_ID}~0", epoch=1,
+                        state="RECEIVING", peer="p0-0123abcd", age_s=3.0, num_blocks=1,
+                        ranges=[admin_pb2.BlockRange(first_block_id=3, num_blocks=1)],
+                    )
+                ],
+            ),
+        )
+    ]
+)  # fmt: skip
+
+
+def shown_by(monkeypatch: pytest.MonkeyPatch, module: Any, width: int) -> io.StringIO:
+    """Have a module print into text as on a terminal of this width."""
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(module, "make_console", lambda: console)
+    return shown
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_ids_of_requests_stay_in_one_piece(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, an id was broken over three lines at 80 columns, and could not be copied."""
+    of_router = admin_pb2.RequestTrace(
+        request_id=ROUTERS_ID, state="finished", received_at=1.0, num_prompt_tokens=1219,
+        num_output_tokens=128, first_token_s=6.1, ended_s=12.3,
+        attempts=[admin_pb2.AttemptTrace(prefill_node="p0", decode_node="d0")],
+    )  # fmt: skip
+    of_node = admin_pb2.RequestDescription(
+        request_id=f"{ROUTERS_ID}~0", status="WAITING_FOR_REMOTE_KVS", transfer_state="RECEIVING",
+        num_tokens=1219, num_computed_tokens=1219, num_blocks=77, age_s=12.3,
+    )  # fmt: skip
+    shown = shown_by(monkeypatch, requests, width)
+    requests._print_of_router([of_router])
+    requests._print_of_node(admin_pb2.ListRequestsResponse(requests=[of_node]))
+    lines = shown.getvalue().splitlines()
+    for module, found in ((audit, AUDITED), (quarantine, QUARANTINED)):
+        shown = shown_by(monkeypatch, module, width)
+        module._print(found)
+        lines += shown.getvalue().splitlines()
+    assert sum(ROUTERS_ID in line for line in lines) == 4
+    assert max(map(len, lines)) <= width
+    assert all(word in "\n".join(lines) for word in ("finished", "1219", "12.3 s", "77"))
+
+
+def test_engines_that_died_stand_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    r"""Before, the table had a literal \n between two of them."""
+    found = admin_pb2.ListQuarantineResponse(
+        requests=[
+            admin_pb2.QuarantinedRequest(
+                fingerprint="0123456789abcdef", request_id="r", engine_ids=["d0-1", "d1-\x1b2"]
+            )
+        ]
+    )
+    shown = shown_by(monkeypatch, quarantine, 80)
+    quarantine._print(found)
+    assert "\\n" not in shown.getvalue()
+    first, second = shown.getvalue().splitlines()[2:4]
+    assert "d0-1" in first
+    assert second.split() == ["d1-\\x1b2"]
+
+
+def test_a_prompt_of_which_no_block_travelled_has_no_transport() -> None:
+    """Before: "got 0 B (0 blocks) by , 0 us of it exposed"."""
+    decode = types_pb2.DecodeReceipt(num_prompt_tokens_computed=3)
+    receipt = types_pb2.Receipt(decode_node="d0", decode=decode)
+    account = _decode_account(admin_pb2.RequestTrace(num_output_tokens=1, receipt=receipt))
+    assert "; d0 got no KV blocks from another node; parked " in account
+    push = types_pb2.PushReceipt(num_blocks=2, num_bytes=2048, transport="nixl/ucx cma")
+    decode.push.CopyFrom(push)
+    receipt.decode.CopyFrom(decode)
+    account = _decode_account(admin_pb2.RequestTrace(num_output_tokens=1, receipt=receipt))
+    assert "; d0 got 2.0 KiB (2 blocks) by nixl/ucx cma, 0 us of it exposed; " in account
+
+
+def test_the_page_shows_the_counts_that_stats_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the page's example had lost lines that had come since."""
+    found = admin_pb2.GetStatsResponse(policy="cost")
+    found.admission.SetInParent()
+    page = io.StringIO()
+    Console(file=page, width=80).print(stats._counts(found))
+    printed = [line.split()[0] for line in page.getvalue().splitlines()]
+    [example] = re.findall(r"^\$ baton admin stats\n(.*?)\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    assert [line.split()[0] for line in example.splitlines()] == printed

@@ -129,6 +129,16 @@ def test_what_is_wrong_in_a_variable_is_said_with_its_name(
     assert (code, errors) == (2, f"error: {variable}: {problem}\n")
 
 
+def test_the_page_of_settings_shows_an_error_that_the_program_says() -> None:
+    """Before, the page showed a limit that the option no longer had."""
+    text = (PAGE.parent / "settings.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^error: (BATON_\w+): (.* got (.+))$", text, re.MULTILINE)
+    assert shown
+    for variable, problem, value in shown:
+        code, _, errors = baton("decode", "--model", "no such model", **{variable: value})
+        assert (code, errors) == (2, f"error: {variable}: {problem}\n")
+
+
 def test_a_file_that_is_not_there_is_no_file() -> None:
     code, _, errors = baton("router", "--model", "x", "--config", "no/such/file")
     assert (code, errors) == (
@@ -164,7 +174,7 @@ def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
     [config] = started
     assert (config.model, config.num_prefill, config.num_decode) == ("m", 1, 2)
     assert config.router_args == [
-        "--config", str(path), "--policy", "round_robin", "--api-keys-file", "keys.toml",
+        "--config", str(path), "--api-keys-file", "keys.toml", "--policy", "round_robin",
     ]  # fmt: skip
     assert config.node_args == ["--config", str(path), "--kv-cache-memory", "1G"]
     assert (config.prefill_args, config.decode_args) == (["--push", "chunks"], [])

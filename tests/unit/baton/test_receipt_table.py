@@ -49,3 +49,11 @@ def test_no_more_than_the_prompt_was_cached_of_it() -> None:
     retried = dataclasses.replace(PREFILL_RECEIPT, num_cached_tokens=7)
     receipt = dataclasses.replace(RECEIPT, num_attempts=2, prefill=retried)
     assert receipt.num_cached_tokens == 3
+
+
+def test_a_push_of_nothing_has_no_transport() -> None:
+    assert RECEIPT.decode is not None
+    push = dataclasses.replace(RECEIPT.decode.push, num_bytes=0, num_blocks=0, transport="")
+    decode = dataclasses.replace(RECEIPT.decode, push=push)
+    line = receipt_line(dataclasses.replace(RECEIPT, decode=decode))
+    assert "p0 pushed nothing | " in line

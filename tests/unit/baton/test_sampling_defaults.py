@@ -32,6 +32,15 @@ def test_what_is_recommended_is_read(tmp_path: Path) -> None:
         TextOptions(generation_config="x")
 
 
+@pytest.mark.parametrize("text", [None, "{}", '{"eos_token_id": 2, "do_sample": true}'])
+def test_requests_are_sampled_calmly_where_a_checkpoint_recommends_nothing(
+    tmp_path: Path, text: str | None
+) -> None:
+    folder = tmp_path if text is None else folder_with(tmp_path, text)
+    assert TextOptions().sampling_defaults(folder) == {"temperature": 0.7, "top_p": 0.95}
+    assert TextOptions(generation_config="none").sampling_defaults(folder) == {}
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

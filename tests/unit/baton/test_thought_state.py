@@ -12,7 +12,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.prompt import check_sampling_params
 from baton.api.sampling_params import SamplingParams
 from baton.api.thinking import Thinking
-from baton.text.thought_state import NO_LIMIT, Phase, ThoughtState
+from baton.text.thoughts.state import NO_LIMIT, Phase, ThoughtState
 
 OPEN, CLOSE, END, GAP = 50, 51, 52, 53
 

@@ -104,6 +104,7 @@ prefill_receipts = st.builds(
     num_chunks=uint32,
     num_computed_tokens=uint32,
     num_cached_tokens=uint32,
+    send_s=seconds,
 )
 decode_receipts = st.builds(
     DecodeReceipt,
@@ -138,6 +139,8 @@ receipts = st.builds(
     decode=st.none() | decode_receipts,
     num_attempts=uint32,
     router_queue_s=seconds,
+    accept_s=seconds,
+    delivery_s=seconds,
 )
 float32 = st.floats(max_value=0, width=32)
 logprobs = st.builds(TokenLogprobs, float32, st.lists(st.tuples(uint32, float32)).map(tuple))
@@ -189,6 +192,10 @@ registrations = st.builds(
     num_blocks=uint32,
     block_size=uint32,
     prefix_hash=texts,
+    step_times=st.lists(st.builds(link.StepTime, uint32, seconds), max_size=3).map(tuple),
+    decode_times=st.lists(st.builds(link.DecodeTime, uint32, uint32, seconds), max_size=3).map(
+        tuple
+    ),
 )
 commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     st.builds(link.Refusal, st.text(min_size=1, max_size=12)),

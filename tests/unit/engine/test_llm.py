@@ -160,7 +160,7 @@ def test_parameters_must_be_one_or_as_many_as_the_prompts(llm: LLM) -> None:
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="does not exist"):
+    with pytest.raises(ModelLoadError, match="there is no such folder or file"):
         LLM(str(tmp_path / "no" / "model"))
 
 

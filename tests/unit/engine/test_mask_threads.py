@@ -14,11 +14,12 @@ from baton.api.errors import InvalidRequestError, NodeUnavailableError, Overload
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
+from baton.text.grammars import compile_grammar
 from engine.core.grammar import GrammarState
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.sampling import mask_threads
+from engine.sampling import grammar_compiler, mask_threads
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
 from tests.fakes.engine_parts import FakeRunner, make_request, shares, step
@@ -293,3 +294,32 @@ def test_a_folder_without_a_tokenizer_is_prepared_and_refuses_grammars(tmp_path:
     compiler.prepare()
     with pytest.raises(InvalidRequestError, match="no tokenizer"):
         compiler.compile_now(SamplingParams(structured_output=StructuredOutput(regex="[ab]")))
+
+
+def test_the_first_grammar_of_a_prepared_engine_starts_no_process_and_loads_no_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = GrammarCompiler(DEMO, 4096, ENDS)
+    compiler.prepare()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a request waits for what was to be prepared")
+
+    monkeypatch.setattr("baton.processes.worker_processes.subprocess.Popen", refuse)
+    monkeypatch.setattr(grammar_compiler, "load_grammar_tokenizer", refuse)
+    params = SamplingParams(structured_output=StructuredOutput(json_schema='{"type":"object"}'))
+    assert compiler.compile_now(params).has_mask
+
+
+def test_small_grammars_are_compiled_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def note(structured_output: StructuredOutput, *rest: Any) -> LLMatcher:
+        compiled.append(structured_output.kind)
+        return compile_grammar(structured_output, *rest)
+
+    monkeypatch.setattr(grammar_compiler, "compile_grammar", note)
+    compiler = GrammarCompiler(DEMO, 4096, ENDS)
+    compiler.prepare()
+    assert compiled == ["json_schema", "regex", "grammar"]
+    assert not compiler._cache, "nobody asked for these"

@@ -20,6 +20,8 @@ from baton.engine_config import GIB, EngineConfig
 from baton.kv_layers import PagedKV
 from engine import LLM
 from engine.core.step_plan import SHARE
+from engine.worker import memory_profile
+from engine.worker.host.host_memory import HostMemory
 from engine.worker.kv_cache import kv_cache_spec
 from engine.worker.memory_profile import MAX_CPU_CACHE_BYTES, MemoryProfile
 from engine.worker.warm_up import largest_step
@@ -93,6 +95,7 @@ def test_one_line_says_where_the_memory_goes(tmp_path: Path) -> None:
     code = (
         "import logging; logging.basicConfig(format='%(name)s %(message)s', level=logging.INFO)\n"
         "from engine import LLM\n"
+        "from engine.worker import memory_profile; memory_profile.PLENTY = 10**9\n"
         f"LLM({str(tmp_path)!r}, device='cpu', block_size=4, max_num_requests=3,"
         " max_num_batched_tokens=256, long_prefill_token_threshold=200)"
     )
@@ -110,12 +113,40 @@ def test_one_line_says_where_the_memory_goes(tmp_path: Path) -> None:
     assert 0.06 <= activations < 1
 
 
-def test_the_dummy_step_leaves_no_trace(folder: str) -> None:
+def test_the_dummy_step_leaves_no_trace(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_profile, "PLENTY", 10**9)
     measured, told = make_llm(folder, device="cpu"), make_llm(folder, device="cpu", num_blocks=60)
     assert not measured.engine.kv_memory.tensor.any()
     assert measured.engine.num_steps == 0
     found = measured.generate(PROMPTS, GREEDY)
     assert [c.token_ids for c in found] == [c.token_ids for c in told.generate(PROMPTS, GREEDY)]
+
+
+def test_a_cpu_with_plenty_of_memory_computes_no_dummy_step(
+    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compute(*_: object) -> None:
+        raise AssertionError("the largest step is computed")
+
+    measured = make_llm(folder, device="cpu").engine
+    monkeypatch.setattr(memory_profile, "_measure_peak", compute)
+    caplog.set_level(logging.INFO)
+    engine = make_llm(folder, device="cpu").engine
+    assert engine.num_blocks == measured.num_blocks
+    assert "activations are not measured" in caplog.text
+    monkeypatch.setattr(memory_profile, "read_host_memory", lambda: HostMemory(2**20, 2**20))
+    with pytest.raises(AssertionError, match="the largest step is computed"):
+        make_llm(folder, device="cpu")
+
+
+@pytest.mark.parametrize(("room", "has_plenty"), [(8_799, False), (8_800, True)])
+def test_plenty_is_eight_times_the_weights_and_the_largest_cache(
+    room: int, has_plenty: bool
+) -> None:
+    profile = MemoryProfile(
+        total=room, used=0, weights=100, activations=0, utilization=1.0, largest_cache=1000
+    )
+    assert profile.has_plenty is has_plenty
 
 
 # ---------------------------------------------------------------- too little

@@ -14,7 +14,7 @@ from engine.core.request import Request
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.engine import Engine
 from engine.executors.base import PendingStep
-from engine.step_profile import measure_step_times
+from engine.step_profile import measure_decode_times, measure_step_times
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 
@@ -67,10 +67,27 @@ def test_steps_that_push_are_measured_with_a_callback(monkeypatch: pytest.Monkey
     assert all(hooks.after_layer is not None for hooks in hooks_seen)
 
 
+def test_decode_steps_are_measured_of_one_of_many_and_of_a_long_context() -> None:
+    engine = load_demo(max_num_requests=8)
+    measure_step_times(engine, pushes=False)
+    times = measure_decode_times(engine)
+    longest = min(4096, engine.max_model_len - 2)
+    assert [(num, context) for num, context, _ in times] == [(1, 64), (8, 512), (1, longest)]
+    assert all(seconds > 0 for *_, seconds in times)
+
+
+def test_a_slow_machine_measures_fewer_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_demo()
+    for seconds, most in ((0.01, 32), (0.1, 10), (0.6, 1)):
+        monkeypatch.setattr(step_profile, "_time", lambda *_, s=seconds: s)
+        assert max(num for num, *_ in measure_decode_times(engine)) == most
+
+
 @pytest.mark.parametrize("options", [{}, {"speculative_method": "ngram"}])
 def test_answers_and_counts_are_as_without_a_profile(options: dict[str, Any]) -> None:
     plain, profiled = load_demo(**options), load_demo(**options)
     measure_step_times(profiled, pushes=False)
+    measure_decode_times(profiled)
     assert profiled.num_steps == 0
     assert profiled.metrics().step_tokens_total == 0
     assert answer(profiled) == answer(plain)

@@ -98,10 +98,14 @@ def test_a_split_that_keeps_the_slo_wins_and_its_ttft_is_told() -> None:
     assert sorted(render_figures(document, "svg")) == ["comparison", "comparison_cdfs"]
     assert document["verdict"]["answer"] == "disaggregate"
     assert "admin_token" not in document["up"]
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=io.StringIO(), width=80)
     print_comparison(comparison, values, console)
     assert isinstance(console.file, io.StringIO)
-    assert "disaggregate: 1:1 beats" in console.file.getvalue()
+    printed = console.file.getvalue()
+    assert "disaggregate: 1:1 beats" in printed
+    table = printed[: printed.index("disaggregate: ")].splitlines()
+    assert max(map(len, table)) <= 80
+    assert any(line.startswith("1:1+local") for line in table)  # no name is cut
     assert trial_line(trials[0]).startswith("repeat 1, colocated:1")
 
 

@@ -180,4 +180,4 @@ def test_the_command_prints_it_without_torch() -> None:
     assert lines[-1] == "KV cache: 6.0 KiB a token, 96 KiB a block of 16 tokens"
     missing = show("/nowhere")
     assert missing.returncode == 1
-    assert missing.stderr == "error: model: folder /nowhere does not exist\n"
+    assert missing.stderr == "error: model: '/nowhere': there is no such folder or file\n"

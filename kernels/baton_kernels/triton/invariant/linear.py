@@ -31,10 +31,10 @@ class LinearTile:
     """How a product is cut.
 
     Attributes:
-        tokens: of a tile.
-        rows: of the weight.
+        tokens: tokens of a tile.
+        rows: rows of the weight in a tile.
         depth: inputs of a step.
-        num_warps: of a program.
+        num_warps: warps of a program.
         num_stages: steps under way.
     """
 

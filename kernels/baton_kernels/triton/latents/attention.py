@@ -80,12 +80,12 @@ class LatentShape:
 
     @property
     def num_warps(self) -> int:
-        """Of a program: sums of 16 heads and a rank of 512 are 32 registers of 8 warps."""
+        """Warps of a program: sums of 16 heads and a rank of 512 are 32 registers of 8 warps."""
         return 8 if self.rank > 128 else 4
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline; the block table takes two. float32 has no room for two tiles."""
+        """Pipeline stages; the block table takes two. float32 has no room for two tiles."""
         return 4 if self.element_size < 4 else 2
 
     @property

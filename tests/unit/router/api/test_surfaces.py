@@ -384,6 +384,7 @@ HTTP_ROLES = {
     ("GET", "/version"): ANY,
     ("GET", "/load"): LOOK,
     ("GET", "/metrics"): LOOK,
+    ("GET", "/"): OPEN,  # sends browsers to the page, which asks for a key
     ("GET", "/ui"): LOOK,
     ("GET", "/ui/requests/{request_id}"): LOOK,
     ("GET", "/ui/{name}"): OPEN,  # what pages are drawn with: it says nothing of this router
@@ -442,11 +443,13 @@ def test_every_path_wants_the_role_that_is_written_here(keys_file: Path) -> None
         assert routes == set(HTTP_ROLES)
         for (method, path), roles in HTTP_ROLES.items():
             url = scene.url + path.format(model="demo", request_id="r", name="ui.css")
-            async with scene.session.request(method, url) as response:
+            async with scene.session.request(method, url, allow_redirects=False) as response:
                 assert (response.status == 401) == (roles is not OPEN), path
             for role, key in KEYS.items():
                 headers = {"Authorization": f"Bearer {key}"}
-                async with scene.session.request(method, url, headers=headers) as response:
+                async with scene.session.request(
+                    method, url, headers=headers, allow_redirects=False
+                ) as response:
                     denied = roles is not OPEN and role not in roles
                     assert (response.status == 403) == denied, (path, role)
                     assert response.status != 401

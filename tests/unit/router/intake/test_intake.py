@@ -16,6 +16,7 @@ from baton.text.tokenizer import Tokenizer
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.intake.intake import Intake
+from router.intake.texts import ChatPrompt
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.nodes import make_pool
 from tests.fakes.router_scene import asynchronous
@@ -94,6 +95,34 @@ def test_a_grammar_that_cannot_be_had_is_refused_here_and_named(kind: str, text:
                 await ask(kind, text)
             assert caught.value.field == f"structured_output.{kind}"
         await ask("regex", "[a-z]+")
+
+    run()
+    intake.close()
+
+
+@pytest.mark.medium
+def test_the_first_chat_and_the_first_schema_start_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dispatcher = Dispatcher(make_pool(), LeastTokens())
+    intake = Intake(dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
+    schema = StructuredOutput(json_schema='{"type":"object"}')
+    chat = ChatPrompt([{"role": "user", "content": "hello"}])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process is started for a request")
+
+    @asynchronous
+    async def run() -> None:
+        assert not intake.is_starting
+        intake.start()
+        assert intake.is_starting
+        await intake.prepare()
+        assert not intake.is_starting
+        monkeypatch.setattr("baton.processes.worker_processes.subprocess.Popen", refuse)
+        params = SamplingParams(max_tokens=1, structured_output=schema)
+        call = await intake.accept(chat, params, TERMS)
+        assert call.prompt_token_ids == TOKENIZER.encode_chat(list(chat.messages))
 
     run()
     intake.close()

@@ -1,6 +1,6 @@
-"""The real router over simulated nodes: what it expects of prompts is what they take.
+"""The real router over simulated nodes: what it expects of prompts and of steps is what they take.
 
-Three kinds of load on two kinds of machine, on virtual time; a cold prefill node in each.
+Four kinds of load on two kinds of machine, on virtual time; a cold prefill node in each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sim_node.executor import SimExecutor
 
 sys.path.insert(0, "benchmarks")
 
-from prefill_estimate import LOADS, MACHINES, learnt, play
+from prefill_estimate import LOADS, MACHINES, learnt, play, play_steps
 
 pytestmark = pytest.mark.medium
 
@@ -30,6 +30,22 @@ def test_half_of_all_prompts_take_what_was_expected_within_a_quarter(
     ratios = [one.ratio for one in learnt(play(load, MACHINES[machine]))]
     assert 0.8 <= statistics.median(ratios) <= 1.25
     assert statistics.fmean(0.8 <= ratio <= 1.25 for ratio in ratios) > 0.75
+
+
+@pytest.mark.parametrize("tells_steps", [True, False], ids=["profile", "old node"])
+@pytest.mark.parametrize("load", ["512", "waves"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_decode_steps_take_what_was_expected_within_a_quarter(
+    machine: str, load: str, tells_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not tells_steps:
+        monkeypatch.setattr(SimExecutor, "decode_times", lambda self: ())
+    ratios = play_steps(load, MACHINES[machine])
+    if not tells_steps:  # it begins with a guess, and has to learn
+        ratios = ratios[len(ratios) // 4 :]
+    assert statistics.fmean(0.8 <= ratio <= 1.25 for ratio in ratios) >= (
+        1.0 if tells_steps else 0.9
+    )
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from baton.access.identity import Principal
 from baton.api.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -21,6 +22,7 @@ from baton.api.errors import (
 from baton.client.client import AsyncClient
 from baton.client.messages import make_request
 from baton.link.words import CancelCommand, PrefillCommand
+from baton.serving.access_log import AccessEntry, AccessLog
 from baton.serving.error_details import DETAILS_KEY, RECEIPT_KEY, receipt_from_trailers
 from baton.serving.rpc import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -47,9 +49,36 @@ async def test_the_receipt_is_in_the_last_response_and_in_the_trailers() -> None
         assert receipt is not None
         assert receipt.num_output_tokens == responses[-1].receipt.num_output_tokens == 8
         assert receipt.prefill is not None
-        parts = receipt.router_queue_s + receipt.prefill.queue_s + receipt.prefill.prefill_s
-        assert parts + receipt.network_s == pytest.approx(receipt.ttft_s)
-        assert receipt.router_queue_s > 0
+        assert sum(receipt.ttft_parts.values()) == pytest.approx(receipt.ttft_s)
+        assert receipt.accept_s > 0
+        assert receipt.delivery_s > 0
+
+
+class _NotingLog(AccessLog):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[AccessEntry] = []
+
+    def write(self, entry: AccessEntry, principal: Principal | None, status: str) -> None:
+        self.entries.append(entry)
+
+
+@asynchronous
+async def test_the_parts_of_a_receipt_sum_to_the_first_bytes_that_the_router_sends() -> None:
+    log = _NotingLog()
+    async with served(access_log=log) as (_, client):
+        completion = await client.generate("def read(path):", params(seed=None))
+    receipt, [entry] = completion.receipt, log.entries
+    assert receipt is not None
+    assert entry.ttft_s is not None
+    parts = receipt.ttft_parts
+    assert list(parts) == [
+        "accept_s", "place_s", "prefill_queue_s", "prefill_s", "send_s", "network_s", "delivery_s",
+    ]  # fmt: skip
+    # What is written is noted behind what the receipt has: nothing is between but a few lines.
+    assert 0 <= entry.ttft_s - sum(parts.values()) < 0.05
 
 
 @pytest.mark.medium

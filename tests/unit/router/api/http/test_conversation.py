@@ -13,8 +13,9 @@ from llguidance import LLMatcher
 from baton.api.errors import InvalidRequestError
 from baton.text.grammars import load_grammar_tokenizer, make_grammar
 from baton.text.tokenizer import Tokenizer
-from router.api.http.conversation import forced_call
+from router.api.http.conversation import HeldOutput, held_output
 from router.api.http.schema import ChatRequest
+from router.intake.parsers.choice import OutputParsers
 
 DEMO = Path(__file__).parents[5] / "examples" / "demo_model"
 TOKENIZER = Tokenizer(DEMO)
@@ -36,13 +37,15 @@ def listing(item: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fits(tools: list[dict[str, Any]], choice: object, call: dict[str, Any]) -> bool:
-    asked = {"model": "m", "messages": [], "tools": tools, "tool_choice": choice}
-    wanted = forced_call(msgspec.convert(asked, ChatRequest))
-    assert wanted is not None
-    matcher = LLMatcher(GRAMMAR_TOKENIZER, make_grammar(wanted))
+def fits(tools: list[dict[str, Any]], choice: object, *calls: dict[str, Any], **more: Any) -> bool:
+    asked = {"model": "m", "messages": [], "tools": tools, "tool_choice": choice, **more}
+    held = held_output(msgspec.convert(asked, ChatRequest), OutputParsers(TOKENIZER))
+    assert held is not None
+    assert held == HeldOutput(held.output)  # nothing else is said of the output
+    matcher = LLMatcher(GRAMMAR_TOKENIZER, make_grammar(held.output))
     assert not matcher.get_error()
-    token_ids = TOKENIZER.encode(json.dumps(call))
+    texts = (f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    token_ids = TOKENIZER.encode("\n".join(texts))
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
@@ -100,3 +103,13 @@ def test_a_schema_that_refers_to_itself_is_not_the_call() -> None:
     assert fits([chain], "required", {"name": "chain", "arguments": {"next": {"next": {}}}})
     call = {"name": "chain", "arguments": {}}
     assert not fits([chain], "required", {"name": "chain", "arguments": {"next": call}})
+
+
+def test_several_calls_may_be_required_but_not_of_a_named_function() -> None:
+    """A required call was the only one, in a form that the model has never seen."""
+    calls = [{"name": "numbers", "arguments": {"items": [n]}} for n in (1, 2)]
+    assert fits([NUMBERS], "required", *calls)
+    assert not fits([NUMBERS], "required", *calls, parallel_tool_calls=False)
+    named = {"type": "function", "function": {"name": "numbers"}}
+    assert fits([NUMBERS], named, calls[0])
+    assert not fits([NUMBERS], named, *calls)

@@ -317,6 +317,15 @@ async def test_ready_says_why_not_and_health_does_not_mind(scene: HttpScene) -> 
 
 
 @on_http()
+async def test_a_router_whose_workers_are_starting_is_not_ready(scene: HttpScene) -> None:
+    scene.intake.is_starting = True
+    async with scene.session.get(scene.url + "/ready") as response:
+        assert response.status == 503
+        message = (await error_of(response))["message"]
+        assert message == "the processes that read requests are starting"
+
+
+@on_http()
 async def test_ready_models_and_metrics_of_a_router_that_serves(scene: HttpScene) -> None:
     session, url = scene.session, scene.url
     async with session.get(url + "/ready") as response:

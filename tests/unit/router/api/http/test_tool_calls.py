@@ -196,28 +196,62 @@ async def test_a_custom_tool_is_called_with_a_text(scene: HttpScene) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", [{"type": "custom", "name": "apply_patch"}, "required"])
-def test_a_custom_tool_is_held_to_its_regex(choice: Any) -> None:
-    form = {"type": "grammar", "syntax": "regex", "definition": "add|del"}
+REGEX = {"type": "grammar", "syntax": "regex", "definition": "add|del"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "add" | "del"'}
+
+
+def patch_call(text: str) -> str:
+    call = json.dumps({"name": "apply_patch", "arguments": {"input": text}})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize("form", [REGEX, LARK])
+@pytest.mark.parametrize(
+    "choice", [{"type": "custom", "name": "apply_patch"}, "required", "auto", None]
+)
+def test_a_custom_tool_is_held_to_its_format(choice: Any, form: dict[str, str]) -> None:
+    """A grammar in Lark was told to the model only, and a regex held forced calls only."""
 
     @on_http(max_model_len=2000)
     async def run(scene: HttpScene) -> None:
-        tools = [{**PATCH, "format": form}]
+        tools = [{**PATCH, "format": form}, SHELL]
         reply = scene.post("/v1/responses", input="x", tools=tools, tool_choice=choice)
         command = await scene.command()
         output = command.sampling_params.structured_output
         assert output is not None
-        for text, fits in (("add", True), ("mul", False)):
+        is_free = choice in ("auto", None)
+        for text, fits in (
+            (patch_call("add"), True),
+            (patch_call("mul"), False),
+            ("I look.", is_free),
+            ("I look.\n" + patch_call("del"), is_free),
+            ("I look.\n" + patch_call("mul"), False),
+        ):
             matcher = LLMatcher(GRAMMAR_TOKENIZER, make_grammar(output))
-            call = json.dumps({"name": "apply_patch", "arguments": {"input": text}})
-            token_ids = TOKENIZER.encode(call)
-            assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) is fits
-        said = json.dumps({"name": "apply_patch", "arguments": {"input": "add"}})
-        scene.say(command, 0, said, last=FinishReason.STOP)
-        (item,) = (await (await reply).json())["output"]
+            token_ids = TOKENIZER.encode(text)
+            is_taken = matcher.try_consume_tokens(token_ids) == len(token_ids)
+            assert (is_taken and matcher.is_accepting()) is fits, text
+        scene.say(command, 0, patch_call("add"), last=FinishReason.STOP)
+        response = await reply
+        assert "X-Baton-Ignored-Fields" not in response.headers
+        (item,) = (await response.json())["output"]
         assert (item["type"], item["input"]) == ("custom_tool_call", "add")
 
     run()
+
+
+@on_http(max_model_len=2000)
+async def test_a_grammar_that_cannot_hold_a_text_is_refused_by_name(scene: HttpScene) -> None:
+    for definition, problem in (
+        ("start: /a(?=b)/", "the grammar of 'apply_patch': /a(?=b)/: look-around cannot"),
+        ("start: <|end|>", "the grammar of 'apply_patch': <|end|>: a text has no tokens"),
+    ):
+        form = {**LARK, "definition": definition}
+        tools = [{**PATCH, "format": form}]
+        response = await scene.post("/v1/responses", input="x", tools=tools)
+        assert response.status == 400
+        error = (await response.json())["error"]
+        assert (error["param"], problem in error["message"]) == ("tools", True), error
 
 
 @on_http(max_model_len=2000)

@@ -40,5 +40,5 @@ def test_where_nobody_guessed_nothing_is_said() -> None:
 
 
 def test_a_receipt_says_how_many_were_right() -> None:
-    assert "3 of 5 guesses right" in receipt_line(receipt(5, 3))
+    assert "3 of 5 drafts accepted" in receipt_line(receipt(5, 3))
     assert "guesses" not in receipt_line(receipt(0, 0))

@@ -135,3 +135,13 @@ async def test_what_it_is_drawn_with_is_open(scene: HttpScene) -> None:
         async with scene.session.get(f"{scene.url}/ui/{name}") as response:
             assert response.status == 200
             assert response.content_type == kind
+
+
+@on_http(access=Access(admin_token="right"))
+async def test_whoever_opens_the_servers_address_is_sent_to_the_page(scene: HttpScene) -> None:
+    """Before, the address that a start prints was 404 in a browser."""
+    async with scene.session.get(f"{scene.url}/", allow_redirects=False) as response:
+        assert (response.status, response.headers["Location"]) == (302, "/ui")
+    async with scene.session.get(f"{scene.url}/", headers=basic("right")) as response:
+        assert (response.status, response.url.path) == (200, "/ui")
+        assert "html" in response.headers["Content-Type"]

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from baton.api.outputs import FinishReason, RequestDelta
-from baton.link.words import NodeBeat, NodeRole, StepTime
-from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
+from baton.link.words import DecodeTime, NodeBeat, NodeRole, StepTime
+from router.fleet.load.node_load import REQUEST_UNITS, STEPS_MEASURED_TOGETHER, NodeLoad
 from tests.fakes.fleets import FleetBook
 from tests.fakes.nodes import (
     DECODE_RECEIPT,
@@ -185,6 +185,48 @@ def test_a_step_is_the_time_between_messages_and_a_pause_is_none(book: FleetBook
     assert load.step.num_measured == measured
 
 
+def test_a_decode_node_begins_with_the_decode_steps_that_it_told(book: FleetBook) -> None:
+    """A batch that was never seen is not expected to cost nothing."""
+    registration = dataclasses.replace(
+        make_registration("d9", NodeRole.DECODE, max_model_len=10_000),
+        decode_times=(
+            DecodeTime(1, 64, 0.0151),
+            DecodeTime(32, 2048, 0.0486),
+            DecodeTime(1, 4096, 0.0192),
+        ),
+    )
+    load = NodeLoad(registration, book.shared, lambda: book.now)
+    assert load.step.is_known
+    for num_requests in (1, 8, 24, 48):
+        expected_s = load.step.seconds((REQUEST_UNITS + 200) * num_requests)
+        assert expected_s == pytest.approx(0.014 + 0.0012 * num_requests, rel=0.25)
+
+
+def test_steps_measured_alone_do_not_hide_what_a_batch_costs(book: FleetBook) -> None:
+    registration = dataclasses.replace(
+        make_registration("d9", NodeRole.DECODE, max_model_len=10_000),
+        decode_times=(DecodeTime(1, 64, 0.0151), DecodeTime(32, 2048, 0.0486)),
+    )
+    load = NodeLoad(registration, book.shared, lambda: book.now)
+    load.note_begun(load.note_opened(300, num_arriving=200))
+    for _ in range(400):
+        book.now += 2 * 0.0152  # cores are lent: all takes twice as long
+        load.note_step()
+    load.step.refresh()
+    expected_s = load.step.seconds(16 * (REQUEST_UNITS + 200))
+    assert expected_s == pytest.approx(2 * (0.014 + 0.0012 * 16), rel=0.25)
+
+
+def test_one_late_message_does_not_move_the_line_of_steps(book: FleetBook) -> None:
+    load = book["d0"]
+    load.note_begun(load.note_opened(120, num_arriving=100))
+    for number in range(400):
+        book.now += 0.9 if number == 300 else 0.05
+        load.note_step()
+    load.step.refresh()
+    assert load.step.seconds(load.step_units) == pytest.approx(0.05, rel=0.1)
+
+
 def test_what_is_on_its_way_does_not_flatten_the_line_of_steps(book: FleetBook) -> None:
     """Of much that is placed here only what decodes makes steps longer."""
     load, draw = book["d0"], random.Random(1)
@@ -273,7 +315,9 @@ def test_a_pool_feeds_all_of_this_from_what_nodes_say() -> None:
     assert prefill.node.load.prefill.num_measured == 1
     decode.say(token("a", 1, 6, epoch=1))
     assert decode.node.load.num_free_tokens == arriving + 30
-    decode.say(token("a", 2, 7, epoch=1))
+    for index in range(2, 2 + STEPS_MEASURED_TOGETHER):
+        assert decode.node.load.step.num_measured == 0
+        decode.say(token("a", index, 7, epoch=1))
     assert decode.node.load.step.num_measured == 1
     pool.take(decode.node, NodeBeat(num_uncomputed_tokens=7))
     assert decode.node.load.prefill_queue_s > 0

@@ -220,7 +220,7 @@ def test_whatever_is_drawn_is_an_answer_or_calls(tmp_path: Path, form: str) -> N
     assert kinds
 
 
-STRICT = [Function("weather", CITY, is_strict=True), Function("now")]
+STRICT = [Function("weather", CITY), Function("now")]
 
 
 @pytest.mark.parametrize("form", TOOL_CALL_PARSERS.names())
@@ -228,6 +228,8 @@ STRICT = [Function("weather", CITY, is_strict=True), Function("now")]
 def test_calls_of_strict_functions_fit_from_their_first_mark_on(
     tmp_path: Path, form: str, are_special: bool
 ) -> None:
+    if form == "openai" and not are_special:
+        pytest.skip("any text may be a header")
     held = Held(
         tmp_path, form, marks_of(form) if are_special else [], functions=STRICT, free_text=True
     )
@@ -267,7 +269,7 @@ def test_whatever_is_drawn_for_strict_functions_fits(tmp_path: Path, form: str) 
     }
     held = Held(
         tmp_path, form, marks_of(form),
-        functions=[Function("weather", parameters, is_strict=True)], free_text=True,
+        functions=[Function("weather", parameters)], free_text=True,
     )  # fmt: skip
     rng, num_calls = random.Random(form), 0
     validator = jsonschema.Draft202012Validator(parameters)
@@ -300,52 +302,7 @@ def test_whatever_is_drawn_for_strict_functions_fits(tmp_path: Path, form: str) 
         assert num_calls
 
 
-TAGGED = [name for name in TOOL_CALL_PARSERS.names() if not has_json(name)]
-
-
-@pytest.mark.parametrize("form", TAGGED)
-@pytest.mark.parametrize(
-    ("schema", "what"),
-    [
-        ({"anyOf": [{"type": "object"}]}, "'anyOf' beside properties"),
-        ({"type": "object", "required": ["x"]}, "required 'x', which is not among properties"),
-        ({"type": "object", "properties": {"a b": {}}}, "the name 'a b'"),
-    ],
-)
-def test_what_a_form_cannot_enforce_is_refused_by_name(
-    tmp_path: Path, form: str, schema: dict[str, Any], what: str
-) -> None:
-    functions = [Function("f", schema, is_strict=True)]
-    with pytest.raises(InvalidRequestError) as caught:
-        Held(tmp_path, form, [], functions=functions, free_text=True)
-    assert str(caught.value) == (
-        f"tools: 'f' cannot be strict: this model's form of calls cannot enforce {what}"
-    )
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "string", "pattern": "a+"},
-        {"type": "string", "enum": ["", "a"]},
-        {"anyOf": [{"type": "string", "minLength": 2}, {"type": "null"}]},
-        {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 5}]},
-        {"type": ["string", "null"], "maxLength": 2},
-    ],
-)
-def test_texts_in_tags_that_cannot_be_held_are_refused(
-    tmp_path: Path, schema: dict[str, Any]
-) -> None:
-    whole = {"type": "object", "properties": {"t": schema}}
-    functions = [Function("f", whole, is_strict=True)]
-    with pytest.raises(InvalidRequestError, match=r"^tools: 'f' cannot be strict: .*'t'"):
-        Held(tmp_path, "glm45", [], functions=functions, free_text=True)
-    assert Held(tmp_path, "hermes", [], functions=functions, free_text=True).fits("Hello")
-
-
 def test_strict_functions_that_are_too_large_are_refused(tmp_path: Path) -> None:
     long = {"type": "object", "description": "x" * MAX_TEXT_BYTES}
-    functions = [Function("now", long, is_strict=True)]
-    for free_text in (True, False):
-        with pytest.raises(InvalidRequestError, match=r"^tools: of strict functions must have at"):
-            Held(tmp_path, "hermes", [], functions=functions, free_text=free_text)
+    with pytest.raises(InvalidRequestError, match=r"^structured_output.grammar: must have at most"):
+        Held(tmp_path, "hermes", [], functions=[Function("now", long)], free_text=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.text.thoughts import THINK
+from baton.text.thoughts.marks import THINK
 from router.intake.parsers.base import ParserContext, Reasoning
 from router.intake.parsers.think import ThinkFirst, ThinkForm
 from tests.fakes.parsed_outputs import Found, make_parser, make_reasoning_parser, parse

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.checkpoint.cache_folder import is_own
-from baton_kernels.native import build
-from baton_kernels.native.build import BuildError
+from baton.kernel_library import build
+from baton.kernel_library.compilers import BuildError
 
 FOLDER_VARIABLE = "BATON_NATIVE_LIBRARIES"
 _INDEX = "libraries.json"
@@ -33,9 +33,9 @@ class InstructionSet:
     """What a library is compiled for.
 
     Attributes:
-        name: of the library's file.
-        machine: as `platform.machine` has it.
-        flags: that the compiler gets.
+        name: name of the library's file.
+        machine: the name from `platform.machine`.
+        flags: the compiler's flags.
         needs: features that the CPU must have, as /proc/cpuinfo names them.
     """
 

@@ -1,4 +1,4 @@
-"""Unit tests of PrefillLine: what is known before, what odd prompts do, and what is forgotten."""
+"""Unit tests of MeasuredLine: known lines, odd prompts, and what is forgotten."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.load.prefill_line import NUM_KEPT, Point, PrefillLine
+from router.fleet.load.measured_line import NUM_KEPT, MeasuredLine, Point
 
 GUESS = ((0.0, 0.01), (8000.0, 0.81))
 PROFILE = ((1.0, 0.009), (64.0, 0.062), (512.0, 0.44))  # of a CPU
@@ -21,11 +21,11 @@ def cpu_s(num_tokens: float) -> float:
     return 0.010 + 0.00092 * num_tokens
 
 
-def make(profile: tuple[Point, ...] = ()) -> PrefillLine:
-    return PrefillLine(profile, shared=PrefillLine(guess=GUESS))
+def make(profile: tuple[Point, ...] = ()) -> MeasuredLine:
+    return MeasuredLine(profile, shared=MeasuredLine(guess=GUESS))
 
 
-def serve(line: PrefillLine, num_prompts: int, *, factor: float = 1.0, seed: int = 1) -> None:
+def serve(line: MeasuredLine, num_prompts: int, *, factor: float = 1.0, seed: int = 1) -> None:
     """Measure turns of chats, each up to about a quarter off."""
     draw = random.Random(seed)
     for _ in range(num_prompts):
@@ -34,7 +34,7 @@ def serve(line: PrefillLine, num_prompts: int, *, factor: float = 1.0, seed: int
         line.refresh()
 
 
-def assert_near(line: PrefillLine, seconds: float, num_tokens: int) -> None:
+def assert_near(line: MeasuredLine, seconds: float, num_tokens: int) -> None:
     assert line.seconds(num_tokens) == pytest.approx(seconds, rel=0.25)
 
 
@@ -87,9 +87,9 @@ def test_another_speed_is_followed(factor: float) -> None:
 
 
 def test_a_new_node_begins_with_its_own_profile_or_with_what_others_measured() -> None:
-    shared = PrefillLine(guess=GUESS)
-    serve(PrefillLine(PROFILE, shared=shared), 20)
-    old, fast = PrefillLine(shared=shared), PrefillLine(((1, 0.004), (512, 0.03)), shared=shared)
+    shared = MeasuredLine(guess=GUESS)
+    serve(MeasuredLine(PROFILE, shared=shared), 20)
+    old, fast = MeasuredLine(shared=shared), MeasuredLine(((1, 0.004), (512, 0.03)), shared=shared)
     assert_near(old, cpu_s(200), 200)
     assert_near(fast, 0.004 + 200 * 0.026 / 511, 200)
     assert not old.is_known
@@ -97,10 +97,10 @@ def test_a_new_node_begins_with_its_own_profile_or_with_what_others_measured() -
 
 
 def test_a_new_node_follows_what_others_measure_until_it_is_asked() -> None:
-    shared = PrefillLine(guess=GUESS)
-    waiting = PrefillLine(shared=shared)
+    shared = MeasuredLine(guess=GUESS)
+    waiting = MeasuredLine(shared=shared)
     assert waiting.seconds(1000) == pytest.approx(0.11)
-    serve(PrefillLine(shared=shared), 20)
+    serve(MeasuredLine(shared=shared), 20)
     waiting.refresh()
     assert_near(waiting, cpu_s(200), 200)
 

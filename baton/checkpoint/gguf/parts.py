@@ -1,0 +1,88 @@
+"""A model in several GGUF files, as llama.cpp's `gguf-split` writes them, read as one.
+
+The first part has the metadata, every part says how many there are, and has some of the tensors.
+Refuses to know: what metadata means, what is in a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from baton.api.errors import ModelLoadError
+from baton.checkpoint.gguf.file import GgufFile, StoredTensor
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_MAX_PARTS = 10**5
+_COUNT, _NUMBER, _NUM_TENSORS = "split.count", "split.no", "split.tensors.count"
+
+
+def read_model(path: Path) -> GgufFile:
+    """Read the header of a model's only file, or of all its parts, of which ``path`` is any.
+
+    Raises:
+        ModelLoadError: a file is broken, a part is missing, or parts do not belong together.
+    """
+    path = first_part(path)
+    first = GgufFile.read(path)
+    count = first.metadata.get(_COUNT, 1)
+    if not isinstance(count, int) or count <= 1:
+        return first
+    paths = part_files(path)
+    if len(paths) != count:
+        expected = _name("NAME", 1, count) if count < _MAX_PARTS else "otherwise"
+        raise ModelLoadError(f"{path}: the first of {count} parts must be called {expected}")
+    if first.metadata.get(_NUMBER) != 0:
+        raise ModelLoadError(f"{path}: {_NUMBER}: must be 0 in the first of {count} parts")
+    tensors: dict[str, StoredTensor] = dict(first.tensors)
+    for number, part in enumerate(paths[1:], 1):
+        if not part.exists():
+            raise ModelLoadError(f"{part}: missing: {path.name} is the first of {count} parts")
+        found = GgufFile.read(part)
+        says = (found.metadata.get(_NUMBER), found.metadata.get(_COUNT))
+        if says != (number, count):
+            problem = f"part {says[0]!r:.20} of {says[1]!r:.20}, expected part {number} of {count}"
+            raise ModelLoadError(f"{part}: {_NUMBER}: {problem}, counted from 0")
+        if twice := tensors.keys() & found.tensors.keys():
+            name = min(twice)
+            raise ModelLoadError(f"{part}: {name}: also in {tensors[name].path.name}")
+        tensors |= found.tensors
+    expected = first.metadata.get(_NUM_TENSORS, len(tensors))
+    if expected != len(tensors):
+        problem = f"{expected!r:.20}, but the parts have {len(tensors)} tensors"
+        raise ModelLoadError(f"{path}: {_NUM_TENSORS}: {problem}")
+    return replace(first, tensors=tensors, parts=tuple(paths))
+
+
+def linked(path: Path) -> Path:
+    """Return what a link points to, one step: the hub's files are links, and their names count."""
+    try:
+        return path.parent / path.readlink() if path.is_symlink() else path
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def first_part(path: Path) -> Path:
+    """Return the first part of the model of which this is a part; another file is its own."""
+    found = _PART.fullmatch(path.name)
+    return path if found is None else path.with_name(_name(found["stem"], 1, int(found["count"])))
+
+
+def only_first_parts(paths: Sequence[Path]) -> list[Path]:
+    """Leave of each model in several parts the first one, whether it is there or not."""
+    return sorted({first_part(path) for path in paths})
+
+
+def part_files(path: Path) -> list[Path]:
+    """List the files of a model by the name of one of them: several parts, or that alone."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = int(found["count"])
+    return [path.with_name(_name(found["stem"], number, count)) for number in range(1, count + 1)]
+
+
+def _name(stem: str, number: int, count: int) -> str:
+    return f"{stem}-{number:05}-of-{count:05}.gguf"

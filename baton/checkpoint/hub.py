@@ -1,0 +1,235 @@
+"""Models of the Hugging Face hub: a folder of files, or the GGUF file of one quantization.
+
+Folders go to the hub's own cache. GGUF files are large and are fetched by name into Baton's cache,
+from where the last try ended. What is here already is served when the hub cannot be reached.
+Refuses to know: what is in the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from baton.api.errors import ModelLoadError
+from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
+from baton.checkpoint.gguf.parts import first_part, only_first_parts, part_files
+
+logger = logging.getLogger(__name__)
+
+_SCHEME, _GGUF, _SAFETENSORS = "hf://", ".gguf", ".safetensors"
+_OWNER_AND_NAME = r"[\w.-]+/[\w.-]+"
+_NAME = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})(?::(?P<quantization>[\w.-]+))?")
+_FILE = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})/(?P<file>[\w./ +-]+\.gguf)", re.IGNORECASE)
+# What a file's name ends with that holds weights; others have images' projectors, or statistics.
+_QUANTIZATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
+_NO_MODELS = ("mmproj", "imatrix")
+_PART_OF_FILE = ".part"
+_SHOWN_FILES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """What a user typed for a model of the hub.
+
+    Attributes:
+        repository: OWNER/NAME.
+        quantization: of its GGUF files; None: not said.
+        file: one of its GGUF files; None: not said.
+    """
+
+    repository: str
+    quantization: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, model: str) -> HubName | None:
+        """Read OWNER/NAME, OWNER/NAME:QUANTIZATION, hf:// and either, or hf://OWNER/NAME/FILE.gguf.
+
+        Returns None for anything else.
+        """
+        name = model.removeprefix(_SCHEME)
+        if found := _NAME.fullmatch(name):
+            return cls(found["repository"], found["quantization"])
+        found = _FILE.fullmatch(name) if name != model else None
+        return cls(found["repository"], file=found["file"]) if found else None
+
+
+def fetch(model: str, name: HubName, patterns: Sequence[str]) -> Path:
+    """Fetch a model and return its folder, or its GGUF file (of several parts, the first).
+
+    Args:
+        model: what the user typed, for error messages.
+        name: that, parsed.
+        patterns: files that a folder needs.
+
+    Raises:
+        ModelLoadError: the hub does not have it, or cannot be reached and it is not here either.
+    """
+    files = None if name.file else _files_of(model, name)
+    if name.file:
+        chosen = str(first_part(Path(name.file)))
+    elif name.quantization or (files is not None and _has_gguf_alone(files)):
+        chosen = _choose(model, name, files or ())
+    else:
+        return _snapshot(model, name.repository, patterns)
+    paths = [_fetched(model, name.repository, str(part)) for part in part_files(Path(chosen))]
+    return paths[0]
+
+
+def _has_gguf_alone(files: Sequence[str]) -> bool:
+    suffixes = {PurePosixPath(file).suffix.lower() for file in files}
+    return _GGUF in suffixes and _SAFETENSORS not in suffixes
+
+
+def _files_of(model: str, name: HubName) -> Sequence[str] | None:
+    """List a repository's files: the hub's, else those that were fetched before.
+
+    Returns None where neither is known: `_snapshot` then says why.
+    """
+    import huggingface_hub  # here: it takes half a second, and a local folder does not need it
+
+    try:
+        return huggingface_hub.HfApi().list_repo_files(name.repository)
+    except Exception as error:  # of the HTTP library that this version of the hub's has
+        here = _cached_files(name.repository)
+        if here or not name.quantization:
+            return here or None
+        raise _cannot_fetch(model, error) from error
+
+
+def _cached_files(repository: str) -> list[str]:
+    """List the whole GGUF files of a repository that were fetched before."""
+    folder = _folder(repository)
+    return [
+        str(path.relative_to(folder))
+        for path in sorted(folder.rglob(f"*{_GGUF}"))
+        if all(part.is_file() for part in part_files(path))
+    ]
+
+
+def _choose(model: str, name: HubName, files: Sequence[str]) -> str:
+    """Return the one GGUF file that the name means."""
+    ggufs = [file for file in files if PurePosixPath(file).suffix.lower() == _GGUF]
+    firsts = [str(path) for path in only_first_parts([Path(file) for file in ggufs])]
+    models = [file for file in firsts if not any(word in file.lower() for word in _NO_MODELS)]
+    found = models
+    if name.quantization:
+        wanted = re.compile(rf"(?:^|[-._/]){re.escape(name.quantization)}(?:[-.]|$)", re.IGNORECASE)
+        found = [file for file in models if wanted.search(_stem(file))]
+    if len(found) == 1:
+        return found[0]
+    known = sorted({kind for file in models if (kind := _quantization(file))})
+    shown = ", ".join((known or models)[:_SHOWN_FILES])
+    if found and name.quantization:
+        several = ", ".join(found[:_SHOWN_FILES])
+        problem = f"several files of {name.quantization}; name one with {_SCHEME}: {several}"
+    elif name.quantization:
+        problem = f"no {_GGUF} file of {name.quantization}; it has: {shown or 'none'}"
+    else:
+        problem = f"{_GGUF} files of several kinds; name one, as {name.repository}:KIND: {shown}"
+    raise ModelLoadError(f"model: {model!r}: the hub's repository has {problem}")
+
+
+def _stem(file: str) -> str:
+    """Return a file's path without its suffix and its number among parts."""
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", file, flags=re.IGNORECASE)
+
+
+def _quantization(file: str) -> str | None:
+    """Return the last word of a file's name that says how weights are stored."""
+    words = re.findall(rf"(?:^|[-._/])({_QUANTIZATION.pattern})(?=[-.]|$)", _stem(file), re.I)
+    return words[-1] if words else None
+
+
+def _snapshot(model: str, repository: str, patterns: Sequence[str]) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(patterns)))
+    except Exception as error:  # see above
+        raise _cannot_fetch(model, error) from error
+
+
+def _fetched(model: str, repository: str, file: str) -> Path:
+    """Return a file of a repository, fetched unless it is here.
+
+    One process fetches, others wait for it; what was fetched of a file before is kept.
+    """
+    import huggingface_hub
+
+    path = _folder(repository) / file
+    if ".." in path.parts:
+        raise ModelLoadError(f"model: {model!r}: {file!r:.100} is no name of a file")
+    cached = huggingface_hub.try_to_load_from_cache(repository, file)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(path):
+            if not path.exists():
+                _download(repository, file, path)
+    except Exception as error:  # see above
+        raise _cannot_fetch(model, error) from error
+    return path
+
+
+def _download(repository: str, file: str, path: Path) -> None:
+    """Fetch a file into its place, on from where an earlier try ended, with a line of progress."""
+    import huggingface_hub
+    from huggingface_hub.file_download import http_get
+
+    url = huggingface_hub.hf_hub_url(repository, file)
+    found = huggingface_hub.get_hf_file_metadata(url)
+    # Named by content: of another content nothing is taken over.
+    part = path.with_name(f"{path.name}.{(found.etag or 'content')[:16]}{_PART_OF_FILE}")
+    token = huggingface_hub.get_token()
+    # Only for the hub itself: what it sends on to is signed, and belongs to others.
+    needs_token = token is not None and found.location == url
+    with part.open("r+b" if part.exists() else "w+b") as content:
+        have = content.seek(0, os.SEEK_END)
+        known = (file, repository, have, found.size)
+        logger.info("fetching %s of %s: %s of %s bytes are here", *known)
+        if have != found.size:
+            http_get(
+                found.location,
+                content,
+                resume_size=have,
+                headers={"authorization": f"Bearer {token}"} if needs_token else None,
+                expected_size=found.size,
+                displayed_filename=path.name,
+            )
+        size = content.seek(0, os.SEEK_END)
+    if found.size is not None and size != found.size:
+        part.unlink()
+        raise OSError(f"{file}: {size} bytes came, but it has {found.size}; try again")
+    part.rename(path)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait until no other process of this machine fetches this file."""
+    with path.with_name(path.name + ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _folder(repository: str) -> Path:
+    try:
+        return own_cache_folder("hub") / repository.replace("/", "--")
+    except (CacheFolderError, OSError) as error:
+        raise ModelLoadError(f"model: the cache cannot be used: {error}") from error
+
+
+def _cannot_fetch(model: str, error: Exception) -> ModelLoadError:
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    return ModelLoadError(
+        f"model: {model!r}: there is no such folder or file here, and it cannot be fetched "
+        f"from the hub: {reason}"
+    )

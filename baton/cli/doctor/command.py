@@ -1,0 +1,65 @@
+"""`baton doctor`: the command."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from baton.cli.admin.connection import ExitCode
+from baton.cli.admin.output import escape, make_console, make_grid, print_json
+from baton.cli.doctor import installation, machine
+from baton.cli.doctor.finding import Finding, Grade
+from baton.kernel_library.state import find_kernels
+
+_STYLES = {Grade.OK: "green", Grade.SLOW: "yellow", Grade.BAD: "red"}
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show what this machine can do for Baton, and what to do about what it lacks.
+
+    Starts and builds nothing. Exit code 1 if something keeps `baton up` from working.
+    """
+    findings = list(look())
+    is_bad = any(one.grade is Grade.BAD for one in findings)
+    if json:
+        plain = [dataclasses.asdict(one) | {"grade": one.grade.value} for one in findings]
+        print_json({"is_ready": not is_bad, "findings": plain})
+    else:
+        _print(findings)
+    raise typer.Exit(ExitCode.ERROR if is_bad else ExitCode.OK)
+
+
+def look() -> Iterator[Finding]:
+    """Look at everything, the most basic first."""
+    kernels = find_kernels()
+    yield installation.look_at_packages()
+    yield machine.look_at_cpu()
+    yield machine.look_at_cores()
+    yield machine.look_at_memory()
+    yield machine.look_at_gpus(installation.version_of("torch"))
+    yield installation.look_at_compiler(kernels)
+    yield installation.look_at_kernels(kernels)
+    yield installation.look_at_cache()
+    yield machine.look_at_huge_pages()
+    yield machine.look_at_shared_memory()
+    yield machine.look_at_network()
+    yield machine.look_at_descriptors()
+    yield installation.look_at_ports()
+
+
+def _print(findings: list[Finding]) -> None:
+    grid = make_grid()
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for one in findings:
+        style = _STYLES[one.grade]
+        grid.add_row(f"[{style}]{one.grade.value}[/]", one.part, escape(one.value))
+        if one.advice:
+            grid.add_row("", "", f"[dim]{escape(one.advice)}[/]")
+    make_console().print(grid)

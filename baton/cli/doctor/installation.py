@@ -1,0 +1,99 @@
+"""Findings about what is installed: packages, compiler, native kernels, cache, ports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from baton.access.exposure import check_is_free
+from baton.addresses import DEFAULT_ADDRESS
+from baton.api.errors import ConfigError
+from baton.checkpoint.cache_folder import CacheFolderError, cache_folder, own_cache_folder
+from baton.cli.doctor.finding import Finding, Grade
+from baton.kernel_library.build import find_compiler
+from baton.kernel_library.compilers import BuildError, run_tool
+from baton.kernel_library.state import ADVICE, SLOWER, SWITCH_VARIABLE, KernelState
+from baton.version import __version__
+
+_OF_NODES = ("torch", "numpy", "safetensors", "gguf", "nixl")
+_TORCHS_OPENMP = "libgomp"
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package; empty: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def look_at_packages() -> Finding:
+    """Look for what nodes need beside the router's and the clients' packages."""
+    found = {name: version_of(name) for name in _OF_NODES}
+    value = f"Baton {__version__}, Python {platform.python_version()}"
+    value += "".join(f", {name} {number}" for name, number in found.items() if number)
+    missing = [name for name, number in found.items() if not number]
+    if not missing:
+        return Finding("packages", value)
+    advice = f"nodes need {', '.join(missing)}: pip install 'baton-serve[node]'"
+    return Finding("packages", value, Grade.BAD, advice)
+
+
+def look_at_compiler(kernels: KernelState) -> Finding:
+    """Look for the compiler of native kernels; without kernels it is missed."""
+    try:
+        compiler = find_compiler(_TORCHS_OPENMP)
+        shown = run_tool([*compiler, "--version"]).partition("\n")[0]
+    except BuildError as error:
+        needs_none = kernels.path is not None or kernels.is_off
+        grade = Grade.OK if needs_none else Grade.SLOW
+        return Finding("compiler", str(error), grade, "" if needs_none else ADVICE)
+    return Finding("compiler", f"{compiler[0]}: {shown}")
+
+
+def look_at_kernels(kernels: KernelState) -> Finding:
+    """Say whether native kernels are built for this CPU."""
+    if kernels.is_off:
+        advice = f"{SLOWER}: unset {SWITCH_VARIABLE}"
+        return Finding("kernels", f"off ({SWITCH_VARIABLE})", Grade.SLOW, advice)
+    if kernels.problem:
+        return Finding("kernels", f"none: {kernels.problem}", Grade.SLOW, f"until then {SLOWER}")
+    if kernels.path is None:
+        return Finding("kernels", "not built yet: the first start builds them, about a minute")
+    return Finding("kernels", f"built: {kernels.path}")
+
+
+def look_at_cache() -> Finding:
+    """Say whether built kernels and converted models can be kept."""
+    try:
+        folder = own_cache_folder("native").parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (CacheFolderError, OSError) as error:
+        advice = "BATON_CACHE names another folder; else a temporary one is used, and lost"
+        return Finding("cache", f"cannot be written: {_problem(error)}", Grade.SLOW, advice)
+    return Finding("cache", str(folder))
+
+
+def look_at_ports(listen: str = DEFAULT_ADDRESS, http_listen: str = "127.0.0.1:8000") -> Finding:
+    """Say whether the addresses that `baton up` listens at are free."""
+    taken = []
+    for option, address in (("--listen", listen), ("--http-listen", http_listen)):
+        try:
+            check_is_free(option, address)
+        except ConfigError:
+            taken.append(f"{address} ({option})")
+    if not taken:
+        return Finding("ports", f"{listen} and {http_listen} are free")
+    advice = "end the program there (is it a `baton up`?), or give another address"
+    return Finding("ports", f"taken: {', '.join(taken)}", Grade.BAD, advice)
+
+
+def _problem(error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    where: Path | str = error.filename or cache_folder("native")
+    return f"{where}: {error.strerror or os.strerror(error.errno or 0)}"

@@ -1,0 +1,345 @@
+"""Build the C sources into a shared library in the user's cache, with the system's compiler.
+
+One library per source, compiler, flags and CPU. One process builds at a time and the others wait
+for its library: the cache folder is locked meanwhile (flock). A finished file is renamed into
+place. Another user's file could run code here, so folder and file must belong to this user alone,
+and are opened by descriptor. Where the cache cannot be written, a folder for temporary files takes
+its place. Refuses to know: what the functions in the library do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.checkpoint.cache_folder import CacheFolderError, cache_folder, is_own, open_own_folder
+from baton.kernel_library.compilers import BuildError, Compilers, run_tool
+from baton.processes.held_folder import HeldFolder
+
+FLAGS = (
+    "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+    "-fvisibility=default", "-w",
+)  # fmt: skip
+# By platform.machine(). GCC would use half of the registers' width of an x86 otherwise, and would
+# order instructions for what it takes a CPU for that is newer than itself (log, 2026-11-27).
+_X86_FLAGS = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
+_ARM_FLAGS = ("-mcpu=native",)  # clang has learned -march=native there in release 16
+_CPU_FLAGS = {
+    "x86_64": _X86_FLAGS, "AMD64": _X86_FLAGS, "aarch64": _ARM_FLAGS, "arm64": _ARM_FLAGS
+}  # fmt: skip
+_CHOOSES_CPU = ("-march", "-mcpu")  # in CC: the user knows better
+_TIME_LIMIT_S = 300.0  # on a busy machine; some 40 s of it are needed on two cores
+_LOCK_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedLibrary:
+    """A library that only this user can change.
+
+    Attributes:
+        descriptor: number of the open file; whoever opened the library closes it.
+        path: name of the file.
+        problem: why the library is not in the user's cache; empty: the library is there.
+    """
+
+    descriptor: int
+    path: Path
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What a library is made of; `name` is its file's."""
+
+    sources: Sequence[Path]
+    compiler: Sequence[str]
+    flags: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        return f"{_key(self.sources, self.compiler, self.flags)}.so"
+
+
+def open_library(
+    openmp_runtime: str | None, on_build: Callable[[], None] = lambda: None
+) -> OpenedLibrary:
+    """Open the library for this machine, and build it where there is none.
+
+    The opened file belongs to this user (or root), and nobody else can write the file or its
+    folder. A file that others can write is built anew; a folder that belongs to another user is an
+    error.
+
+    ``CC`` in the environment names the compiler, and may choose another instruction set than that
+    of this CPU: ``CC="gcc -march=x86-64-v3"``.
+
+    Args:
+        openmp_runtime: file of the OpenMP runtime that the library can use; None: there is none.
+        on_build: called before the compiler starts, as building takes a minute.
+
+    Raises:
+        BuildError: no sources, no compiler, no safe folder for the library, or the compiler failed.
+    """
+    recipe = _recipe(openmp_runtime)
+
+    @functools.cache
+    def compile_once() -> bytes:
+        on_build()
+        return compile_library(recipe.sources, recipe.compiler, recipe.flags)
+
+    problems: list[str] = []
+    for place in (_cache_folder, _temporary_folder):
+        try:
+            folder = place()
+            descriptor = _open_in(folder, recipe.name, compile_once)
+        except _NotWritableError as error:
+            problems.append(str(error))
+        else:
+            return OpenedLibrary(descriptor, folder / recipe.name, "; ".join(problems))
+    raise BuildError("; ".join(problems))
+
+
+def find_library(openmp_runtime: str | None) -> Path | None:
+    """Find the library that :func:`open_library` would open; None: it would build the library.
+
+    Raises BuildError where it could not build.
+    """
+    name = _recipe(openmp_runtime).name
+    for place in (_cache_folder, _temporary_folder):
+        with contextlib.suppress(OSError, CacheFolderError, _NotWritableError):
+            folder = place()
+            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                found = _open_own(name, folder_fd) if is_own(os.fstat(folder_fd)) else None
+            finally:
+                os.close(folder_fd)
+            if found is not None:
+                os.close(found)
+                return folder / name
+    return None
+
+
+class _NotWritableError(Exception):
+    """A folder cannot be used for the library; the message says which and why."""
+
+
+def _recipe(openmp_runtime: str | None) -> _Recipe:
+    """Choose sources, compiler and flags; raises BuildError."""
+    sources, compiler = find_sources(), find_compiler(openmp_runtime)
+    flags = [*FLAGS, "-fopenmp-simd" if openmp_runtime is None else "-fopenmp"]
+    if not any(word.startswith(_CHOOSES_CPU) for word in compiler):
+        flags += _CPU_FLAGS.get(platform.machine(), ())
+    return _Recipe(sources, compiler, flags)
+
+
+def _cache_folder() -> Path:
+    """Return the folder for libraries in the user's cache."""
+    try:
+        return cache_folder("native")
+    except CacheFolderError as error:  # no home
+        raise _NotWritableError(str(error)) from error
+
+
+def _temporary_folder() -> Path:
+    """Return this user's folder for libraries where the cache cannot be written."""
+    try:
+        return Path(tempfile.gettempdir()) / f"baton-native-{os.geteuid()}"
+    except OSError as error:
+        raise _NotWritableError("no folder for temporary files can be written") from error
+
+
+def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
+    """Open a library in a folder, made there if absent, and return its descriptor.
+
+    Raises:
+        BuildError: the folder belongs to another user, or ``make`` failed.
+        _NotWritableError: the folder cannot be made or written.
+    """
+    try:
+        folder_fd = open_own_folder(folder)
+    except CacheFolderError as error:
+        raise BuildError(str(error)) from error
+    except OSError as error:
+        raise _NotWritableError(f"{folder}: {error.strerror or error}") from error
+    try:
+        library = _open_own(name, folder_fd)
+        if library is None:
+            with _locked(folder_fd):
+                library = _open_own(name, folder_fd)  # another process may have built it meanwhile
+                if library is None:
+                    _check_writable(folder_fd)  # before a minute of work
+                    _store(make(), name, folder_fd)
+                    library = _open_own(name, folder_fd)
+    except OSError as error:
+        raise _NotWritableError(f"{folder}: {error.strerror or error}") from error
+    finally:
+        os.close(folder_fd)
+    if library is None:
+        raise BuildError(f"{folder / name}: somebody else changes it")
+    return library
+
+
+@contextlib.contextmanager
+def _locked(folder_fd: int) -> Iterator[None]:
+    """Hold the folder's lock, so that one process builds and the others wait for its library.
+
+    Goes on without the lock where the file system has none, and after the time that a build may
+    take: two builds at once are only slow.
+    """
+    give_up_at = time.monotonic() + _TIME_LIMIT_S
+    while time.monotonic() < give_up_at:
+        try:
+            fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(_LOCK_POLL_S)
+        except OSError:
+            break
+    yield  # the lock ends when the descriptor is closed
+
+
+def _check_writable(folder_fd: int) -> None:
+    """Raise OSError if no file can be made in the folder."""
+    name = f".{secrets.token_hex(8)}"
+    os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600, dir_fd=folder_fd))
+    os.unlink(name, dir_fd=folder_fd)
+
+
+def _open_own(name: str, folder_fd: int) -> int | None:
+    """Open a file and return its descriptor; None unless it is ours alone."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, dir_fd=folder_fd)
+    except OSError:  # not there, or a link
+        return None
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and is_own(found) and found.st_nlink == 1:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _store(content: bytes, name: str, folder_fd: int) -> None:
+    """Write a file and rename it into place."""
+    new = f".{name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(new, flags, mode=0o600, dir_fd=folder_fd)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(new, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(new, dir_fd=folder_fd)
+        raise
+
+
+def find_sources() -> list[Path]:
+    """Find the C files: inside the package when installed, beside it in the repository.
+
+    Raises BuildError.
+    """
+    found = importlib.util.find_spec("baton_kernels")  # does not import the package, nor torch
+    if found is None or found.origin is None:
+        raise BuildError("the package baton_kernels is not installed")
+    package = Path(found.origin).resolve().parent
+    for folder in (package / "csrc", package.parent / "csrc"):
+        sources = sorted(path for path in folder.glob("*") if path.suffix in (".c", ".h"))
+        if sources:
+            return sources
+    raise BuildError(f"no C sources beside {package}")
+
+
+def find_compiler(openmp_runtime: str | None) -> list[str]:
+    """Find the first compiler whose code runs on the OpenMP runtime; return its words."""
+    wanted, unfit = os.environ.get("CC"), ""
+    for name in [wanted] if wanted else ["cc", "gcc", "clang"]:
+        words = name.split()
+        path = shutil.which(words[0]) if words else None
+        if path is None:
+            continue
+        # GCC's code runs on LLVM's runtime and Intel's too, clang's on these alone.
+        if (
+            openmp_runtime
+            and "libgomp" in openmp_runtime
+            and "clang" in _version([path, *words[1:]])
+        ):
+            unfit = f"{path}: clang's OpenMP does not run on torch's {Path(openmp_runtime).name}"
+            continue
+        return [path, *words[1:]]
+    raise BuildError(unfit or f"no C compiler ({f'CC={wanted}' if wanted else 'cc, gcc, clang'})")
+
+
+def digest_of_sources(sources: Sequence[Path]) -> str:
+    """Name the sources by what is in them."""
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _version(compiler: Sequence[str]) -> str:
+    return run_tool([*compiler, "--version"])
+
+
+def _key(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for text in (*compiler, _version(compiler), *flags, platform.machine(), _cpu_flags()):
+        digest.update(text.encode() + b"\0")
+    digest.update(digest_of_sources(sources).encode())
+    return digest.hexdigest()[:32]
+
+
+def _cpu_flags() -> str:
+    """Read the CPU's features, by which the compiler chooses instructions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor()
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    names = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
+
+
+def compile_library(
+    sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]
+) -> bytes:
+    """Compile the library, one compiler per core, and return its content; raises BuildError."""
+    deadline = time.monotonic() + _TIME_LIMIT_S
+    try:
+        held = HeldFolder("baton-build-")
+    except OSError as error:
+        raise BuildError(f"no folder for temporary files: {error.strerror or error}") from error
+    with (
+        held,
+        ThreadPoolExecutor(_num_cores()) as at_once,
+        Compilers(deadline) as compilers,  # ends first: the threads wait for its processes
+    ):
+        largest_first = sorted(sources, key=lambda one: -one.stat().st_size)
+        objects = {f"{held.path}/{one.stem}.o": one for one in largest_first if one.suffix == ".c"}
+        commands = (
+            [*compiler, *flags, "-c", str(source), "-o", name] for name, source in objects.items()
+        )
+        for _ in at_once.map(compilers.run, commands):
+            pass
+        # Without -fopenmp: the runtime is torch's own, which the process has loaded already.
+        finished = f"{held.path}/library.so"
+        compilers.run([*compiler, "-shared", "-o", finished, *sorted(objects), "-lm"])
+        return Path(finished).read_bytes()
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,96 @@
+"""Compilers: run compiler processes that end when this process does, however this process ends.
+
+A compiler's driver starts processes of its own (cc1, as), which no signal to the driver reaches.
+So all of them are in one process group, and a guard in the group waits for the end of a pipe that
+this process alone holds open. The guard then kills the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+_GUARD = ("/bin/sh", "-c", "read line; kill -KILL 0")
+_TOOL_TIMEOUT_S = 60.0
+
+
+class BuildError(Exception):
+    """The library cannot be had; the message is one line that says why."""
+
+
+class Compilers:
+    """Runs compilers while it is used as a context manager; none is left after it.
+
+    Args:
+        deadline: of `time.monotonic`, for all that is run.
+
+    Attributes:
+        group: number of the process group that the compilers are in.
+
+    Raises:
+        BuildError: there is no shell for the guard.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        try:
+            self._guard = subprocess.Popen(_GUARD, stdin=subprocess.PIPE, process_group=0)
+        except OSError as error:
+            raise BuildError(f"{_GUARD[0]}: {error.strerror or error}") from error
+        self.group = self._guard.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # The guard is not waited for yet, so its number still means this group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, signal.SIGKILL)
+        self._guard.communicate()
+
+    def run(self, command: Sequence[str]) -> str:
+        """Run a compiler and return its output; may be called from several threads.
+
+        Raises BuildError with the first line of the problem.
+        """
+        return run_tool(command, self._deadline - time.monotonic(), group=self.group)
+
+
+def run_tool(
+    command: Sequence[str], timeout_s: float = _TOOL_TIMEOUT_S, group: int | None = None
+) -> str:
+    """Run a command and return its output; raises BuildError with the first line of the problem.
+
+    Args:
+        group: process group that the command joins; None: that of this process.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=max(0.1, timeout_s),
+            process_group=group,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]}: not done when its time was up") from error
+    except OSError as error:
+        raise BuildError(f"{command[0]}: {error.strerror or error}") from error
+    if done.returncode:
+        lines = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()
+        shown = next((line for line in lines if "error" in line), lines[0])
+        raise BuildError(f"{command[0]}: {shown}")
+    return done.stdout

@@ -1,0 +1,76 @@
+"""Say whether native kernels are there for this CPU, and build them, without importing torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.kernel_library.ahead import open_library_built_ahead
+from baton.kernel_library.build import find_library, open_library
+from baton.kernel_library.compilers import BuildError
+
+SWITCH_VARIABLE = "BATON_NATIVE_KERNELS"
+BUILDING = "building native kernels for this CPU, once; takes about a minute"
+# What to do where there is no compiler, and what the reader loses until then.
+SLOWER = "tokens come 4 to 5 times slower"
+ADVICE = "install a C compiler (apt install gcc, or dnf install gcc), and start again"
+_OFF = ("0", "off", "false", "no")
+_TORCHS_OPENMP = "libgomp"  # what torch's packages for Linux bring along
+
+
+@dataclass(frozen=True, slots=True)
+class KernelState:
+    """Native kernels for this CPU.
+
+    Attributes:
+        path: file of the library; None: there is none yet.
+        problem: reason why there will be none; empty: the library is there, or can be built.
+        is_off: true if the environment forbids native kernels.
+    """
+
+    path: Path | None = None
+    problem: str = ""
+    is_off: bool = False
+
+    @property
+    def can_be_built(self) -> bool:
+        """Say that the library is absent and a compiler is there."""
+        return self.path is None and not self.problem and not self.is_off
+
+
+def are_kernels_off() -> bool:
+    """Say whether the environment forbids native kernels."""
+    return os.environ.get(SWITCH_VARIABLE, "1").lower() in _OFF
+
+
+def find_kernels() -> KernelState:
+    """Look for the library; builds nothing, and takes some milliseconds."""
+    if are_kernels_off():
+        return KernelState(is_off=True)
+    try:
+        ahead = open_library_built_ahead(_TORCHS_OPENMP)
+        if ahead is None:
+            return KernelState(find_library(_TORCHS_OPENMP))
+        os.close(ahead[0])
+    except BuildError as error:
+        return KernelState(problem=str(error))
+    return KernelState(ahead[1])
+
+
+def build_kernels(on_build: Callable[[], None]) -> KernelState:
+    """Build the library if there is none, and wait while another process builds it.
+
+    Args:
+        on_build: called before the compiler starts.
+    """
+    state = find_kernels()
+    if not state.can_be_built:
+        return state
+    try:
+        opened = open_library(_TORCHS_OPENMP, on_build)
+    except BuildError as error:
+        return KernelState(problem=str(error))
+    os.close(opened.descriptor)
+    return KernelState(opened.path)

@@ -1,0 +1,38 @@
+"""Tell what a process and its descendants have cost up to now: CPU seconds and memory."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import psutil
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What processes cost.
+
+    Attributes:
+        cpu_s: CPU seconds since the first process started, ended descendants included.
+        rss_mib: memory in MiB; pages that processes share count once for each of them.
+        pss_mib: memory in MiB; each process has its share of shared pages.
+    """
+
+    cpu_s: float
+    rss_mib: float
+    pss_mib: float
+
+
+def cost_of(pid: int) -> Cost:
+    """Add up the process and its living descendants; raises psutil.NoSuchProcess."""
+    root = psutil.Process(pid)
+    cpu_s = rss = pss = 0.0
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            cpu_s += times.user + times.system + times.children_user + times.children_system
+            memory = process.memory_full_info()
+            rss, pss = rss + memory.rss, pss + memory.pss
+    return Cost(round(cpu_s, 2), round(rss / _MIB, 1), round(pss / _MIB, 1))

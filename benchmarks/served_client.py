@@ -1,0 +1,306 @@
+"""Send streamed requests to an OpenAI-compatible server, and time every piece of text that comes.
+
+The same seed gives every server the same prompts. Lines of a stream are kept with their times, and
+parsed after the stream's end. Refuses to know: which server answers, and how it was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from baton.text.tokenizer import Tokenizer
+
+ALONE_AT_LEAST = 3  # requests or chats of a single user, however long they take
+REQUEST_LIMIT_S = 240.0
+_MAX_ERROR_CHARS = 200
+
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How requests come, and how large they are.
+
+    Attributes:
+        prompt_tokens: tokens of each prompt, or of each message that a chat's user adds.
+        output_tokens: tokens of each output.
+        num_streams: users, each of whom sends a request when the last one has ended; 0: requests
+            come at ``rate``.
+        rate: requests per second.
+        turns: messages of the user in a chat, which sends its history again at every turn; 0:
+            completions.
+        num_requests: requests to send in all; 0: as many as the given seconds allow.
+        even: the distances between arrivals are equal; else arrivals are a Poisson process.
+        as_text: prompts are text rather than token ids, which lets lengths vary a little.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    num_streams: int = 0
+    rate: float = 0.0
+    turns: int = 0
+    num_requests: int = 0
+    even: bool = False
+    as_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed output.
+
+    Attributes:
+        turn: the turn of the chat, from 1; 0: a completion.
+        times: when each piece of text came, on the clock of ``sent_at``.
+        num_tokens: tokens of the output, as the server counts them.
+        error: what went wrong; "": nothing.
+    """
+
+    turn: int
+    sent_at: float
+    times: tuple[float, ...]
+    num_tokens: int
+    text: str
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Played:
+    """What a load gave.
+
+    Attributes:
+        began_at: when the first request was sent.
+        ended_at: the end of the time in which the load was whole.
+    """
+
+    began_at: float
+    ended_at: float = math.inf
+    answers: list[Answer] = field(default_factory=list)
+
+
+class Prompts:
+    """Prompts that nobody has seen, cut from one text at random places.
+
+    Args:
+        token_ids: the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int], seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._token_ids = token_ids
+        self._random = random.Random(seed)
+
+    def draw_ids(self, num_tokens: int) -> list[int]:
+        """Return a prompt of so many tokens."""
+        start = self._random.randrange(len(self._token_ids))
+        text = itertools.islice(itertools.cycle(self._token_ids), start, start + num_tokens)
+        return list(text)
+
+    def draw_text(self, num_tokens: int) -> str:
+        """Return a prompt as text of about so many tokens."""
+        return self._tokenizer.decode(self.draw_ids(num_tokens))
+
+
+# ---------------------------------------------------------------- one request
+
+
+def parse(pieces: Sequence[tuple[float, bytes]], turn: int, sent_at: float) -> Answer:
+    """Read the lines of a stream."""
+    times, texts, num_tokens, error = list[float](), list[str](), 0, ""
+    for at, line in pieces:
+        try:
+            event = json.loads(line.removeprefix(b"data:"))
+            for choice in event.get("choices", ()):
+                text = choice.get("text") or choice.get("delta", {}).get("content")
+                if text:
+                    times.append(at)
+                    texts.append(text)
+            num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+            error = str(event.get("error") or error)
+        except (ValueError, AttributeError) as unreadable:
+            error = f"cannot read {line[:80]!r}: {unreadable}"
+    if not error and (not times or not num_tokens):
+        error = "the stream had no text" if not times else "the stream had no usage"
+    return Answer(turn, sent_at, tuple(times), num_tokens, "".join(texts), error[:_MAX_ERROR_CHARS])
+
+
+async def send(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], turn: int = 0
+) -> Answer:
+    """Send one request, and read its stream to the end."""
+    pieces = list[tuple[float, bytes]]()
+    data = json.dumps(body).encode()
+    sent_at = time.perf_counter()
+    try:
+        async with session.post(url, data=data) as response:
+            if response.status != 200:
+                said = (await response.text())[:_MAX_ERROR_CHARS]
+                return Answer(turn, sent_at, (), 0, "", f"HTTP {response.status}: {said}")
+            async for line in response.content:
+                if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
+                    pieces.append((time.perf_counter(), line))
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        return Answer(turn, sent_at, (), 0, "", f"{type(error).__name__}: {error}")
+    return parse(pieces, turn, sent_at)
+
+
+class Player:
+    """Plays one load against one server.
+
+    Args:
+        url: the server's, without a path.
+        model: the name that the server gives the model.
+        seconds: how long new requests come, unless the load says how many.
+    """
+
+    def __init__(self, url: str, model: str, load: Load, prompts: Prompts, seconds: float) -> None:
+        self._url = url
+        self._load = load
+        self._prompts = prompts
+        self._seconds = seconds
+        self._num_left = load.num_requests or math.inf
+        self._shared: dict[str, Any] = {
+            "model": model, "max_tokens": load.output_tokens, "temperature": 0,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+
+    async def play(self) -> Played:
+        """Play the load to its last answer."""
+        timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
+        headers = {"Content-Type": "application/json"}
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=headers
+        ) as session:
+            played = Played(began_at=time.perf_counter())
+            if self._load.num_streams:
+                users = (self._use(session, played) for _ in range(self._load.num_streams))
+                await asyncio.gather(*users)
+            else:
+                await self._arrive(session, played)
+        return played
+
+    async def _use(self, session: aiohttp.ClientSession, played: Played) -> None:
+        """Send one request or chat after the other; the load is whole until the first user ends."""
+        at_least = ALONE_AT_LEAST if self._load.num_streams == 1 else 1
+        for number in itertools.count():
+            now = time.perf_counter()
+            has_time = now < played.began_at + self._seconds or self._load.num_requests
+            if self._num_left <= 0 or (number >= at_least and not has_time):
+                played.ended_at = min(played.ended_at, now)
+                return
+            self._num_left -= 1
+            if self._load.turns:
+                await self._chat(session, played)
+            else:
+                played.answers.append(await self._complete(session))
+
+    async def _arrive(self, session: aiohttp.ClientSession, played: Played) -> None:
+        """Send requests when their times have come, whether earlier ones have ended or not."""
+        tasks = list[asyncio.Task[Answer]]()
+        for after_s in self.draw_arrivals():
+            await asyncio.sleep(max(0.0, played.began_at + after_s - time.perf_counter()))
+            tasks.append(asyncio.create_task(self._complete(session)))
+        played.answers.extend(await asyncio.gather(*tasks))
+        played.ended_at = time.perf_counter()
+
+    def draw_arrivals(self) -> list[float]:
+        """Draw when requests come, in seconds after the beginning; the first comes at once."""
+        drawn = random.Random(round(1000 * self._load.rate))
+        times = [0.0]
+        while True:
+            gap = 1 / self._load.rate if self._load.even else drawn.expovariate(self._load.rate)
+            is_last = len(times) == self._load.num_requests or (
+                not self._load.num_requests and times[-1] + gap > self._seconds
+            )
+            if is_last:
+                return times
+            times.append(times[-1] + gap)
+
+    async def _complete(self, session: aiohttp.ClientSession) -> Answer:
+        size = self._load.prompt_tokens
+        draw = self._prompts.draw_text if self._load.as_text else self._prompts.draw_ids
+        body = self._shared | {"prompt": draw(size)}
+        return await send(session, f"{self._url}/v1/completions", body)
+
+    async def _chat(self, session: aiohttp.ClientSession, played: Played) -> None:
+        """Hold one chat; an answer that fails ends the chat."""
+        messages = list[dict[str, str]]()
+        for turn in range(1, self._load.turns + 1):
+            text = self._prompts.draw_text(self._load.prompt_tokens)
+            messages.append({"role": "user", "content": text})
+            body = self._shared | {"messages": messages}
+            answer = await send(session, f"{self._url}/v1/chat/completions", body, turn)
+            played.answers.append(answer)
+            if answer.error:
+                return
+            messages.append({"role": "assistant", "content": answer.text})
+
+
+# ---------------------------------------------------------------- what is told of a load
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which a share of the values lies, between neighbours by distance."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarize(played: Played, load: Load, reported_turn: int) -> Numbers:
+    """Return a load's numbers, times in milliseconds; an output of another length is an error.
+
+    Times are missing where no answer has them. ``itl`` is the gap between two pieces of text,
+    ``tpot`` the mean time of a token after an answer's first one.
+    """
+    good = [one for one in played.answers if not one.error and one.num_tokens == load.output_tokens]
+    numbers: Numbers = {
+        "num_requests": len(played.answers),
+        "num_errors": len(played.answers) - len(good),
+        "tokens_per_s": _tokens_until_end(played, good) / (played.ended_at - played.began_at),
+    }
+    first = [1000 * (one.times[0] - one.sent_at) for one in good]
+    gaps = [1000 * (b - a) for one in good for a, b in itertools.pairwise(one.times)]
+    turn = [1000 * (one.times[0] - one.sent_at) for one in good if one.turn == reported_turn]
+    means = [
+        1000 * (one.times[-1] - one.times[0]) / (one.num_tokens - 1)
+        for one in good
+        if one.num_tokens > 1
+    ]
+    for name, values in (("ttft", first), ("itl", gaps), ("tpot", means)):
+        if values:
+            numbers[f"{name}_p50_ms"] = percentile(values, 0.5)
+            numbers[f"{name}_p99_ms"] = percentile(values, 0.99)
+            numbers[f"{name}_mean_ms"] = statistics.fmean(values)
+    if load.turns and turn:
+        numbers[f"turn_{reported_turn}_ttft_p50_ms"] = percentile(turn, 0.5)
+    return {name: round(value, 3) for name, value in numbers.items()}
+
+
+def _tokens_until_end(played: Played, answers: Sequence[Answer]) -> float:
+    """Count the tokens that came while the load was whole; pieces have equal shares of tokens."""
+    return sum(
+        one.num_tokens * sum(at <= played.ended_at for at in one.times) / len(one.times)
+        for one in answers
+    )
+
+
+def first_error(played: Played, load: Load) -> str:
+    """Return what went wrong first; "" if nothing did."""
+    for one in played.answers:
+        if one.error:
+            return one.error
+        if one.num_tokens != load.output_tokens:
+            return f"an output has {one.num_tokens} tokens, not {load.output_tokens}"
+    return ""

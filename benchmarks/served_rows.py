@@ -1,0 +1,284 @@
+"""Serve one file with Baton and its peers, under many loads, and judge Baton by the best peer.
+
+    python benchmarks/served_rows.py --quick            (some 10 minutes)
+    python benchmarks/served_rows.py --save             (hours: three rounds of all loads)
+    python benchmarks/served_rows.py --rows 1@512,chat --servers "baton split,llamacpp" --rounds 1
+    python benchmarks/served_rows.py --check-with guidellm
+
+A row is a load: ``16@512`` is 16 users with prompts of 512 tokens, each of whom sends a request
+when the last one has ended; ``4/s@512`` is 4 requests/s as Poisson arrivals; ``chat`` is one user
+who holds chats of 8 turns and sends the history again at each turn. Outputs have 64 tokens.
+
+Every measurement starts its server anew. Servers take turns in each row of each round, on the same
+cores, and get the same prompts; medians of the rounds count. Baton and llama.cpp read one GGUF
+file; llama.cpp is started with as many slots as the row has users. vLLM reads the file's weights
+dequantized to bfloat16. OpenVINO's server is in no package that pip installs, so it is missing.
+The client runs on other cores where there are any. Exit code 1: a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from engine_cpu import WORKS
+from environment import record_environment, write_results
+from served import generator_cores
+from served_bench import Bench, find_model
+from served_check import check
+from served_client import Load, Numbers
+from served_servers import KV_GIB, SERVERS
+from served_verdicts import CHAT_TURN, TURN_KEY, Verdict, judge, median_of, ratios
+
+PROMPT_TOKENS, OUTPUT_TOKENS = (128, 512, 2048, 8000), 64
+CHAT = Load(prompt_tokens=64, output_tokens=32, num_streams=1, turns=8)
+LOADS = {
+    **{
+        f"{users}@{size}": Load(prompt_tokens=size, output_tokens=OUTPUT_TOKENS, num_streams=users)
+        for users in (1, 4, 16, 64)
+        for size in PROMPT_TOKENS
+    },
+    **{
+        f"{rate}/s@{size}": Load(prompt_tokens=size, output_tokens=OUTPUT_TOKENS, rate=rate)
+        for rate in (1, 4)
+        for size in PROMPT_TOKENS
+    },
+    "chat": CHAT,
+}
+ALONE = [name for name in LOADS if name.startswith("1@")]
+USUAL = ["1@128", "1@512", "1@2048", "1@8000", "4@512", "4@2048", "16@512", "64@512"]
+USUAL += ["1/s@512", "4/s@512", "chat"]
+QUICK = ["1@128", "1@2048", "4@512", "16@512", "1/s@512", "chat"]
+QUICK_SERVERS = ["baton colocated", "baton split", "llamacpp"]
+SHOWN = {
+    "ttft_p50_ms": "TTFT p50",
+    "ttft_p99_ms": "p99",
+    "itl_p50_ms": "ITL p50",
+    "itl_p99_ms": "p99",
+    TURN_KEY: f"turn {CHAT_TURN}",
+    "tokens_per_s": "tokens/s",
+}
+START_SHOWN = {
+    "start_s": "start s",
+    "start_cpu_s": "CPU s",
+    "start_mib": "MiB",
+    "load_mib": "after load",
+    "first_ms": "first ms",
+    "first_over_tenth": "first/tenth",
+}
+MISSING = {"openvino": "its server is in no package that pip installs"}
+
+
+@dataclass(slots=True)
+class Found:
+    """Measurements up to now.
+
+    Attributes:
+        runs: by row, then by server, a round each.
+        starts: by server, a start each.
+        missing: why a server was left out, by server.
+        errors: what went wrong first, by row and server.
+    """
+
+    runs: dict[str, dict[str, list[Numbers]]] = field(default_factory=dict)
+    starts: dict[str, list[Numbers]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=lambda: dict(MISSING))
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def medians(self) -> dict[str, dict[str, Numbers]]:
+        """Return the medians of the rounds."""
+        return {
+            row: {name: median_of(runs) for name, runs in servers.items()}
+            for row, servers in self.runs.items()
+        }
+
+    def start_medians(self) -> dict[str, Numbers]:
+        """Return the medians of the starts."""
+        return {name: median_of(starts) for name, starts in self.starts.items()}
+
+    def verdicts(self) -> list[Verdict]:
+        """Judge what was measured."""
+        return judge(self.medians(), self.start_medians(), ALONE)
+
+
+def measure(bench: Bench, arguments: argparse.Namespace, found: Found, console: Console) -> None:
+    """Add the rounds to what was found."""
+    rows = [name for name in arguments.rows if bench.model.takes(LOADS[name])]
+    for left_out in sorted(set(arguments.rows) - set(rows)):
+        console.print(f"{left_out} is left out: the context has {bench.model.max_model_len} tokens")
+    turns = [(number, row) for number in range(arguments.rounds) for row in rows]
+    for count, (number, row) in enumerate(turns):
+        at = count % len(arguments.servers)
+        for name in arguments.servers[at:] + arguments.servers[:at]:
+            if name not in found.missing:
+                said = measure_turn(bench, arguments.seconds, found, name, row, number)
+                console.print(f"{number + 1}. {row}, {name}: {said}", soft_wrap=True)
+
+
+def measure_turn(
+    bench: Bench, seconds: float, found: Found, name: str, row: str, number: int
+) -> str:
+    """Measure one server under one load, and keep what was found; return it as a line.
+
+    A server that fails before its first measurement is missing from then on.
+    """
+    seed = 2 * (1 + number * len(LOADS) + list(LOADS).index(row))
+    try:
+        numbers, start, error = bench.measure_once(name, LOADS[row], seed, seconds, CHAT_TURN)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as failed:
+        said = str(failed)[-400:]
+        if name in found.starts:
+            nothing: Numbers = {"num_requests": 0, "num_errors": 1}
+            found.runs.setdefault(row, {}).setdefault(name, []).append(nothing)
+            found.errors.setdefault(f"{row}, {name}", said)
+        else:
+            found.missing[name] = said
+        return said
+    found.runs.setdefault(row, {}).setdefault(name, []).append(numbers)
+    found.starts.setdefault(name, []).append(start)
+    if error:
+        found.errors.setdefault(f"{row}, {name}", error)
+    told = [f"{label} {form(numbers[key])}" for key, label in SHOWN.items() if key in numbers]
+    return " ".join([*told, error])
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def show(console: Console, name: str, found: Found) -> None:
+    """Print the tables and verdicts of one file."""
+    table = Table("row", "server", *SHOWN.values(), "errors", title=f"{name}, ms", box=None)
+    for row, servers in found.medians().items():
+        for server, numbers in servers.items():
+            cells = [form(numbers.get(key)) for key in SHOWN]
+            table.add_row(row, server, *cells, f"{numbers['num_errors']:.0f}")
+    console.print(table)
+    title = "times as good as the best peer (1 or more: as good)"
+    table = Table("row", "server", *SHOWN.values(), title=title, box=None)
+    for row, shapes in ratios(found.medians()).items():
+        for shape, gains in shapes.items():
+            cells = [f"{gains[key]:.2f}" if key in gains else "-" for key in SHOWN]
+            table.add_row(row, shape, *cells)
+    console.print(table)
+    table = Table("server", *START_SHOWN.values(), title="starts", box=None)
+    for server, numbers in found.start_medians().items():
+        table.add_row(server, *(form(numbers.get(key)) for key in START_SHOWN))
+    console.print(table)
+    for where, error in found.errors.items():
+        console.print(f"first error of {where}: {error}")
+    for server, why in found.missing.items():
+        console.print(f"not measured: {server}: {why}")
+    for verdict in found.verdicts():
+        console.print(f"{verdict.word}: {verdict.goal}: {verdict.text}")
+
+
+def form(value: float | None) -> str:
+    """Show three digits, or all before the point."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def document_of(found: Found) -> Mapping[str, object]:
+    """Return what is kept of one file."""
+    return {
+        "medians": found.medians(),
+        "ratios": ratios(found.medians()),
+        "starts": found.start_medians(),
+        "verdicts": [
+            {"goal": one.goal, "measured": one.text, "holds": one.holds} for one in found.verdicts()
+        ],
+        "missing": found.missing,
+        "errors": found.errors,
+        "runs": found.runs,
+    }
+
+
+def some_of(known: Sequence[str], word: str) -> list[str]:
+    """Parse names with commas between them; raises ArgumentTypeError for an unknown one."""
+    found = word.split(",")
+    if unknown := [name for name in found if name not in known]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}, got {unknown[0]!r}")
+    return found
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--files",
+        default="smollm2",
+        help=f"with commas: smollm2, {', '.join(WORKS)} or paths of GGUF files",
+    )
+    parser.add_argument(
+        "--rows",
+        type=lambda word: list(LOADS) if word == "all" else some_of(list(LOADS), word),
+        help=f"with commas, or all; usually {','.join(USUAL)}",
+    )
+    parser.add_argument("--servers", type=lambda word: some_of(list(SERVERS), word))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seconds", type=float, help="how long new requests come")
+    parser.add_argument("--cores", type=int, default=2, help="of a server")
+    parser.add_argument("--quick", action="store_true", help="one round of a few short rows")
+    parser.add_argument("--save", action="store_true", help="write results/served_rows.json")
+    parser.add_argument(
+        "--check-with", choices=["guidellm"], help="compare this client with another, no servers"
+    )
+    arguments = parser.parse_args()
+    usual = (QUICK, QUICK_SERVERS, 1, 8.0) if arguments.quick else (USUAL, list(SERVERS), 3, 30.0)
+    for name, value in zip(("rows", "servers", "rounds", "seconds"), usual, strict=True):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def main() -> int:
+    """Measure every file, print, write the JSON."""
+    arguments = parse_arguments()
+    console = Console(highlight=False, width=100)
+    environment = record_environment()
+    every = sorted(os.sched_getaffinity(0))
+    cores = every[: arguments.cores]
+    client_cores = generator_cores(cores)
+    settings = {
+        "num_cores": len(cores),
+        "client_has_own_cores": not set(cores) & set(client_cores),
+        "output_tokens": OUTPUT_TOKENS,
+        "seconds": arguments.seconds,
+        "rounds": arguments.rounds,
+        "kv_cache_gib": KV_GIB,
+    }
+    # As an interrupt: servers are stopped, and what was measured is told and kept.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    files: dict[str, Mapping[str, object]] = {}
+    missed = False
+    for word in arguments.files.split(","):
+        bench = Bench(find_model(console, word), cores, client_cores)
+        if arguments.check_with:
+            missed = not check(bench, console) or missed
+            continue
+        found = Found()
+        try:
+            measure(bench, arguments, found, console)
+        except KeyboardInterrupt:
+            console.print("interrupted: what was measured is kept")
+        show(console, bench.model.name, found)
+        files[bench.model.name] = document_of(found)
+        missed = missed or any(one.holds is False for one in found.verdicts())
+        if arguments.save:
+            write_results("served_rows", environment, {"settings": settings, "files": files})
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

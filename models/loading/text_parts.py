@@ -1,0 +1,126 @@
+"""Text parts: which text network a model that sees images has, and what its checkpoint calls it.
+
+Refuses to know: how a text network computes, and anything of images: no image is ever computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from baton.checkpoint.model_folder import TEXT_DEFAULTS
+from models.fields import Fields
+
+logger = logging.getLogger(__name__)
+Stored = TypeVar("Stored")
+
+# Fields of the whole model that also hold for its text part. The whole model's _TIED counts even
+# if the text part has its own.
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+_TIED = "tie_word_embeddings"
+_ROPES = ("rope_scaling", "rope_parameters")
+# How the names of the text network's tensors begin, and what a text model's begin with instead:
+# as transformers wrote them before 4.52, and since.
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The text network of a model that sees images.
+
+    Attributes:
+        architecture: the text network's name; None: the network is another one.
+        by_type: names by the ``model_type`` of the text's configuration, where that decides.
+        is_tied: whether the head is the embedding where the file does not say it.
+    """
+
+    architecture: str | None = None
+    by_type: Mapping[str, str] = field(default_factory=dict)
+    is_tied: bool = False
+
+
+# Qwen's tokens of text have one position on the three axes that a token of an image has: for text
+# such an embedding is the plain one.
+TEXT_PARTS: Mapping[str, TextPart] = {
+    "Gemma3ForConditionalGeneration": TextPart("Gemma3ForCausalLM", is_tied=True),
+    "Mistral3ForConditionalGeneration": TextPart(by_type={"mistral": "MistralForCausalLM"}),
+    "Qwen2VLForConditionalGeneration": TextPart("Qwen2ForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": TextPart("Qwen2ForCausalLM"),
+    "Qwen3VLForConditionalGeneration": TextPart("Qwen3ForCausalLM"),
+}
+
+
+def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
+    """Return the text part's fields, with the whole model's fields that also hold for it.
+
+    Args:
+        fields: of a file that has an object of the text part, or (of early Qwen2-VL) has none.
+        is_tied: as in `TextPart`.
+    """
+    text = fields.child("text_config") if fields.has("text_config") else fields
+    shared = {
+        n: fields.get(n) for n in _OF_THE_WHOLE if n in fields.names() and n not in text.names()
+    }
+    shared["architectures"] = fields.get("architectures")
+    shared[_TIED] = fields.boolean(_TIED, is_tied)
+    return text.with_values(shared)
+
+
+def text_part(fields: Fields, name: str) -> tuple[str, Fields]:
+    """Return the architecture of a model's text part, and its fields as a text model has them.
+
+    Args:
+        fields: of the whole model's config.json.
+        name: the whole model's architecture, of `TEXT_PARTS`.
+
+    Raises:
+        ModelLoadError: the text network is none that there is here.
+    """
+    part = TEXT_PARTS[name]
+    fields = text_fields(fields, is_tied=part.is_tied)
+    architecture = part.architecture
+    if architecture is None:
+        kind = fields.text("model_type", next(iter(part.by_type)))
+        if kind not in part.by_type:
+            supported = ", ".join(part.by_type)
+            raise fields.wrong("model_type", f"{kind!r} is not supported; supported: {supported}")
+        architecture = part.by_type[kind]
+    defaults = TEXT_DEFAULTS.get(name, {})
+    values = {n: value for n, value in defaults.items() if n not in fields.names()}
+    ropes = {n: _without_axes(fields.child(n)) for n in _ROPES if fields.get(n)}
+    return architecture, fields.with_values({**values, **ropes, "architectures": [architecture]})
+
+
+def _without_axes(rope: Fields) -> dict[str, object]:
+    """Return a rotary embedding of three axes as text has it."""
+    values = {n: rope.get(n) for n in rope.names() if not n.startswith("mrope_")}
+    return {n: "default" if value == "mrope" else value for n, value in values.items()}
+
+
+def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors of a model's text part by the names that a text model has for them.
+
+    Tensors of the part that sees images are left out, which the log says once.
+    """
+    kept: dict[str, Stored] = {}
+    left_out: list[str] = []
+    for name, one in stored.items():
+        if name.removeprefix("model.").startswith(_OF_IMAGES):
+            left_out.append(name)
+            continue
+        prefix = next((begin for begin in _PREFIXES if name.startswith(begin)), "")
+        kept[_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = one
+    if left_out:
+        logger.info(
+            "not loaded, as images are not computed: %d tensors, such as %s",
+            len(left_out),
+            left_out[0],
+        )
+    return kept

@@ -1,0 +1,343 @@
+"""Argument forms: grammars of arguments that a family writes one by one, each fitting its schema.
+
+<parameter=city>           weather(city="Bonn", days=3)
+Bonn
+</parameter>
+
+A text between tags has no quotes and no escapes, so its schema becomes a regex of the text itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.api.structured_output import MAX_TEXT_BYTES
+from baton.text.schema_repairs import end_of_class
+from baton.text.schema_rewrites import rewritten
+
+_MAX_DEPTH = 16
+_MAX_SCHEMAS = 2_000  # that are looked at for one function
+# Keywords of parameters that say which arguments there are, or nothing of them.
+_PLAIN = frozenset(
+    {
+        "type", "properties", "required", "additionalProperties", "$defs", "definitions", "title",
+        "description", "$schema", "$id", "$comment", "default", "examples", "deprecated", "strict",
+        "x-guidance",
+    }
+)  # fmt: skip
+_ANNOTATIONS = frozenset(
+    {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly",
+     "writeOnly", "contentMediaType", "contentEncoding", "discriminator"}
+)  # fmt: skip
+# What is said of values of other types only.
+_OF_OTHERS = frozenset(
+    {
+        "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items",
+        "prefixItems", "minItems", "maxItems", "uniqueItems", "properties", "required",
+        "additionalProperties", "patternProperties", "minProperties", "maxProperties",
+    }
+)  # fmt: skip
+_TEXT_KEYWORDS = (
+    _ANNOTATIONS | _OF_OTHERS | {"type", "minLength", "maxLength", "pattern", "format", "allOf"}
+)
+_DAY = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_HOUR = (
+    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_HEX = "[0-9a-fA-F]"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+# Formats as regexes of a text; each takes what the format takes, or less.
+_FORMATS = {
+    "date": _DAY,
+    "time": _HOUR,
+    "date-time": f"{_DAY}T{_HOUR}",
+    "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
+    "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+",
+    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,2}}",
+    "uri": r"[a-z][a-z0-9+.\-]*:[A-Za-z0-9\-._~:\/?#@!$&'()*+,;=]+",
+    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+}
+# Texts that are read as another type where the schema takes one.
+_OF_OTHER_TYPES = r"(?s:\s*([\[{\"0-9+\-.](?s:.*)|(?i:true|false|null|none)\s*)?)"
+_ESCAPE = re.compile(r"\\.")
+_WORDS = {"null": "null", "boolean": "(true|false)"}
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}  # as JSON Schema has them, without Unicode's others
+
+
+class InexpressibleError(Exception):
+    """A schema says more of the arguments than a grammar of this form can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument that a function has.
+
+    Attributes:
+        name: empty: any name that is not that of another argument.
+        value: names the rule of the argument's value.
+    """
+
+    name: str
+    value: str
+    is_required: bool
+
+
+class ValueForm(Protocol):
+    """Writes values as a family does."""
+
+    def json(self, rule: str) -> str:
+        """Write an expression of a value in JSON, from the expression of the JSON."""
+        ...
+
+    def text(self, conditions: Sequence[str]) -> str | None:
+        """Write a terminal of a text, from what the text must match; None: texts are JSON, too."""
+        ...
+
+    def behind_text(self) -> str:
+        """Write what follows the terminal of a text."""
+        ...
+
+
+class ArgumentRules:
+    """Writes the rules of one function's arguments.
+
+    Args:
+        schema: of the parameters.
+        prefix: begins the names of the rules; no other function's may begin so.
+        form: how values are written.
+        json_rule: writes a schema as a rule does.
+
+    Attributes:
+        rules: what was written so far, of which arguments speak.
+        names: of the arguments that the schema lists.
+
+    Raises:
+        InexpressibleError: the schema says more than a grammar can here.
+    """
+
+    def __init__(
+        self,
+        schema: Mapping[str, Any],
+        prefix: str,
+        form: ValueForm,
+        json_rule: Callable[[Any], str],
+    ) -> None:
+        self.rules: list[str] = []
+        self.names = list(schema.get("properties") or {})
+        self._schema = dict(schema)
+        self._prefix = prefix
+        self._form = form
+        self._json_rule = json_rule
+        self._num_left = _MAX_SCHEMAS
+        self._num_chars = 0
+
+    def arguments(self) -> list[Argument]:
+        """Return the arguments in the schema's order; last what may have any other name."""
+        schema = self._schema
+        if more := set(schema) - _PLAIN:
+            raise InexpressibleError(f"{min(more)} is not enforced beside the properties")
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        others = schema.get("additionalProperties", True)
+        if not isinstance(properties, Mapping) or set(required) - set(properties):
+            raise InexpressibleError("required names what properties does not have")
+        found = [
+            Argument(name, self._value(f"{self._prefix}v{index}", one), name in required)
+            for index, (name, one) in enumerate(properties.items())
+            if one is not False
+        ]
+        if others is not False:
+            found.append(Argument("", self._value(f"{self._prefix}v", others), False))
+        return found
+
+    def _value(self, rule: str, schema: Any) -> str:
+        """Write the rules of a value, and return the name of the one to use."""
+        used = []
+        for index, (kind, value) in enumerate(self._ways(schema)):
+            if kind == "json":
+                used.append(self._form.json(self._json_rule(self._whole(value))))
+                continue
+            terminal = f"{rule.upper()}_{index}"
+            self.rules.append(f"{terminal}: {self._form.text(value)}")
+            used.append(f"{terminal} {self._form.behind_text()}")
+        if not used:
+            raise InexpressibleError("no argument can match it")
+        self.rules.append(f"{rule}: {' | '.join(used)}")
+        self._num_chars += len(self.rules[-1])
+        if self._num_chars > MAX_TEXT_BYTES:
+            raise InexpressibleError("the schema is too large")
+        return rule
+
+    def _whole(self, schema: Any) -> Any:
+        """Return a part of the schema as a document that its references are within."""
+        if "$ref" not in json.dumps(schema):
+            return schema
+        return {**_rebased(schema), "$defs": {"whole": _rebased(self._schema)}}
+
+    def _ways(self, schema: Any) -> list[tuple[str, Any]]:
+        """Return what a value may be: JSON of a schema, or a text of conditions."""
+        if self._form.text(()) is None:
+            return [("json", {} if schema is True else schema)]
+        ways = list(self._flat(schema, 0))
+        if ("text", []) in ways:
+            return [("text", [])]
+        kinds = {kind for kind, _ in ways}
+        others = [value for kind, value in ways if kind == "json"]
+        whole = [("json", {"anyOf": others} if len(others) > 1 else others[0])] if others else []
+        words = [f"/{word}/" for kind, word in ways if kind == "word"]
+        listed = [("text", [f"({' | '.join(words)})"])] if words else []
+        # What looks like a value of another type is read as one.
+        more = [] if kinds <= {"text"} else [f"~/{_OF_OTHER_TYPES}/"]
+        texts = [("text", [*one, *more]) for kind, one in ways if kind == "text"]
+        return [*whole, *listed, *texts]
+
+    def _flat(self, schema: Any, depth: int) -> Iterator[tuple[str, Any]]:
+        if schema is False:
+            return
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise InexpressibleError("the schema is too large")
+        if depth > _MAX_DEPTH or not isinstance(schema, Mapping):
+            if schema is not True:
+                raise InexpressibleError("a schema is nested too deeply")
+            schema = {}
+        found = rewritten(dict(schema), self._schema)
+        if isinstance(found, bool):
+            yield from self._flat(found, depth + 1)
+            return
+        said = set(found) - _ANNOTATIONS
+        ways = found.get("anyOf") or found.get("oneOf")
+        if not said:
+            yield "text", []
+        elif said == {"$ref"}:
+            yield from self._flat(self._target(found["$ref"]), depth + 1)
+        elif said in ({"anyOf"}, {"oneOf"}) and isinstance(ways, list):
+            for way in ways:
+                yield from self._flat(way, depth + 1)
+        elif said == {"allOf"} and len(found["allOf"]) == 1:
+            yield from self._flat(found["allOf"][0], depth + 1)
+        elif "const" in said or "enum" in said:
+            yield from self._listed(found, said)
+        elif isinstance(found.get("type"), list):
+            for kind in found["type"]:
+                yield from self._flat({**found, "type": kind}, depth + 1)
+        elif found.get("type") == "string":
+            yield "text", _regexes(found)
+        elif found.get("type") in _WORDS and said == {"type"}:
+            yield "word", _WORDS[found["type"]]
+        elif isinstance(found.get("type"), str):
+            yield "json", dict(schema)
+        else:
+            raise InexpressibleError(f"{min(said)} without a type is not enforced here")
+
+    def _listed(self, schema: Mapping[str, Any], said: set[str]) -> Iterator[tuple[str, Any]]:
+        """Yield the listed values."""
+        if more := said - {"const", "enum", "type", "nullable"}:
+            raise InexpressibleError(f"{min(more)} beside enum or const is not enforced here")
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        for value in values:
+            if isinstance(value, dict | list):
+                yield "json", {"const": value}
+            else:
+                yield "word", _escaped(value if isinstance(value, str) else json.dumps(value))
+
+    def _target(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            raise InexpressibleError(f"$ref {str(reference)[:80]!r} is not enforced here")
+        found: Any = self._schema
+        for step in reference[2:].split("/"):
+            key = step.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if found is None:
+            raise InexpressibleError(f"$ref {reference[:80]!r} has no target")
+        return found
+
+
+def _rebased(schema: Any) -> Any:
+    """Point the references of a schema to the place that the whole schema has in a document."""
+    if isinstance(schema, list):
+        return [_rebased(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: f"#/$defs/whole{value[1:]}"
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _rebased(value)
+        for key, value in schema.items()
+        if key != "$id"
+    }
+
+
+def _regexes(schema: Mapping[str, Any]) -> list[str]:
+    """Return regexes, as a grammar has them, that a text of a schema must all match."""
+    if more := set(schema) - _TEXT_KEYWORDS:
+        raise InexpressibleError(f"{min(more)} is not enforced of texts here")
+    found = []
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    if low or high != "":
+        found.append(f"/(?s:.{{{low},{high}}})/")
+    if "format" in schema:
+        if schema["format"] not in _FORMATS:
+            raise InexpressibleError(f"format {schema['format']!r} is not enforced of texts here")
+        found.append(f"/{_FORMATS[schema['format']]}/")
+    if "pattern" in schema:
+        found.append(f"/{_searched(str(schema['pattern']))}/")
+    for one in schema.get("allOf") or ():
+        found.extend(_regexes(one))
+    return found
+
+
+def _searched(pattern: str) -> str:
+    """Turn a pattern that is looked for in a text into a regex of the whole text."""
+    ways, way, depth, position = [], "", 0, 0
+    while position < len(pattern):
+        sign, end = pattern[position], position + 1
+        if sign == "\\":
+            end = position + 2
+        elif sign == "[":
+            end = end_of_class(pattern, position)
+        elif sign == "(" and pattern[end : end + 1] == "?" and pattern[end + 1 : end + 2] != ":":
+            raise InexpressibleError(f"pattern {pattern[:80]!r} is not enforced of texts here")
+        depth += (sign == "(") - (sign == ")")
+        is_end = (sign == "^" and not way) or (sign == "$" and _ends(pattern[end:]))
+        if sign in "^$" and (depth or not is_end):
+            raise InexpressibleError(f"pattern {pattern[:80]!r} is not enforced of texts here")
+        part = pattern[position:end]
+        if sign == "|" and not depth:
+            ways.append(way)
+            way = ""
+        else:
+            way += _part(part)
+        position = end
+    return "|".join(map(_anywhere, [*ways, way]))
+
+
+def _ends(rest: str) -> bool:
+    return not rest or rest[0] == "|"
+
+
+def _part(part: str) -> str:
+    """Write a character or a class as a grammar's regex does."""
+    if part[:1] == "[":
+        return _ESCAPE.sub(lambda one: _CLASSES.get(one[0][1:], one[0]), part).replace("/", "\\/")
+    if part[:1] == "\\":
+        found = _CLASSES.get(part[1:])
+        return f"[{found}]" if found else part
+    return part.replace("/", "\\/").replace("\n", "\\n")
+
+
+def _anywhere(way: str) -> str:
+    """Turn an alternative of a pattern into a regex of the whole text."""
+    is_ended = way.endswith("$") and not way.endswith("\\$")
+    inner = (way[:-1] if is_ended else way).removeprefix("^")
+    before = "" if way.startswith("^") else "(?s:.*)"
+    return f"{before}(?:{inner}){'' if is_ended else '(?s:.*)'}"
+
+
+def _escaped(text: str) -> str:
+    """Write a regex of one text."""
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")

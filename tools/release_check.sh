@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Check what a release needs, and leave its distributions in dist/. `make release-check` runs this
+# after `make check`. Usage: tools/release_check.sh PYTHON
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$1
+version=$("$python" -c 'import runpy; print(runpy.run_path("baton/version.py")["__version__"])')
+
+if ! git diff --quiet HEAD; then
+    echo "release-check: commit the changed files first: $(git diff --name-only HEAD | head -3 | tr '\n' ' ')" >&2
+    exit 1
+fi
+if ! grep -qE "^## \[$version\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$" CHANGELOG.md; then
+    echo "release-check: CHANGELOG.md needs a line '## [$version] - YYYY-MM-DD'" >&2
+    exit 1
+fi
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$python" -m venv "$work/tools"
+"$work/tools/bin/pip" install --quiet 'build>=1.2' 'twine>=6'
+rm -f dist/baton_serve-*
+"$work/tools/bin/python" -m build --outdir dist .
+"$work/tools/bin/twine" check --strict dist/baton_serve-"$version"*
+# The wheel alone, as a user of the router and the client installs it: without torch.
+"$python" -m venv "$work/fresh"
+"$work/fresh/bin/pip" install --quiet "dist/baton_serve-$version-py3-none-any.whl"
+"$work/fresh/bin/pip" check
+told=$("$work/fresh/bin/baton" version)
+case "$told" in
+    *"$version"*) echo "release-check: $(ls dist/baton_serve-* | tr '\n' ' ') and the wheel says: $told" ;;
+    *) echo "release-check: the installed wheel says '$told', not $version" >&2; exit 1 ;;
+esac
