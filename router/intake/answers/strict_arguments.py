@@ -35,7 +35,7 @@ class Argument:
     """One argument of a strict function.
 
     Attributes:
-        schema: of the value, with the definitions that it refers to.
+        schema: what a value must fit, with the definitions that the schema refers to.
         is_text: the schema takes texts.
         texts: the only texts that the schema takes; None: not listed.
         lengths: least and most characters of a text; None: no limit.
