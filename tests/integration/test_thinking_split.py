@@ -163,7 +163,7 @@ def test_a_call_that_must_be_made_comes_behind_a_thought(client: Any, choice: An
         extra_body={"reasoning": {"max_tokens": BUDGET}},
     ).choices[0]  # fmt: skip
     assert whole.finish_reason == "tool_calls"
-    (call,) = whole.message.tool_calls or ()
+    (call,) = whole.message.tool_calls
     assert call.type == "function"
     assert fits(call.function.arguments)
     assert whole.message.reasoning_content
