@@ -88,10 +88,14 @@ def regex_form(rng: random.Random) -> tuple[dict[str, Any], Judge]:
 
 def required_form(rng: random.Random) -> tuple[dict[str, Any], Judge]:
     tools = [tool("look"), tool("find")]
-    return {
-        "tools": tools,
-        "tool_choice": "required",
-    }, lambda said: len(said.calls) == 1 and not said.text.strip() and all_fit(said)
+    several = rng.random() < 0.5
+    body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": several}
+
+    def judge(said: Said) -> bool:
+        has_calls = len(said.calls) >= 1 if several else len(said.calls) == 1
+        return has_calls and not said.text.strip() and all_fit(said)
+
+    return body, judge
 
 
 def beside_form(rng: random.Random) -> tuple[dict[str, Any], Judge]:

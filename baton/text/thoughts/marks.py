@@ -93,8 +93,8 @@ class ThoughtFinder:
     """Finds out where the output of a prompt stands in a thought.
 
     Args:
-        tokenizer: of the checkpoint.
-        marks: of the family.
+        tokenizer: the checkpoint's.
+        marks: those of the family.
     """
 
     def __init__(self, tokenizer: Tokenizer, marks: ThoughtMarks) -> None:

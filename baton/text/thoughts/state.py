@@ -40,7 +40,7 @@ class ThoughtState:
             those of the form; else only a budget and `Thinking.must_open` limit any token.
 
     Attributes:
-        phase: of the next token.
+        phase: the part that the next token belongs to.
         num_tokens: tokens of the thought so far, with those that may be part of its closing mark.
     """
 
