@@ -311,7 +311,7 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "Qwen2VLForConditionalGeneration": Family(
-        {"three axes": THREE_AXES, "tied": THREE_AXES | {"tie_word_embeddings": True} | SMALL}
+        {"three axes": THREE_AXES, "other heads": THREE_AXES | {"num_key_value_heads": 1}}
     ),
     "Qwen2_5_VLForConditionalGeneration": Family(
         {"three axes": THREE_AXES, "other heads": THREE_AXES | {"num_key_value_heads": 1}}
