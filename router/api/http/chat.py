@@ -212,7 +212,7 @@ async def open_chat(
     """The checked calls of a chat's outputs, and what words them.
 
     Args:
-        grammars: of the texts of tools that have such.
+        grammars: see `conversation.Grammars`.
 
     Raises InvalidRequestError and what tokenizing raises.
     """
@@ -251,6 +251,7 @@ async def open_chat(
         is_forced=held is not None and held.is_common_call,
         is_constrained=is_constrained,
         is_either=held is not None and held.is_either,
+        several=body.parallel_tool_calls is not False,
     )
     return calls, ChatDialect([make() for _ in calls], texts)
 

@@ -13,7 +13,7 @@ from router.intake.answers.free_text import text_or_calls
 from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.intake.parsers.base import OutputParser, ParserContext, new_call_id
 from router.intake.parsers.families import CALLS, THOUGHTS, Family, Thoughts, family_of
-from router.intake.parsers.plain import CallsOrText, OneCall, PlainText
+from router.intake.parsers.plain import CallsOrText, FirstCall, OneCall, PlainText
 from router.intake.parsers.think import ThinkFirst
 
 Row = TypeVar("Row", Family, Thoughts)
@@ -126,6 +126,7 @@ class OutputParsers:
         is_forced: bool = False,
         is_constrained: bool = False,
         is_either: bool = False,
+        several: bool = True,
     ) -> OutputParser:
         """Make a new parser, for one output.
 
@@ -133,7 +134,14 @@ class OutputParsers:
             is_forced: a grammar holds the output to one call in the common form.
             is_constrained: a grammar holds it to something: then it does not think before.
             is_either: the grammar is that of `answer_or_calls`.
+            several: False: the output may have one call, and a client sees no other.
         """
+        parser = self._make(context, is_forced, is_constrained, is_either)
+        return parser if several else FirstCall(parser)
+
+    def _make(
+        self, context: ParserContext, is_forced: bool, is_constrained: bool, is_either: bool
+    ) -> OutputParser:
         if is_forced:
             return OneCall(new_call_id if self._calls is None else self._calls.make_ids(context))
         calls = self._calls if context.tools else None
