@@ -66,9 +66,9 @@ class ScriptedOutputs:
     """Outputs of a script, each with an end-of-sequence token behind it.
 
     Attributes:
-        script: what is said.
-        tokenizer: of the model.
-        eos_token_ids: of the model; at least one.
+        script: rules and answers.
+        tokenizer: makes texts of prompts and tokens of answers.
+        eos_token_ids: end-of-sequence tokens of the model; at least one.
     """
 
     script: Script
@@ -86,7 +86,7 @@ def read_script(path: str, model: str) -> ScriptedOutputs:
     """Read a script for a model.
 
     Args:
-        path: of the file.
+        path: TOML file.
         model: folder, GGUF file, or hub id; its weights are not read.
 
     Raises:

@@ -34,7 +34,7 @@ class Exchange:
     """A request and its answer.
 
     Attributes:
-        answer: what has come of it.
+        answer: bytes of the answer that have come so far.
     """
 
     method: str

@@ -89,8 +89,8 @@ class ScriptedSystem:
 
     Attributes:
         address: host:port of the HTTP API, which a recorder stands before.
-        recorder: what was asked.
-        outputs: what was said to which prompts.
+        recorder: keeps all requests and answers.
+        outputs: keeps all prompts with the tokens of their answers.
     """
 
     def __init__(self, tokenizer: Path, folder: Path, *, num_prefill: int, script: Script) -> None:

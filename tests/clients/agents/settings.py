@@ -19,8 +19,8 @@ class Settings:
     """What the page says of an agent.
 
     Attributes:
-        version: that was tried.
-        variables: of the environment.
+        version: the release that was tried.
+        variables: environment variables.
         files: contents by path in the home folder.
     """
 
