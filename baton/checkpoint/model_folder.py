@@ -51,7 +51,7 @@ def find_model_folder(model: str, *, weights: bool = True) -> Path:
             which in a GGUF file are with the weights.
 
     Raises:
-        ModelLoadError: it is none of these, it is broken, or it cannot be fetched.
+        ModelLoadError: the model is none of these, is broken, or cannot be fetched.
     """
     try:
         folder = Path(model).expanduser()
