@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub: a folder of files, or the GGUF file of one quantization.
 
-Folders go to the hub library's cache. GGUF files go to Baton's cache, where a later start resumes an
-interrupted download. Files that are cached are served when the hub cannot be reached.
+Folders go to the hub library's cache. GGUF files go to Baton's cache, where a later start resumes
+an interrupted download. Files that are cached are served when the hub cannot be reached.
 Refuses to know: what is in the files.
 """
 

@@ -1,7 +1,7 @@
 """Undo what converters to GGUF did to tensors, so that they equal the original checkpoint's.
 
-`baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is left alone:
-the loader reports the shape. Refuses to know: files, names of tensors.
+`baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is left
+alone: the loader reports the shape. Refuses to know: files, names of tensors.
 """
 
 from __future__ import annotations
