@@ -95,7 +95,7 @@ def _by_key_head(tensor: Tensor, config: ModelConfig) -> Tensor:
     keys, values = net.num_key_heads * net.key_dim, net.num_value_heads * net.value_dim
     if tensor.shape[0] != 2 * (keys + values):
         return tensor
-    kinds = tensor.split([keys, keys, values, values])
+    kinds = torch.split(tensor, [keys, keys, values, values])
     by_head = [kind.view(net.num_key_heads, -1, *tensor.shape[1:]) for kind in kinds]
     return torch.cat(by_head, dim=1).flatten(0, 1)
 
