@@ -68,7 +68,7 @@ test-large: setup ## run the large tests: drills, fuzzing over HTTP, pages in a 
 
 # Each client in an environment of its own below .venv-clients: gigabytes, the first time.
 test-clients: setup ## run each client of docs/clients.md against a split system with a real model
-	$(BIN)/python -m pytest -rA tests/clients/run_all.py
+	$(BIN)/python -m pytest -rA tests/clients/run_all.py tests/clients/agents/run_agents.py
 
 deploy-check: setup ## check deploy/ without a cluster: helm, strict schemas, checkov, hadolint; run the chart's commands
 	tools/deploy_tools.sh $(PYTHON)

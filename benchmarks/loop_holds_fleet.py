@@ -203,15 +203,15 @@ def of_messages(note: Note) -> None:
 
     where = "node's loop"
     step = deltas(256)
-    measure("a step of 256 requests with 20 logprobs each", where, lambda: end.say(step))
+    measure("a step of 256 requests with 20 logprobs each", where, lambda: end.say(step, 0.0))
     prompt = deltas(1, 250_000 // (MAX_LOGPROBS + 1))
-    measure("prompt logprobs of one request, the most", where, lambda: end.say(prompt))
+    measure("prompt logprobs of one request, the most", where, lambda: end.say(prompt, 0.0))
     hashes = [number.to_bytes(32, "little") for number in range(NUM_BLOCKS)]
     short = measure(
         "names of 2^20 blocks for a snapshot", "engine's thread", lambda: shorten(hashes)
     )
     events = KVCacheEvents(1, True, tuple(short[: 2**16]), ())
-    measure("one message of a snapshot: 65,536 blocks", where, lambda: end.say(events))
+    measure("one message of a snapshot: 65,536 blocks", where, lambda: end.say(events, 0.0))
     index = PrefixIndex()
     index.add("n", HashKind(16, "sha256", b""))
     measure("the same in the router's index", "router's loop", lambda: index.take("n", events))

@@ -45,6 +45,7 @@ class Model:
     Attributes:
         folder: in Hugging Face layout: configuration, tokenizer, perhaps weights.
         dtype: the option of servers that have one.
+        has_chat: the file has a chat template.
     """
 
     name: str
@@ -52,10 +53,14 @@ class Model:
     folder: Path
     dtype: str
     max_model_len: int
+    has_chat: bool
 
-    def takes(self, load: Load) -> bool:
-        """Say whether the context is long enough for the load."""
-        return tokens_of(load) <= self.max_model_len
+    def lacks(self, load: Load) -> str:
+        """Say what the model lacks for a load; "": nothing."""
+        if load.turns and not self.has_chat:
+            return "the model has no chat template"
+        fits = tokens_of(load) <= self.max_model_len
+        return "" if fits else f"the context has {self.max_model_len} tokens"
 
 
 def find_model(console: Console, word: str) -> Model:
@@ -77,7 +82,9 @@ def find_model(console: Console, word: str) -> Model:
         gguf = Path(path).resolve()
         folder = find_model_folder(str(gguf))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return Model(gguf.stem, gguf, folder, dtype, config["max_position_embeddings"])
+    length = config["max_position_embeddings"]
+    has_chat = Tokenizer(folder).chat_template is not None
+    return Model(gguf.stem, gguf, folder, dtype, length, has_chat)
 
 
 class Bench:

@@ -178,8 +178,10 @@ class Player:
         """Play the load to its last answer."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
         headers = {"Content-Type": "application/json"}
+        # A server may close a connection that waits just when the next request is written to it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=headers
+            connector=connector, timeout=timeout, headers=headers
         ) as session:
             played = Played(began_at=time.perf_counter())
             if self._load.num_streams:

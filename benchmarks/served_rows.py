@@ -111,9 +111,11 @@ class Found:
 
 def measure(bench: Bench, arguments: argparse.Namespace, found: Found, console: Console) -> None:
     """Add the rounds to what was found."""
-    rows = [name for name in arguments.rows if bench.model.takes(LOADS[name])]
-    for left_out in sorted(set(arguments.rows) - set(rows)):
-        console.print(f"{left_out} is left out: the context has {bench.model.max_model_len} tokens")
+    lacking = {row: bench.model.lacks(LOADS[row]) for row in arguments.rows}
+    rows = [row for row in arguments.rows if not lacking[row]]
+    for row, why in lacking.items():
+        if why:
+            console.print(f"{row} is left out: {why}")
     turns = [(number, row) for number in range(arguments.rounds) for row in rows]
     for count, (number, row) in enumerate(turns):
         at = count % len(arguments.servers)

@@ -195,9 +195,10 @@ def as_safetensors(job: Job) -> Path:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         program = (
-            "import sys, torch, transformers; "
-            "transformers.AutoModelForCausalLM.from_pretrained("
-            "sys.argv[1], gguf_file=sys.argv[2], dtype=torch.bfloat16).save_pretrained(sys.argv[3])"
+            "import sys, torch, transformers as of; words = sys.argv[1:]; "
+            "whole = of.GgufConfig(dequantize=True); "
+            "model = of.AutoModelForCausalLM.from_pretrained(words[0], gguf_file=words[1], "
+            "dtype=torch.bfloat16, quantization_config=whole); model.save_pretrained(words[2])"
         )
         words = [str(job.gguf.parent), job.gguf.name, str(part)]
         command = [sys.executable, "-P", "-c", program, *words]

@@ -28,6 +28,7 @@ from sim_node.connector import KVNetwork
 from sim_node.faults import FaultSpec
 from sim_node.node import NodeLinks, SimNode
 from sim_node.options import SimModel, SimOptions
+from sim_node.sim_model import OutputSource
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class SimCluster:
         node_token: shows the router that the nodes may join.
         tls: shows it who the nodes are.
         make_links: see `SimNode`.
+        outputs: what the model says; None: hashes of the prompt.
 
     Raises:
         ModelLoadError: the model's configuration cannot be read.
@@ -91,6 +93,7 @@ class SimCluster:
         node_token: str = "",
         tls: TlsOptions = NO_TLS,
         make_links: Callable[..., NodeLinks] = RouterLinks,
+        outputs: OutputSource | None = None,
     ) -> None:
         if num_prefill < 0 or num_decode < 0 or num_prefill + num_decode == 0:
             raise ConfigError(
@@ -98,7 +101,7 @@ class SimCluster:
                 f"{num_decode}"
             )
         self._router = router
-        self._model = _read_model(model, options)
+        self._model = _read_model(model, options, outputs)
         self._options = options
         self._faults = faults
         self._join_timeout_s = join_timeout_s
@@ -277,7 +280,7 @@ class SimCluster:
         await self.stall(name, self._faults.stall_s)
 
 
-def _read_model(model: str, options: SimOptions) -> SimModel:
+def _read_model(model: str, options: SimOptions, outputs: OutputSource | None) -> SimModel:
     folder = find_model_folder(model, weights=False)
     limits = read_limits(folder)
     longest = min(
@@ -286,4 +289,9 @@ def _read_model(model: str, options: SimOptions) -> SimModel:
         options.num_blocks * options.block_size,  # one request alone must fit
     )
     identity = {**folder_identity(folder), "weights": SIMULATED}
-    return SimModel(identity=identity, vocab_size=limits.vocab_size, max_model_len=longest)
+    return SimModel(
+        identity=identity,
+        vocab_size=limits.vocab_size,
+        max_model_len=longest,
+        outputs=outputs,
+    )

@@ -1,7 +1,7 @@
 """SimExecutor: computes nothing, in the time that it would take.
 
     step      begins when it is submitted, ends after what `TimingModel` says
-    tokens    are what `sim_model` says: of the prompt and the position alone
+    tokens    come from an `OutputSource`: they follow from prompt and position alone
 
 A step is submitted ahead of the end of the one before, as on a GPU: whoever steps the node does so
 when the step in flight has ended. Refuses to know: requests' fates, peers, bytes.
@@ -27,7 +27,7 @@ from engine.executors.base import PendingStep
 from models.config import ModelConfig
 from sim_node.clock import NodeClock
 from sim_node.options import SimModel, SimOptions
-from sim_node.sim_model import prompt_key, token_at
+from sim_node.sim_model import HashedOutputs, TokenAt
 from sim_node.timing import TimingModel
 
 # All that a transformer's shape is needed for here is how many layers finish one by one, and as
@@ -119,6 +119,7 @@ class SimExecutor:
 
     Attributes:
         timing: may be replaced: a node may become slow.
+        outputs: what the model says.
         now: when the next step begins; set by whoever steps the node.
         busy_until: when the latest step ends.
         requests: of the engine, by id.
@@ -139,9 +140,10 @@ class SimExecutor:
     ) -> None:
         self.timing: TimingModel = options.timing
         self.max_model_len = model.max_model_len
+        self.outputs = model.outputs or HashedOutputs(model.vocab_size)
         self.model_config = replace(
             ModelConfig.from_dict({**_SHAPE, "vocab_size": model.vocab_size}),
-            eos_token_ids=frozenset(),
+            eos_token_ids=self.outputs.eos_token_ids,
         )
         self.config = engine_config(options, role)
         self._memory = SimKVMemory(
@@ -154,18 +156,18 @@ class SimExecutor:
         self._role = role
         self._clock = clock
         self._on_layer = on_layer
-        self._rows: dict[int, tuple[str, int, int]] = {}  # request id, key and length of its prompt
+        self._rows: dict[int, tuple[str, TokenAt, int]] = {}  # request id, output, prompt's length
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         for new in plan.new_rows:
             prompt = self.requests[new.request_id].token_ids[: new.num_prompt_tokens]
-            self._rows[new.row] = new.request_id, prompt_key(prompt), len(prompt)
-        vocab_size, rows, shares = self.model_config.vocab_size, self._rows, plan.shares
+            self._rows[new.row] = new.request_id, self.outputs.output_of(prompt), len(prompt)
+        rows, shares = self._rows, plan.shares
         sampled: dict[str, tuple[int, ...]] = {}
         num_decoding = num_kv_tokens = num_tokens = num_pairs = 0
         for at in range(0, len(shares), SHARE):
             row, start, num, num_known = shares[at : at + SHARE]
-            request_id, key, num_prompt = rows[row]
+            request_id, output, num_prompt = rows[row]
             if num == 1 and start >= num_prompt:
                 num_decoding += 1
                 num_kv_tokens += num_known
@@ -173,7 +175,7 @@ class SimExecutor:
                 num_tokens += num
                 num_pairs += num * (2 * start + num + 1) // 2
             if start + num >= num_known:
-                sampled[request_id] = (token_at(key, num_known - num_prompt, vocab_size),)
+                sampled[request_id] = (output(num_known - num_prompt),)
         seconds = self._seconds(num_tokens, num_pairs, num_decoding, num_kv_tokens)
         began, self.busy_until = self.now, self.now + seconds
         if hooks.after_layer is not None:

@@ -50,7 +50,6 @@ from sim_node.connector import TRANSPORT, KVNetwork, SimReceiver, SimTransport, 
 from sim_node.executor import SimExecutor, engine_config
 from sim_node.faults import FaultSpec
 from sim_node.options import SimModel, SimOptions
-from sim_node.sim_model import prompt_key, token_at
 
 
 class NodeLinks(Protocol):
@@ -296,10 +295,9 @@ class Simulation:
         """Tokens of earlier attempts must be those that this prompt has: else a retry lost some."""
         if not command.output_token_ids:
             return ""
-        key = prompt_key(command.prompt_token_ids)
-        vocab_size = self._executor.model_config.vocab_size
+        output = self._executor.outputs.output_of(command.prompt_token_ids)
         for index, token_id in enumerate(command.output_token_ids):
-            if token_id != token_at(key, index, vocab_size):
+            if token_id != output(index):
                 return f"output_token_ids: token {index} is not of this prompt, got {token_id}"
         return ""
 

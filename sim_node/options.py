@@ -11,6 +11,7 @@ from baton.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
 from baton.limits import REVISION_HELP, parse_revision
 from baton.options import check_limits, group, option
 from baton.telemetry.log_options import LogOptions
+from sim_node.sim_model import OutputSource
 from sim_node.timing import PRESETS, TimingModel, preset
 
 DEFAULT_PRESET = "h100-8b"
@@ -62,6 +63,11 @@ class SimNodeOptions:
         1.0, above=0, help="Times as long as in the preset; 0.1: ten times as fast."
     )
     sizes: SimOptions = group(SimOptions)
+    script: str = option(
+        "",
+        help="TOML file with what the model says to which prompts; none: tokens are hashes of the "
+        "prompt.",
+    )
     faults: str = option(
         "",
         help="What goes wrong, such as kill=0.5,restart_s=3,stall=0.5,stall_s=2 (per node and "
@@ -89,13 +95,15 @@ class SimNodeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimModel:
-    """What a router must be told of the model.
+    """What a node claims to serve, and what the model says.
 
     Attributes:
         identity: what decides its tokens, as nodes tell it.
         max_model_len: most tokens of a request.
+        outputs: what the model says; None: `HashedOutputs`.
     """
 
     identity: Mapping[str, str]
     vocab_size: int
     max_model_len: int
+    outputs: OutputSource | None = None

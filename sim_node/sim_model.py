@@ -10,12 +10,46 @@ token, or where the model's length ends.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import xxhash
 
+TokenAt = Callable[[int], int]  # the output token at a position, from 0 on
+
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps that fall evenly (Knuth, vol. 3, 6.4)
+
+
+class OutputSource(Protocol):
+    """Says which tokens a simulated model puts out: each follows from prompt and position alone.
+
+    Attributes:
+        eos_token_ids: end an output unless its request ignores them.
+    """
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def output_of(self, prompt_token_ids: Sequence[int]) -> TokenAt:
+        """Return the output behind a prompt."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HashedOutputs:
+    """Outputs that are hashes of the prompt and the position; none ends by itself."""
+
+    vocab_size: int
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset()
+
+    def output_of(self, prompt_token_ids: Sequence[int]) -> TokenAt:
+        key, vocab_size = prompt_key(prompt_token_ids), self.vocab_size
+        return lambda index: token_at(key, index, vocab_size)
 
 
 def prompt_key(prompt_token_ids: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub: a folder of files, or the GGUF file of one quantization.
 
-Folders go to the hub's own cache. GGUF files are large and are fetched by name into Baton's cache,
-from where the last try ended. What is here already is served when the hub cannot be reached.
+Folders go to the hub library's cache. GGUF files go to Baton's cache, where a later start resumes
+an interrupted download. Files that are cached are served when the hub cannot be reached.
 Refuses to know: what is in the files.
 """
 
@@ -26,21 +26,21 @@ _SCHEME, _GGUF, _SAFETENSORS = "hf://", ".gguf", ".safetensors"
 _OWNER_AND_NAME = r"[\w.-]+/[\w.-]+"
 _NAME = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})(?::(?P<quantization>[\w.-]+))?")
 _FILE = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})/(?P<file>[\w./ +-]+\.gguf)", re.IGNORECASE)
-# What a file's name ends with that holds weights; others have images' projectors, or statistics.
+# Quantizations as names of files have them.
 _QUANTIZATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
-_NO_MODELS = ("mmproj", "imatrix")
+_NO_MODELS = ("mmproj", "imatrix")  # projectors of images, statistics for quantizing
 _PART_OF_FILE = ".part"
 _SHOWN_FILES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What a user typed for a model of the hub.
+    """Name a model of the hub as a user typed it.
 
     Attributes:
         repository: OWNER/NAME.
-        quantization: of its GGUF files; None: not said.
-        file: one of its GGUF files; None: not said.
+        quantization: kind of GGUF file; None: the user named none.
+        file: path of a GGUF file in the repository; None: the user named none.
     """
 
     repository: str
@@ -88,9 +88,9 @@ def _has_gguf_alone(files: Sequence[str]) -> bool:
 
 
 def _files_of(model: str, name: HubName) -> Sequence[str] | None:
-    """List a repository's files: the hub's, else those that were fetched before.
+    """List a repository's files; without the hub, those that are cached.
 
-    Returns None where neither is known: `_snapshot` then says why.
+    Returns None if neither is known and `_snapshot` shall report the reason.
     """
     import huggingface_hub  # here: it takes half a second, and a local folder does not need it
 
@@ -157,10 +157,7 @@ def _snapshot(model: str, repository: str, patterns: Sequence[str]) -> Path:
 
 
 def _fetched(model: str, repository: str, file: str) -> Path:
-    """Return a file of a repository, fetched unless it is here.
-
-    One process fetches, others wait for it; what was fetched of a file before is kept.
-    """
+    """Return a cached file of a repository, downloaded if needed; other processes wait."""
     import huggingface_hub
 
     path = _folder(repository) / file
@@ -180,16 +177,16 @@ def _fetched(model: str, repository: str, file: str) -> Path:
 
 
 def _download(repository: str, file: str, path: Path) -> None:
-    """Fetch a file into its place, on from where an earlier try ended, with a line of progress."""
+    """Download a file with a progress bar, and resume a download that was interrupted."""
     import huggingface_hub
     from huggingface_hub.file_download import http_get
 
     url = huggingface_hub.hf_hub_url(repository, file)
     found = huggingface_hub.get_hf_file_metadata(url)
-    # Named by content: of another content nothing is taken over.
+    # The content's digest is in the name: a download of other content is not resumed.
     part = path.with_name(f"{path.name}.{(found.etag or 'content')[:16]}{_PART_OF_FILE}")
     token = huggingface_hub.get_token()
-    # Only for the hub itself: what it sends on to is signed, and belongs to others.
+    # The token is for the hub alone; addresses that the hub redirects to are signed.
     needs_token = token is not None and found.location == url
     with part.open("r+b" if part.exists() else "w+b") as content:
         have = content.seek(0, os.SEEK_END)

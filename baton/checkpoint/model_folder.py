@@ -146,14 +146,6 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 131_072,
     },
-    "Mistral3ForConditionalGeneration": {
-        "vocab_size": 131_072,
-        "num_attention_heads": 32,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131_072,
-        "sliding_window": None,
-    },
 }
 
 

@@ -33,7 +33,7 @@ class MedusaHeads:
 
     Args:
         model: the model whose states the heads read.
-        weights: of the residual blocks, ``[num_blocks, num_heads, hidden_size, hidden_size]``.
+        weights: residual blocks: ``[num_blocks, num_heads, hidden_size, hidden_size]``.
         biases: ``[num_blocks, num_heads, hidden_size]``.
         heads: ``[num_heads, vocab_size, hidden_size]``; None: the model's own head.
     """

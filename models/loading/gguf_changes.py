@@ -1,8 +1,7 @@
-"""What is done to a GGUF file's tensors to get a checkpoint's: rows in order, values as they were.
+"""Undo what converters to GGUF did to tensors, so that they equal the original checkpoint's.
 
-`baton/checkpoint/gguf` says which tensor is changed how. A tensor whose sizes are not those that a
-change is for stays as it is: the loader says what is wrong with it.
-Refuses to know: files, names of tensors.
+`baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is left
+alone: the loader reports the shape. Refuses to know: files, names of tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from torch import Tensor
 from baton.checkpoint.gguf.architecture import Change
 from models.config import ModelConfig
 
-# From a tensor whose first dimension are its rows; the model's shape.
+# Takes a tensor, rows first, and the model's configuration.
 _Changer = Callable[[Tensor, ModelConfig], Tensor]
 
 
 def needed(changes: Sequence[Change], config: ModelConfig) -> tuple[Change, ...]:
-    """Leave out what changes nothing: with as many key heads as value heads, their order."""
+    """Leave out reorderings of value heads where each key head has only one."""
     net = config.delta_net
     if net is not None and net.num_key_heads == net.num_value_heads:
         return tuple(change for change in changes if change not in _OF_VALUE_HEADS)
@@ -96,7 +95,7 @@ def _by_key_head(tensor: Tensor, config: ModelConfig) -> Tensor:
     keys, values = net.num_key_heads * net.key_dim, net.num_value_heads * net.value_dim
     if tensor.shape[0] != 2 * (keys + values):
         return tensor
-    kinds = tensor.split([keys, keys, values, values])
+    kinds = torch.split(tensor, [keys, keys, values, values])
     by_head = [kind.view(net.num_key_heads, -1, *tensor.shape[1:]) for kind in kinds]
     return torch.cat(by_head, dim=1).flatten(0, 1)
 

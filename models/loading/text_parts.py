@@ -61,7 +61,7 @@ def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
     """Return the text part's fields, with the whole model's fields that also hold for it.
 
     Args:
-        fields: of a file that has an object of the text part, or (of early Qwen2-VL) has none.
+        fields: read from a file with an object for the text part, or (early Qwen2-VL) without.
         is_tied: as in `TextPart`.
     """
     text = fields.child("text_config") if fields.has("text_config") else fields
@@ -77,7 +77,7 @@ def text_part(fields: Fields, name: str) -> tuple[str, Fields]:
     """Return the architecture of a model's text part, and its fields as a text model has them.
 
     Args:
-        fields: of the whole model's config.json.
+        fields: read from the whole model's config.json.
         name: the whole model's architecture, of `TEXT_PARTS`.
 
     Raises:

@@ -44,7 +44,7 @@ class SharedGroup:
     """See ``Collective``.
 
     Args:
-        others: the same ranks, for operations that are not done here.
+        others: a group of these ranks, for operations that this one lacks.
         descriptor: from `open_shared`.
         index: number of the group among those that share the memory.
     """

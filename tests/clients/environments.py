@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +36,13 @@ def installed_version(python: Path, package: str) -> str:
     return run(str(python), "-P", "-c", program).strip()
 
 
-def run(*command: str) -> str:
-    """Run a command; returns what it printed."""
+def run(*command: str, env: Mapping[str, str] | None = None) -> str:
+    """Run a command and return what it printed.
+
+    Args:
+        env: environment of the command; None: that of this process.
+    """
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, timeout=INSTALL_TIMEOUT_S, check=True
+        command, stdout=subprocess.PIPE, text=True, timeout=INSTALL_TIMEOUT_S, check=True, env=env
     )
     return done.stdout

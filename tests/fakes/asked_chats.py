@@ -92,6 +92,7 @@ def ask(tokenizer: Tokenizer, body: dict[str, Any]) -> AskedChat:
         is_constrained=is_constrained and not is_free,
         is_either=held is not None and held.is_either,
         thinks=thinking is not None,
+        several=request.parallel_tool_calls is not False,
     )
     shown = parsers.shown_token_ids(with_tools=bool(request.tools))
     return AskedChat(prompt, dataclasses.replace(params, thinking=thinking), make, tokenizer, shown)

@@ -21,13 +21,13 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class HubServer:
-    """What the server has, and what it was asked for.
+    """Hold the server's files, and record requests.
 
     Attributes:
-        url: of the server.
-        files: of its one repository.
-        stops_after: bytes of a file after which it sends nothing more, until ``resumes`` is set.
-        asked: first bytes of the parts of files that were asked for.
+        url: the server's address.
+        files: contents of its only repository, by path.
+        stops_after: bytes after which a file's answer hangs until ``resumes`` is set.
+        asked: path and first byte of every download.
     """
 
     url: str

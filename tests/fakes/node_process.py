@@ -127,7 +127,7 @@ class NodeProcess:
         """Take what the node says; nobody hears it while there is no link."""
         if self.link is None:
             return
-        messages = self._end.say(event)
+        messages = self._end.say(event, self._clock())
         num_copies = 1
         if isinstance(event, KVCacheEvents):
             num_copies, self.num_copies = self.num_copies, 1

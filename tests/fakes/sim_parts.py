@@ -24,6 +24,7 @@ from sim_node.connector import KVNetwork
 from sim_node.faults import FaultSpec
 from sim_node.node import Simulation
 from sim_node.options import SimModel, SimOptions
+from sim_node.sim_model import OutputSource
 from sim_node.timing import TimingModel
 
 VOCAB_SIZE = 1000
@@ -68,13 +69,24 @@ class VirtualTimers:
 class SimPair:
     """A prefill and a decode node that reach each other, and all that they told the router."""
 
-    def __init__(self, *, timing: TimingModel = TIMING, max_model_len: int = 1000, **sizes: Any):
+    def __init__(
+        self,
+        *,
+        timing: TimingModel = TIMING,
+        max_model_len: int = 1000,
+        vocab_size: int = VOCAB_SIZE,
+        outputs: OutputSource | None = None,
+        **sizes: Any,
+    ):
         self.timers = VirtualTimers()
         self.network = KVNetwork()
         self.events: list[tuple[float, str, NodeEvent]] = []  # when, who, what
         self.options = SimOptions(timing=timing, **{"block_size": 4, "num_blocks": 100, **sizes})
         self.model = SimModel(
-            identity={"model": "d"}, vocab_size=VOCAB_SIZE, max_model_len=max_model_len
+            identity={"model": "d"},
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            outputs=outputs,
         )
         self.clocks = {name: NodeClock(self.timers) for name in ("p", "d")}
         roles = {"p": NodeRole.PREFILL, "d": NodeRole.DECODE}

@@ -183,7 +183,7 @@ def _with_other_shape(data: bytearray, rng: random.Random) -> bytes:
         size *= number
     odd = [0, 1, 2**31, 2**62, 2**64 - 1, rng.randrange(100)]
     others = [shape[::-1], (1, size), (size, 1), *((number, *shape[1:]) for number in odd)]
-    struct.pack_into(f"<{rank}Q", data, at + 4, *rng.choice(others)[:rank])
+    struct.pack_into(f"<{rank}Q", data, at + 4, *(*rng.choice(others), 1, 1)[:rank])
     return bytes(data)
 
 

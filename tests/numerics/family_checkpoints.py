@@ -311,13 +311,16 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "Qwen2VLForConditionalGeneration": Family(
-        {"three axes": THREE_AXES, "tied": THREE_AXES | {"tie_word_embeddings": True} | SMALL}
+        {"three axes": THREE_AXES, "other heads": THREE_AXES | {"num_key_value_heads": 1}}
     ),
     "Qwen2_5_VLForConditionalGeneration": Family(
         {"three axes": THREE_AXES, "other heads": THREE_AXES | {"num_key_value_heads": 1}}
     ),
     "Qwen3VLForConditionalGeneration": Family(
-        {"three axes": THREE_AXES, "biases": THREE_AXES | {"attention_bias": True}}
+        {
+            "three axes": THREE_AXES,
+            "biases": THREE_AXES | {"attention_bias": True, "num_hidden_layers": 3},
+        }
     ),
     "Qwen3ForCausalLM": Family(
         {

@@ -48,9 +48,9 @@ class GgufFamily:
     """One architecture of GGUF files.
 
     Attributes:
-        model: of transformers.
-        shape: of its config, beyond `SHAPE`.
-        fields: what its converter writes of the config, beyond `common_fields`.
+        model: name of a class of transformers.
+        shape: fields of its config beyond `SHAPE`.
+        fields: returns the metadata that its converter adds to `common_fields`.
     """
 
     model: str

@@ -167,7 +167,7 @@ def test_with_keys_every_port_of_every_program_asks_for_one(
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             operator = {"metadata": bearer(OPERATOR), "timeout": 5, "wait_for_ready": True}
             await stub.GetPolicy(admin_pb2.GetPolicyRequest(), **operator)
-            with pytest.raises(ConfigError, match=r"refused this node: authorization: is no API"):
+            with pytest.raises(ConfigError, match=r"refused this node: authorization: the API key"):
                 await run_node(listen, "", Access(), "a wrong key")
             with pytest.raises(ConfigError, match=r"alice must have the role join for this"):
                 await run_node(listen, "", Access(), CLIENT)

@@ -40,7 +40,7 @@ COMMON_NAMES: Names = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-# Parts whose rows are those of others, one below the other, where a row has no name for them.
+# Tensors that hold the rows of several parts; cut apart where an architecture has no name for them.
 FUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
@@ -53,24 +53,24 @@ COMMON_OUTER: Mapping[str, str] = {
 
 
 class Change(enum.Enum):
-    """What is done to a file's tensor to get the checkpoint's (`models/loading/gguf_changes.py`).
+    """Undo one change that the converter made to a tensor (`models/loading/gguf_changes.py`).
 
-    The first group puts rows into another order and leaves every value as it is.
+    The first five reorder rows and change no value.
     """
 
-    QUERY_HALVES = "the rows of a query head: neighbours become halves"
-    KEY_HALVES = "the rows of a key head: neighbours become halves"
-    VALUE_HEADS = "value heads by key head, which the file has by their number within one"
-    VALUE_CHANNELS = "the same, behind the queries' and keys' rows"
-    BY_KEY_HEAD = "queries, keys, values and gates by key head"
+    QUERY_HALVES = "split each query head's rows into halves; the file has them in pairs"
+    KEY_HALVES = "split each key head's rows into halves; the file has them in pairs"
+    VALUE_HEADS = "put the value heads of one key head together; the file deals them out"
+    VALUE_CHANNELS = "reorder as VALUE_HEADS does, but leave the rows of queries and keys"
+    BY_KEY_HEAD = "give each key head its queries, keys, values and gates"
 
-    LESS_ONE = "a norm's weight, which the file has plus 1"
-    LOG_OF_DECAY = "the logarithm of what the file has negated"
-    VALUE_COLUMNS = "VALUE_HEADS, of columns"
-    CHANNELS = "a convolution's channels get a dimension for their one input"
-    FLAT = "one dimension"
-    ONE_ROW = "one row"
-    LATENTS = "keys' matrix, which the file has transposed, and values', by head"
+    LESS_ONE = "subtract the 1 that the file adds to a norm's weight"
+    LOG_OF_DECAY = "take the logarithm of the negated value"
+    VALUE_COLUMNS = "reorder columns as VALUE_HEADS reorders rows"
+    CHANNELS = "add the dimension of a convolution's only input"
+    FLAT = "drop all dimensions but one"
+    ONE_ROW = "add the dimension of a matrix's only row"
+    LATENTS = "transpose the keys' matrices and join them with the values', head by head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Keys:
         """Return a number; of a list with one for each layer, the largest.
 
         Raises:
-            ModelLoadError: it is missing, of another type, or too small.
+            ModelLoadError: the number is missing, of another type, or too small.
         """
         value = self.get(name, default)
         if isinstance(value, list) and value and all(_is_integer(one) for one in value):
@@ -205,16 +205,16 @@ class Architecture:
     """One architecture of GGUF files.
 
     Attributes:
-        model: the class that computes it, see `models/registry.py`.
-        fields: of config.json, beyond those that all have.
-        heads: the fields about the size of heads and how much of them turns.
-        prefix: of a layer's names.
-        outer: names of tensors that belong to no layer, where they are not `COMMON_OUTER`'s.
-        names: of a layer's parts, where they are not `COMMON_NAMES`'s. A part is named as in the
-            file, with `.weight` or `.bias` where that counts: then the name here has it, too.
-        joins: names in a layer, and the parts that make each, one below the other.
-        changes: a part, or a name of ``joins`` -> what is done to it, in this order.
-        variant: returns the row of a file that another model computes; None: this row.
+        model: name in `models/registry.py`.
+        fields: reads the fields of config.json that not all architectures have.
+        heads: reads the fields about the size of heads and how much of them turns.
+        prefix: start of a layer's names in a checkpoint.
+        outer: names of tensors outside layers that differ from `COMMON_OUTER`.
+        names: names of a layer's tensors that differ from `COMMON_NAMES`. A key with `.weight` or
+            `.bias` stands for that tensor alone, and its name is then complete.
+        joins: names in a layer, each with the file's tensors whose rows it joins.
+        changes: changes by tensor of the file, or by name of ``joins``, in the order of applying.
+        variant: returns another row where a file needs one; None: this row serves all files.
     """
 
     model: str

@@ -36,8 +36,8 @@ def layer_types(keys: Keys, interval: int) -> list[str]:
     """Read which layers have a window.
 
     Args:
-        keys: of the file.
-        interval: where the file does not say, one layer of so many has full attention.
+        keys: the file's metadata.
+        interval: one layer of so many has full attention where the file does not say.
 
     Raises:
         ModelLoadError: the pattern is neither a number nor a truth value for each layer.

@@ -37,8 +37,8 @@ def qwen_experts(keys: Keys, *, normalized: bool) -> Mapping[str, Any]:
     """Read experts as Qwen's models have them.
 
     Args:
-        keys: of the file.
-        normalized: whether weights sum to 1, where the file does not say.
+        keys: the file's metadata.
+        normalized: whether weights sum to 1 where the file does not say.
     """
     with_experts = keys.layers_with(*_EXPERTS)
     dense = sorted(set(keys.layers_with("ffn_up.weight")) - set(with_experts))

@@ -38,9 +38,9 @@ def _kinds(keys: Keys, recurrent: str, names: tuple[str, str]) -> list[str]:
     """Name each layer's kind.
 
     Args:
-        keys: of the file.
-        recurrent: a tensor of layers that carry a state.
-        names: of those, and of all others.
+        keys: the file's metadata.
+        recurrent: a tensor that only layers with a state have.
+        names: kind of layers with a state, kind of all others.
     """
     with_state = set(keys.layers_with(recurrent))
     return [names[layer not in with_state] for layer in range(keys.num_layers())]

@@ -18,6 +18,7 @@ def sim_node(options: SimNodeOptions) -> None:
         # Imported here: who asks for help does not wait for it.
         from sim_node.cluster import SimCluster
         from sim_node.faults import FaultSpec
+        from sim_node.scripted_outputs import read_script
         from sim_node.simulate import simulate
 
         split_address("router", options.router)
@@ -32,6 +33,7 @@ def sim_node(options: SimNodeOptions) -> None:
             join_timeout_s=options.join_timeout_s,
             node_token=options.node_token,
             tls=options.tls,
+            outputs=read_script(options.script, options.model) if options.script else None,
         )
         await simulate(cluster)
 

@@ -229,7 +229,7 @@ async def open_chat(
     """The checked calls of a chat's outputs, and what words them.
 
     Args:
-        grammars: of the texts of tools that have such.
+        grammars: see `conversation.Grammars`.
 
     Raises InvalidRequestError and what tokenizing raises.
     """
@@ -278,6 +278,7 @@ async def open_chat(
         is_constrained=is_constrained and not is_free,
         is_either=held is not None and held.is_either,
         thinks=thinking is not None,
+        several=body.parallel_tool_calls is not False,
     )
     return calls, ChatDialect([make() for _ in calls], texts)
 

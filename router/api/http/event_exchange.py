@@ -105,7 +105,7 @@ async def answer_in_events(
     """Answer a chat; raises what `web.middleware` turns into a response.
 
     Args:
-        grammars: of the texts of tools, as `open_chat` takes them.
+        grammars: see `conversation.Grammars`.
     """
     with as_fields(names):
         (call,), dialect = await open_chat(request, intake, body, received_at, grammars)

@@ -107,14 +107,14 @@ class ArgumentRules:
     """Writes the rules of one function's arguments.
 
     Args:
-        schema: of the parameters.
+        schema: JSON Schema of the parameters.
         prefix: begins the names of the rules; no other function's may begin so.
         form: how values are written.
         json_rule: writes a schema as a rule does.
 
     Attributes:
-        rules: what was written so far, of which arguments speak.
-        names: of the arguments that the schema lists.
+        rules: text of the rules that the arguments use.
+        names: every argument that the schema lists.
 
     Raises:
         InexpressibleError: the schema says more than a grammar can here.

@@ -17,7 +17,7 @@ from router.intake.answers.free_text import text_or_calls
 from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.intake.parsers.base import OutputParser, ParserContext, new_call_id
 from router.intake.parsers.families import CALLS, THOUGHTS, Family, Thoughts, family_of
-from router.intake.parsers.plain import CallsOrText, OneCall, PlainText
+from router.intake.parsers.plain import CallsOrText, FirstCall, OneCall, PlainText
 from router.intake.parsers.think import ThinkFirst
 
 Row = TypeVar("Row", Family, Thoughts)
@@ -172,6 +172,7 @@ class OutputParsers:
         is_constrained: bool = False,
         is_either: bool = False,
         thinks: bool = False,
+        several: bool = True,
     ) -> OutputParser:
         """Make a new parser, for one output.
 
@@ -179,9 +180,16 @@ class OutputParsers:
             is_forced: a grammar holds the answer to one call in the common form.
             is_constrained: a grammar holds the answer to something, but for a free text.
             is_either: the grammar is that of `answer_or_calls`.
+            several: False: the output may have one call, and a client sees no other.
             thinks: a thought may precede the grammar.
         """
         reasoning = self._reasoning if thinks or not (is_forced or is_constrained) else None
+        parser = self._make(context, reasoning, is_forced, is_either)
+        return parser if several else FirstCall(parser)
+
+    def _make(
+        self, context: ParserContext, reasoning: Thoughts | None, is_forced: bool, is_either: bool
+    ) -> OutputParser:
         if is_forced:
             call = OneCall(new_call_id if self._calls is None else self._calls.make_ids(context))
             return call if reasoning is None else ThinkFirst(reasoning(context), call)

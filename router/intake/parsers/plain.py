@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.intake.parsers.base import MakeId, OutputParser, Part, new_call_id
+from router.intake.parsers.base import (
+    CallArguments,
+    CallBegins,
+    MakeId,
+    OutputParser,
+    Part,
+    new_call_id,
+)
 from router.intake.parsers.json_call import call_steps
 from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_text
 
@@ -65,3 +72,25 @@ class CallsOrText:
             self._chosen = PlainText()
             yield from self._chosen.push(self._held)
         yield from self._chosen.finish()
+
+
+class FirstCall:
+    """Drops the calls behind the first one, for requests that may have one call.
+
+    Args:
+        parts: divides the output.
+    """
+
+    def __init__(self, parts: OutputParser) -> None:
+        self._parts = parts
+        self._num_begun = 0
+
+    def push(self, text: str) -> Iterator[Part]:
+        return filter(self._is_kept, self._parts.push(text))
+
+    def finish(self) -> Iterator[Part]:
+        return filter(self._is_kept, self._parts.finish())
+
+    def _is_kept(self, part: Part) -> bool:
+        self._num_begun += isinstance(part, CallBegins)
+        return self._num_begun <= 1 or not isinstance(part, CallBegins | CallArguments)

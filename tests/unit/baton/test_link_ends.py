@@ -23,7 +23,7 @@ from baton.link.words import (
     StepDeltas,
 )
 from baton.v1 import node_pb2
-from tests.fakes.nodes import make_registration
+from tests.fakes.nodes import PREFILL_RECEIPT, make_registration
 
 COMMAND = DecodeCommand(
     request_id="a",
@@ -35,8 +35,8 @@ COMMAND = DecodeCommand(
 )
 
 
-def joined() -> NodeEnd:
-    end = NodeEnd(make_registration("d", NodeRole.DECODE))
+def joined(role: NodeRole = NodeRole.DECODE) -> NodeEnd:
+    end = NodeEnd(make_registration("d", role))
     end.take_first(registered("", "r1"))
     return end
 
@@ -74,7 +74,7 @@ def test_requests_have_the_routers_names_between_the_ends_and_both_names_behind_
     assert command.request_id == "a~r1"
     assert end.take(sent(CancelCommand("a", 7))) == CancelCommand("a~r1", 7)
     delta = RequestDelta("a~r1", 0, (5, 6), FinishReason.STOP, epoch=7)
-    (message,) = end.say((delta,))
+    (message,) = end.say((delta,), now=0.0)
     event, problem = read_event(message)
     assert problem == ""
     assert isinstance(event, StepDeltas)
@@ -92,12 +92,21 @@ def test_a_command_that_makes_no_sense_is_answered_with_its_requests_error() -> 
     assert answer.error.code == "INVALID_ARGUMENT"
 
 
+def test_a_prefill_node_says_how_long_it_had_token_1() -> None:
+    delta = RequestDelta("a~r1", 0, (5,), epoch=7, prefill=PREFILL_RECEIPT, sampled_at=10.0)
+    (message,) = joined(NodeRole.PREFILL).say((delta,), now=10.25)
+    event, _ = read_event(message)
+    assert isinstance(event, StepDeltas)
+    assert event.deltas[0].prefill == dataclasses.replace(PREFILL_RECEIPT, send_s=0.25)
+    assert event.deltas[0].sampled_at == 0.0  # a moment by another machine's clock says nothing
+
+
 def test_what_cannot_be_sent_ends_its_request_and_nothing_else() -> None:
     told = write_command(dataclasses.replace(COMMAND, prompt_token_ids=[-1]), "d")
     assert isinstance(told, RequestDelta)
     assert (told.request_id, told.epoch) == ("a", 7)
     assert write_command(CancelCommand("a", 2**40), "d") is None
-    assert joined().say((RequestDelta("a~r1", 0, (-1,), epoch=7),)) == []
+    assert joined().say((RequestDelta("a~r1", 0, (-1,), epoch=7),), now=0.0) == []
 
 
 def test_a_router_is_silent_after_so_many_beats_and_any_word_counts() -> None:

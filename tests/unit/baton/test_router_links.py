@@ -347,9 +347,9 @@ async def test_messages_of_many_logprobs_are_made_beside_the_loop(
     link = RouterLink("x:1", registration, lambda _: None, on_joined=ignore, join_timeout_s=1)
     threads, real = list[int](), NodeEnd.say
 
-    def say(end: NodeEnd, event: NodeEvent) -> list[node_pb2.NodeMessage]:
+    def say(end: NodeEnd, event: NodeEvent, now: float) -> list[node_pb2.NodeMessage]:
         threads.append(threading.get_ident())
-        return real(end, event)
+        return real(end, event, now)
 
     monkeypatch.setattr(NodeEnd, "say", say)
     few, many = (

@@ -14,7 +14,7 @@ from baton.engine_config import EngineConfig
 from baton.link.words import NodeRegistration, NodeRole
 from baton_kernels import FP8
 from engine import LLM
-from node_runtime.node_engine import load_engine
+from node_runtime.node_engine import FirstSteps, load_engine
 from router.fleet.pairing import incompatibility
 from tests.fakes.kv_memories import memory_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
@@ -126,7 +126,7 @@ def test_stages_know_the_scales_of_each_others_layers(
 def registered(folder: Path, kv_cache_dtype: str, role: NodeRole) -> NodeRegistration:
     config = EngineConfig(kv_cache_dtype=kv_cache_dtype, num_blocks=8, num_threads=1)
     loaded = load_engine(str(folder), config, node_name=role.value, kv_connector="in_memory")
-    return loaded.registration(role.value, role, "", b"")
+    return loaded.registration(role.value, role, "", b"", FirstSteps())
 
 
 def test_nodes_with_other_caches_are_not_paired(folder: Path) -> None:

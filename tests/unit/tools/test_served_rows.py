@@ -331,13 +331,14 @@ def test_medians_are_of_rounds_and_errors_of_all(module: Callable[[str], Any]) -
 # ---------------------------------------------------------------- rows and servers
 
 
-def test_rows_of_long_prompts_need_a_long_context(module: Callable[[str], Any]) -> None:
+def test_a_row_needs_a_context_and_a_chat_template(module: Callable[[str], Any]) -> None:
     rows, bench = module("served_rows"), module("served_bench")
-    model = bench.Model("m", Path("m.gguf"), Path(), "auto", 8192)
-    assert all(model.takes(load) for load in rows.LOADS.values())
-    small = replace(model, max_model_len=2048)
-    assert not small.takes(rows.LOADS["1@2048"])
-    assert small.takes(rows.LOADS["chat"])
+    model = bench.Model("m", Path("m.gguf"), Path(), "auto", 8192, True)
+    assert not any(model.lacks(load) for load in rows.LOADS.values())
+    small = replace(model, max_model_len=2048, has_chat=False)
+    assert small.lacks(rows.LOADS["1@2048"]) == "the context has 2048 tokens"
+    assert small.lacks(rows.LOADS["chat"]) == "the model has no chat template"
+    assert small.lacks(rows.LOADS["1@512"]) == ""
 
 
 def test_rows_and_servers_are_known(module: Callable[[str], Any]) -> None:

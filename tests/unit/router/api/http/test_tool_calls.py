@@ -297,3 +297,24 @@ async def test_tools_and_blocks_of_anthropics_own_are_passed_over(scene: HttpSce
     scene.say(command, 0, "x", last=FinishReason.STOP)
     response = await reply
     assert response.headers["X-Baton-Ignored-Fields"] == "tools.web_search_20250305"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("several", "num_calls"), [(None, 2), (True, 2), (False, 1)])
+def test_a_request_may_allow_one_call_only(
+    stream: bool, several: bool | None, num_calls: int
+) -> None:
+    """A second call was given to clients that run one at a time."""
+    path = "/v1/chat/completions"
+    given = {name: WITH_FORMAT[path][name] for name in ("messages", "tools")}
+
+    @on_http(max_model_len=1000)
+    async def run(scene: HttpScene) -> None:
+        reply = scene.post(path, **given, parallel_tool_calls=several, stream=stream)
+        command = await scene.command()
+        scene.say(command, 0, f"I look.\n{CALL}\n{CALL}", last=FinishReason.STOP)
+        text = await (await reply).text()
+        assert text.count('"name":"look"') == num_calls
+        assert text.count('"finish_reason":"tool_calls"') == 1
+
+    run()

@@ -1,0 +1,126 @@
+"""ScriptedOutputs: a simulated model that says what a file tells it to say.
+
+    otherwise = "I have nothing to say."        # to a prompt that no rule matches
+
+    [[rule]]
+    after = "Write the file."                   # a text of the prompt
+    with = '"name": "write"'                    # the prompt must have this text, too
+    say = '<tool_call>\\n{"name": "write", "arguments": {"path": "a.txt"}}\\n</tool_call>'
+
+The rule whose `after` comes last in a prompt answers the prompt; the first rule wins a tie. So a
+result of a tool, or a user's next message, leads to the next answer. `say` is the model's own
+writing: calls stand there in the form of its family, which the router's parsers read.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from baton.api.bounded_files import parse_toml, read_text
+from baton.api.errors import ConfigError
+from baton.checkpoint.model_folder import find_model_folder
+from baton.text.tokenizer import Tokenizer
+from models.config import ModelConfig
+from sim_node.sim_model import TokenAt
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"needed": "with"}):
+    """One answer.
+
+    Attributes:
+        after: text of the prompts that the rule answers.
+        say: the answer.
+        needed: another text that such a prompt must have; empty: none.
+    """
+
+    after: str
+    say: str
+    needed: str = ""
+
+
+class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a simulated model says.
+
+    Attributes:
+        rule: answers; at least one.
+        otherwise: answer to a prompt that no rule matches.
+    """
+
+    rule: tuple[Rule, ...]
+    otherwise: str = "I have nothing to say."
+
+    def answer(self, prompt: str) -> str:
+        """Return the answer to a prompt."""
+        places = [prompt.rfind(rule.after) if rule.needed in prompt else -1 for rule in self.rule]
+        latest = max(places)
+        return self.otherwise if latest < 0 else self.rule[places.index(latest)].say
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedOutputs:
+    """Outputs of a script, each with an end-of-sequence token behind it.
+
+    Attributes:
+        script: rules and answers.
+        tokenizer: makes texts of prompts and tokens of answers.
+        eos_token_ids: end-of-sequence tokens of the model; at least one.
+    """
+
+    script: Script
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+
+    def output_of(self, prompt_token_ids: Sequence[int]) -> TokenAt:
+        answer = self.script.answer(self.tokenizer.decode(prompt_token_ids))
+        tokens = array("I", self.tokenizer.encode(answer, add_special_tokens=False))
+        end = min(self.eos_token_ids)
+        return lambda index: tokens[index] if index < len(tokens) else end
+
+
+def read_script(path: str, model: str) -> ScriptedOutputs:
+    """Read a script for a model.
+
+    Args:
+        path: TOML file.
+        model: folder, GGUF file, or hub id; its weights are not read.
+
+    Raises:
+        ConfigError: the file is no script, or the model cannot end an output.
+        ModelLoadError: the model's configuration or tokenizer cannot be read.
+    """
+    try:
+        text = read_text(Path(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"script: cannot read {path} ({error})") from None
+    try:
+        script = parse_script(text)
+    except ConfigError as error:
+        raise ConfigError(f"script: {path}: {error}") from None
+    return scripted_outputs(script, find_model_folder(model, weights=False))
+
+
+def parse_script(text: str) -> Script:
+    """Parse a script; raises ConfigError."""
+    try:
+        script = msgspec.convert(parse_toml(text), Script)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    if not script.rule:
+        raise ConfigError("rule: must have at least 1 entry, got 0")
+    for number, rule in enumerate(script.rule, 1):
+        if not rule.after:
+            raise ConfigError(f"rule {number}: after: must not be empty")
+    return script
+
+
+def scripted_outputs(script: Script, folder: Path) -> ScriptedOutputs:
+    """Return a script's outputs in the tokens of a model; raises ConfigError, ModelLoadError."""
+    eos_token_ids = ModelConfig.from_folder(folder).eos_token_ids
+    if not eos_token_ids:
+        raise ConfigError(f"script: {folder} names no eos_token_id, so no answer could end")
+    return ScriptedOutputs(script, Tokenizer(folder), eos_token_ids)
