@@ -16,6 +16,7 @@ from baton.api.errors import BatonError
 from baton.api.outputs import Completion, FinishReason, Receipt, TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
+from baton.api.thinking import Thinking
 from baton.version import __version__
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutput",
     "TextDelta",
+    "Thinking",
     "__version__",
 ]
 

@@ -145,12 +145,14 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
+        self._grammars.follow_thought(request)
         self._scheduler.add(request)
         if request.awaits_grammar:
             self._grammars.submit(request)
 
     def park(self, request: Request) -> None:
         """Take a request whose prompt KV a remote node will write."""
+        self._grammars.follow_thought(request)
         idle, speculation = not self._scheduler.num_running, self._speculation
         draft_for = idle or speculation is None or speculation.num_to_read() > 0
         self._scheduler.park(request, draft_for=draft_for)
@@ -210,12 +212,13 @@ class Engine:
         return "" if choice is None else str(choice)
 
     def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
-        """The grammar of a request to come, if it has one; waits for it.
+        """Make the grammar of a request to come, or follow its thought; waits for the grammar.
 
-        Raises InvalidRequestError.
+        Returns None for a request that has neither. Raises InvalidRequestError.
         """
-        has_grammar = params.structured_output is not None
-        return self._grammars.compile_now(params) if has_grammar else None
+        if params.structured_output is None and params.thinking is None:
+            return None
+        return self._grammars.compile_now(params)
 
     def prepare_grammars(self) -> None:
         """Load and start what the first request with a grammar needs; takes up to seconds.

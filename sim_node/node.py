@@ -283,7 +283,11 @@ class Simulation:
             self.node.submit(PeerUpdate(peer, self._network[peer].peer_info.encode()))
         # What nobody here could obey: there are no logits.
         params = replace(
-            command.sampling_params, structured_output=None, logprobs=None, prompt_logprobs=None
+            command.sampling_params,
+            structured_output=None,
+            thinking=None,
+            logprobs=None,
+            prompt_logprobs=None,
         )
         self.node.submit(replace(command, sampling_params=params))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from baton.api.errors import InvalidRequestError, PromptTooLongError
 from baton.api.sampling_params import MAX_SEED, SamplingParams
+from baton.api.thinking import Thinking
 
 MAX_PRIORITY = 2**31 - 1
 # Numbers that one answer may hold of its prompt: some 2 MiB on the wire, where a message ends at 8.
@@ -51,10 +52,29 @@ def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     check_token_ids("banned_token_ids", params.banned_token_ids, vocab_size)
     check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)
+    if params.thinking is not None:
+        _check_marks(params, params.thinking, vocab_size)
     if len(set(params.banned_token_ids)) == vocab_size:
         raise InvalidRequestError(
             "banned_token_ids", f"must leave at least 1 token, got all {vocab_size}"
         )
+
+
+def _check_marks(params: SamplingParams, thinking: Thinking, vocab_size: int) -> None:
+    """Raise InvalidRequestError unless a thought can end with the marks that are given."""
+    if not thinking.close_token_ids or not (thinking.is_open or thinking.open_marks):
+        raise InvalidRequestError(
+            "thinking", "must have a closing mark, and an opening mark unless the thought is open"
+        )
+    marks = {*thinking.close_token_ids, *thinking.behind_token_ids}
+    check_token_ids("thinking.close_token_ids", sorted(marks), vocab_size)
+    for mark in (*thinking.open_marks, thinking.gap_token_ids):
+        check_token_ids("thinking.open_marks", mark, vocab_size)
+    allowed = params.allowed_token_ids
+    if not marks.isdisjoint(params.banned_token_ids):
+        raise InvalidRequestError("banned_token_ids", "must not have the mark that ends a thought")
+    if allowed is not None and not marks <= set(allowed):
+        raise InvalidRequestError("allowed_token_ids", "must have the mark that ends a thought")
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

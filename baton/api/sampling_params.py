@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
+from baton.api.thinking import Thinking
 
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -63,6 +64,8 @@ class SamplingParams:
             it ends by itself, before ``min_tokens`` if need be. Where the bans leave no token that
             fits, the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut
             it short.
+        thinking: the thought that precedes the answer, and how many tokens it may have. A
+            ``structured_output`` then holds behind the thought.
         prompt_logprobs: as ``logprobs``, for each prompt token given those before; first is None.
             They come with the first output token; the prompt is computed without the prefix cache.
     """
@@ -86,6 +89,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     structured_output: StructuredOutput | None = None
+    thinking: Thinking | None = None
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,6 +112,9 @@ class SamplingParams:
         if not isinstance(self.structured_output, StructuredOutput | None):
             got = type(self.structured_output).__name__
             raise InvalidRequestError("structured_output", f"must be a StructuredOutput, got {got}")
+        if not isinstance(self.thinking, Thinking | None):
+            got = type(self.thinking).__name__
+            raise InvalidRequestError("thinking", f"must be a Thinking, got {got}")
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._keep("logit_bias", _biases(self.logit_bias))
@@ -124,7 +131,10 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the choice of a token depends on more than the model's logits."""
+        """Return whether each token's choice depends on more than the model's logits.
+
+        A grammar, or the end of a thought, does so in some steps: see `StepPlan.constrained`.
+        """
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty
@@ -133,7 +143,6 @@ class SamplingParams:
             or self.banned_token_ids
             or self.allowed_token_ids is not None
             or self.min_tokens
-            or self.structured_output is not None
         )
 
     def _keep(self, field: str, value: object) -> None:

@@ -218,6 +218,18 @@ class Tokenizer:
         token_id: int | None = self._tokenizer.token_to_id(name)
         return token_id if token_id in self.special_token_ids else None
 
+    def mark_token_id(self, text: str) -> int | None:
+        """Return the id of an added token that grammars name by its id; None: the text is text.
+
+        The grammar library takes added tokens such as ``<tool_call>`` for special ones, even where
+        the tokenizer says that they are none: no text of a grammar is ever matched by them.
+        """
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        if token_id not in self._added_token_ids:
+            return None
+        is_tag = text[:1] == "<" and text[-1:] == ">"
+        return token_id if is_tag or token_id in self.special_token_ids else None
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for; not always whole characters."""
         piece = self._tokenizer.id_to_token(token_id)

@@ -28,7 +28,7 @@ NODE_ROLE_PREFILL: NodeRole
 NODE_ROLE_DECODE: NodeRole
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "stop", "logprobs", "prompt_logprobs", "structured_output")
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "stop", "logprobs", "prompt_logprobs", "structured_output", "thinking")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class SamplingParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_k: int
@@ -74,7 +75,28 @@ class SamplingParams(_message.Message):
     logprobs: int
     prompt_logprobs: int
     structured_output: StructuredOutput
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ...) -> None: ...
+    thinking: Thinking
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ...) -> None: ...
+
+class Thinking(_message.Message):
+    __slots__ = ("budget_tokens", "close_token_ids", "open_marks", "must_open", "may_reopen", "behind_token_ids", "gap_token_ids", "is_open")
+    BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_MARKS_FIELD_NUMBER: _ClassVar[int]
+    MUST_OPEN_FIELD_NUMBER: _ClassVar[int]
+    MAY_REOPEN_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    GAP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    budget_tokens: int
+    close_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    open_marks: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    must_open: bool
+    may_reopen: bool
+    behind_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    gap_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    is_open: bool
+    def __init__(self, budget_tokens: _Optional[int] = ..., close_token_ids: _Optional[_Iterable[int]] = ..., open_marks: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., must_open: bool = ..., may_reopen: bool = ..., behind_token_ids: _Optional[_Iterable[int]] = ..., gap_token_ids: _Optional[_Iterable[int]] = ..., is_open: bool = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "regex", "grammar", "choice", "json_object")

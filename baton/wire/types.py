@@ -20,6 +20,7 @@ from baton.api.outputs import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
+from baton.api.thinking import Thinking
 from baton.v1 import types_pb2
 
 _FINISH_TO_PROTO = {
@@ -89,6 +90,7 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
         if params.structured_output is not None
         else None,
         prompt_logprobs=params.prompt_logprobs,
+        thinking=_thinking_to_proto(params.thinking) if params.thinking is not None else None,
     )
 
 
@@ -107,6 +109,34 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
         structured_output=_structured_output_from_proto(message.structured_output)
         if message.HasField("structured_output")
         else None,
+        thinking=_thinking_from_proto(message.thinking) if message.HasField("thinking") else None,
+    )
+
+
+def _thinking_to_proto(value: Thinking) -> types_pb2.Thinking:
+    return types_pb2.Thinking(
+        budget_tokens=value.budget_tokens,
+        close_token_ids=value.close_token_ids,
+        open_marks=[types_pb2.TokenIds(ids=mark) for mark in value.open_marks],
+        is_open=value.is_open,
+        must_open=value.must_open,
+        may_reopen=value.may_reopen,
+        behind_token_ids=value.behind_token_ids,
+        gap_token_ids=value.gap_token_ids,
+    )
+
+
+def _thinking_from_proto(message: types_pb2.Thinking) -> Thinking:
+    """Read a thought's limits and marks; raises InvalidRequestError."""
+    return Thinking(
+        budget_tokens=message.budget_tokens if message.HasField("budget_tokens") else None,
+        close_token_ids=tuple(message.close_token_ids),
+        open_marks=tuple(tuple(mark.ids) for mark in message.open_marks),
+        is_open=message.is_open,
+        must_open=message.must_open,
+        may_reopen=message.may_reopen,
+        behind_token_ids=tuple(message.behind_token_ids),
+        gap_token_ids=tuple(message.gap_token_ids),
     )
 
 

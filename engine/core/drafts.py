@@ -129,7 +129,8 @@ class Drafts:
         request, num_known, ended = item.request, item.request.num_tokens, None
         for token_id in token_ids:
             ended = request.append(token_id)
-            if ended is not None:
+            # Another token in its place, a thought's closing mark, has no KV and nothing behind it.
+            if ended is not None or request.token_ids[-1] != token_id:
                 break
         if ended is RequestStatus.FINISHED_ABORTED:
             del request.token_ids[num_known:]

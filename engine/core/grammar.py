@@ -1,5 +1,7 @@
 """Grammar: which tokens a request's output may go on with. Its state follows from the output alone.
 
+A grammar may begin behind a thought, whose tokens are free up to its closing mark.
+
 Knows no request, no queue and no tensor; `engine/sampling/grammar_compiler.py` makes the states.
 """
 
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 from baton.api.sampling_params import SamplingParams
 from baton.text.grammars import one_line
+from baton.text.thoughts.state import NO_LIMIT, Phase, ThoughtState
 
 _STUCK = "structured_output: no token is left that the grammar, the bans and the limits allow"
 
@@ -27,32 +30,71 @@ _MAX_EXTRA_S = 0.2
 
 
 class GrammarState:
-    """Where one request's output is in its grammar.
+    """Where one request's output is in its thought and its grammar.
 
     One thread at a time may use a state: the engine's thread, or a thread that computes its mask.
 
     Args:
-        matcher: at the beginning; this one's own.
-        params: whose bans hold as well.
+        matcher: at the beginning; this one's own. None: there is a thought alone.
+        params: whose bans hold as well, and whose thought precedes the grammar.
         vocab_size: of the logits; tokens that the tokenizer does not have are never allowed.
+        end_token_ids: end an output. One that the model draws in a thought before a grammar becomes
+            the thought's closing mark.
 
     Attributes:
         problem: why no token can follow; empty while one can.
         num_accepted: tokens of the output that the grammar has accepted.
         has_mask: whether the mask of the next token is computed, so that a token can be sampled.
         mask_s: processor time that the latest mask took; 0 before the first.
+        thought: where the output is in its thought; None: the grammar begins at once.
     """
 
-    def __init__(self, matcher: LLMatcher, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher | None,
+        params: SamplingParams,
+        vocab_size: int,
+        end_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.problem = ""
         self.num_accepted = 0
         self.has_mask = False
         self.mask_s = 0.0
+        self.thought: ThoughtState | None = None
+        if params.thinking is not None:
+            self.thought = ThoughtState(params.thinking, guides_answer=matcher is not None)
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
-        self._masks: list[NDArray[np.uint8]] = []  # for the next token, then behind each draft
+        self._end_token_ids = end_token_ids.difference(params.stop_token_ids)
+        # For the next token, then behind each draft. None: tokens are free there.
+        self._masks: list[NDArray[np.uint8] | None] = []
         self._spent_s = 0.0
         self._num_masks = 0
+
+    @property
+    def num_free(self) -> int:
+        """Return how many of the next tokens need no mask, whatever they are."""
+        if self.problem or self.thought is None:
+            return NO_LIMIT if self._matcher is None and not self.problem else 0
+        return self.thought.num_free
+
+    def needs_masks(self, num_pending: int, num_drafts: int) -> bool:
+        """Return whether a step needs masks for the tokens that it samples.
+
+        Args:
+            num_pending: tokens that a step in flight samples before.
+            num_drafts: at most the number that `look_ahead` returned.
+        """
+        if num_drafts:
+            return any(mask is not None for mask in self._masks[: 1 + num_drafts])
+        return self.num_free <= num_pending
+
+    def corrected(self, token_id: int) -> int:
+        """Return a sampled token, or the closing mark instead of an end within a thought."""
+        if token_id in self._end_token_ids and self._must_go_on:
+            assert self.thought is not None
+            return self.thought.closing_token_id
+        return token_id
 
     def compute_mask(self) -> None:
         """Compute which tokens may come next, unless already done; releases the GIL."""
@@ -73,20 +115,27 @@ class GrammarState:
         """
         self.compute_mask()
         del self._masks[1:]
-        began_at = time.thread_time()
-        num_possible = 0 if self.problem else self._matcher.validate_tokens(list(draft_token_ids))
-        num_ahead = 0
-        for token_id in draft_token_ids[:num_possible]:
+        thought, began_at = self.thought, time.thread_time()
+        if thought is not None:
+            self.thought = thought.copy()
+        num_ahead = num_consumed = 0
+        for token_id in draft_token_ids:
             if self.problem or time.thread_time() - began_at >= limit_s:
                 break
-            num_taken = self._matcher.try_consume_tokens([token_id])
-            assert num_taken == 1, "a draft is not possible"
+            if self.corrected(token_id) != token_id or not self._may_come(token_id):
+                break
+            if self._is_of_answer(token_id) and self._matcher is not None:
+                if not self._matcher.try_consume_tokens([token_id]):
+                    break
+                num_consumed += 1
             num_ahead += 1
             self._masks.append(self._next_bits())
-        if num_ahead:
-            self._matcher.rollback(num_ahead)
-            if self.problem == _STUCK:  # stuck behind a draft, which may never be sampled
-                self.problem = ""
+        self.thought = thought
+        if num_consumed:
+            assert self._matcher is not None
+            self._matcher.rollback(num_consumed)
+        if num_ahead and self.problem == _STUCK:  # stuck behind a draft, which may never be sampled
+            self.problem = ""
         return num_ahead
 
     def allowed_bits(self, num_drafts: int = 0) -> list[NDArray[np.uint8]]:
@@ -99,43 +148,83 @@ class GrammarState:
             num_drafts: at most the number that `look_ahead` returned.
         """
         self.compute_mask()
-        return self._masks[: 1 + num_drafts]
+        masks = self._masks[: 1 + num_drafts]
+        return [self._permitted if mask is None else mask for mask in masks]
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token of the output; return False if the grammar forbids the token."""
         if self.problem:
             return False
-        began_at = time.thread_time()
-        if not self._matcher.consume_token(token_id):
-            self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
-        self._spent_s += time.thread_time() - began_at
+        if not self._may_come(token_id):
+            self.problem = f"structured_output: token {token_id} is no part of the thought's form"
+        elif self._is_of_answer(token_id) and self._matcher is not None:
+            began_at = time.thread_time()
+            if not self._matcher.consume_token(token_id):
+                self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
+            self._spent_s += time.thread_time() - began_at
         self.has_mask = False
         self.num_accepted += 1
+        if self.num_free:
+            self.compute_mask()  # there is none to compute
         return not self.problem
 
     @property
     def is_terminated(self) -> bool:
         """Return whether the output is complete and no token can follow."""
-        return not self.problem and self._matcher.is_stopped()
+        if self.problem or self._matcher is None:
+            return False
+        is_over = self.thought is None or self.thought.phase is Phase.OVER
+        return is_over and self._matcher.is_stopped()
 
-    def _next_bits(self) -> NDArray[np.uint8]:
-        bits = np.zeros_like(self._permitted)
+    @property
+    def _must_go_on(self) -> bool:
+        """Return whether the output is in a thought and its answer must still come."""
+        thought = self.thought
+        return self._matcher is not None and thought is not None and thought.phase is Phase.OPEN
+
+    def _may_come(self, token_id: int) -> bool:
+        """Return whether the thought's form lets a token come next."""
+        thought = self.thought
+        if thought is None or thought.num_free or thought.may_answer:
+            return True
+        return token_id in thought.choices
+
+    def _is_of_answer(self, token_id: int) -> bool:
+        """Advance the thought by a token, unless the token belongs to the answer."""
+        return self.thought is None or not self.thought.accept(token_id)
+
+    def _next_bits(self) -> NDArray[np.uint8] | None:
+        """Compute the mask of the next token; None where the token is free."""
+        if self.num_free:
+            return None
+        bits, thought = np.zeros_like(self._permitted), self.thought
+        if self._matcher is not None and (thought is None or thought.may_answer):
+            self._add_grammar_bits(self._matcher, bits)
+        if thought is not None:
+            for token_id in thought.choices:
+                if token_id < 8 * len(bits):
+                    bits[token_id // 8] |= np.uint8(1 << token_id % 8)
+            bits &= self._permitted
+        if not self.problem and not bits.any():
+            self.problem = _STUCK
+        return np.full_like(bits, 0xFF) if self.problem else bits
+
+    def _add_grammar_bits(self, matcher: LLMatcher, bits: NDArray[np.uint8]) -> None:
+        """Add the tokens that the grammar allows next."""
         self._num_masks += 1
         if self._spent_s > self._num_masks * _MAX_MEAN_S + _MAX_EXTRA_S:
             self._fail_for_time()
-        if not self.problem:
-            began_at = time.thread_time()
-            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            self.mask_s = time.thread_time() - began_at
-            self._spent_s += self.mask_s
-            if self._matcher.is_error():
-                self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
-            else:
-                found = found[: len(self._permitted)]
-                bits[: len(found)] = found & self._permitted[: len(found)]
-                if not bits.any():
-                    self.problem = _STUCK
-        return np.full_like(bits, 0xFF) if self.problem else bits
+        if self.problem:
+            return
+        began_at = time.thread_time()
+        found = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        self.mask_s = time.thread_time() - began_at
+        self._spent_s += self.mask_s
+        if matcher.is_error():
+            self.problem = f"structured_output: {one_line(matcher.get_error())}"
+            return
+        found = found[: len(bits)]
+        bits[: len(found)] = found & self._permitted[: len(found)]
 
     def _fail_for_time(self) -> None:
         mean_ms = 1000 * self._spent_s / self._num_masks

@@ -50,9 +50,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         can tell: what a token means to a penalty or a grammar."""
         for item in self.scheduled:
             request = item.request
-            if request.num_tokens_in_flight and (
-                request.changes_logits or request.sampling_params.prompt_logprobs is not None
-            ):
+            if not request.num_tokens_in_flight:
+                continue
+            if request.changes_logits or request.sampling_params.prompt_logprobs is not None:
+                return False
+            grammar = request.grammar
+            if grammar is not None and grammar.num_free <= request.num_tokens_pending:
                 return False
         return bool(self.scheduled)
 

@@ -60,8 +60,9 @@ class Request:
         stop_token_ids: end the output (``STOP``).
         num_initial_tokens: known when it came: the prompt and what earlier attempts sampled. What
             is handed over from one node to another is the KV of these.
-        changes_logits: whether the choice of a token depends on more than the model's logits.
-        grammar: what its output must look like, and how far it has come.
+        changes_logits: see `SamplingParams.changes_logits`.
+        grammar: what its output must look like, with the thought before that, and how far the
+            output has come.
         extra_keys: what the KV depends on besides the tokens.
         epoch: which of a router's attempts it is; its output says so.
         rank: who goes first, and who is preempted last: the smaller one. The scheduler's.
@@ -206,13 +207,16 @@ class Request:
         return [sibling for sibling in siblings if not sibling.status.is_finished]
 
     def append(self, token_id: int) -> RequestStatus | None:
-        """Add what was sampled; return how the output ends with it, if it does.
+        """Add a sampled token; return how the output ends with the token, if the output does.
 
-        It ends as ABORTED, without the token, where its grammar refuses that.
+        A token that ends outputs is added as the closing mark of a thought whose answer must still
+        come. Returns ABORTED, without the token, where the grammar refuses the token.
         """
         grammar = self.grammar
-        if grammar is not None and not grammar.accept(token_id):
-            return RequestStatus.FINISHED_ABORTED
+        if grammar is not None:
+            token_id = grammar.corrected(token_id)
+            if not grammar.accept(token_id):
+                return RequestStatus.FINISHED_ABORTED
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids or (grammar is not None and grammar.is_terminated):
             return RequestStatus.FINISHED_STOPPED

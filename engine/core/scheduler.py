@@ -323,9 +323,7 @@ class Scheduler:
                 continue
             if chunks and (chunk := chunks.get(request.request_id)):
                 request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
-            num_tokens, start = item.num_scheduled_tokens, request.num_computed_tokens
-            if drafts:
-                num_tokens -= len(drafts)
+            start, num_tokens = request.num_computed_tokens, item.num_scheduled_tokens - len(drafts)
             request.num_computed_tokens = end = start + num_tokens
             request.num_forwards += 1
             if num_tokens > 1 or end % block_size == 0:  # a block may be full
@@ -335,7 +333,7 @@ class Scheduler:
                 self._note_prompt_computed(request, start, num_tokens)
             if slides and not request.siblings:  # they may need what this one does not
                 manager.free_slid_out(request)
-            request_id = request.request_id
+            request_id, epoch = request.request_id, request.epoch
             sampled = token_ids.get(request_id)
             if sampled is None:
                 continue
@@ -345,9 +343,11 @@ class Scheduler:
             if drafts:
                 ended, num_taken = self.drafts.take(item, sampled, scheduled)
                 num_more += max(num_taken - 1, 0)
-                sampled, own = sampled[:num_taken], own[:num_taken]
+                own = own[:num_taken]
             else:
                 ended = request.append(sampled[0])
+            if drafts or request.grammar is not None:  # it may have other tokens in their place
+                sampled = tuple(request.token_ids[request.num_prompt_tokens + index :])
             reason = None
             if ended is not None:
                 reason = ended.finish_reason
@@ -356,9 +356,8 @@ class Scheduler:
                     continue
                 self._finish(request, ended)
                 finished.append(request)
-            elif request.grammar is not None:
+            elif request.grammar is not None and not request.grammar.has_mask:
                 self._masks.begin(request.grammar)
-            epoch = request.epoch
             outputs.append(RequestDelta(request_id, index, sampled, reason, own, of_prompt, epoch))
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]

@@ -63,7 +63,8 @@ class StepPlan:
             the step in flight samples. Who computes the last known one samples the next one. Tokens
             that are computed behind it are drafts, and behind each of them one more is sampled.
         token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` stands for some.
-        constrained: request ids of those that sample by a grammar: `StepHooks.allowed_bits`.
+        constrained: ids of requests that sample by a grammar, or in which a thought must end:
+            `StepHooks.allowed_bits`.
         num_drafts: how many to guess behind each token that is sampled last.
         behind: for whoever guesses, of each request the token behind those that are computed;
             `UNKNOWN_TOKEN` where the step samples it. Empty where nobody does.
@@ -136,7 +137,13 @@ class StepPlanner:
                 token_ids += known[start : start + num_tokens]
                 token_ids += item.draft_token_ids
             shares += (row, start, num_tokens, num_known)
-            if request.grammar is not None and start + num_tokens >= num_known:
+            if (
+                request.grammar is not None
+                and start + num_tokens >= num_known
+                and request.grammar.needs_masks(
+                    request.num_tokens_pending, len(item.draft_token_ids)
+                )
+            ):
                 constrained.append(request.request_id)
         return StepPlan(
             tuple(new_rows),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from baton.api.prompt import (
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import find_model_folder
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
+from baton.text.thoughts.marks import ThoughtFinder, find_marks
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
@@ -258,6 +260,7 @@ class LLM:
         token_ids = self._tokenize(prompt)
         engine = self.engine
         self._check_prompt(token_ids)
+        params = self._with_marks(params, token_ids)
         check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
@@ -275,6 +278,19 @@ class LLM:
             )
             for index in range(params.n)
         ]
+
+    def _with_marks(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
+        """Fill in the marks of the checkpoint's thoughts; raises InvalidRequestError."""
+        asked = params.thinking
+        if asked is None or asked.close_token_ids:
+            return params
+        if self.tokenizer is None:
+            raise InvalidRequestError("thinking", "this checkpoint has no tokenizer.json")
+        finder = ThoughtFinder(self.tokenizer, find_marks(self.tokenizer))
+        thinking = finder.thinking(
+            prompt, budget_tokens=asked.budget_tokens, must_open=asked.must_open
+        )
+        return replace(params, thinking=thinking)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         check_prompt(

@@ -149,9 +149,19 @@ class GrammarCompiler:
             ready.append(self._ready.popleft())
         return ready
 
+    def follow_thought(self, request: Request) -> None:
+        """Give a request the state of its thought, if it has one and no grammar behind it."""
+        params = request.sampling_params
+        if params.thinking is None or params.structured_output or request.grammar:
+            return
+        request.grammar = self._make_thought(params)
+        for token_id in request.output_token_ids:
+            request.grammar.accept(token_id)
+
     def compile_now(self, params: SamplingParams) -> GrammarState:
         """Compile while the caller waits; raises InvalidRequestError, OverloadedError."""
-        assert params.structured_output is not None
+        if params.structured_output is None:
+            return self._make_thought(params)
         outcome = self._on_loop(self._make_state(params.structured_output, params)).result()
         if isinstance(outcome, BatonError):
             raise outcome
@@ -176,10 +186,13 @@ class GrammarCompiler:
             # Neither the request nor this node is at fault, so the request stays here.
             return OverloadedError(f"structured_output: {error}")
 
+    def _make_thought(self, params: SamplingParams) -> GrammarState:
+        return GrammarState(None, params, self._vocab_size)
+
     def _bring_to(
         self, matcher: LLMatcher, params: SamplingParams, output_token_ids: Sequence[int]
     ) -> GrammarState:
-        state = GrammarState(matcher.deep_copy(), params, self._vocab_size)
+        state = GrammarState(matcher.deep_copy(), params, self._vocab_size, self._eos_token_ids)
         if all(state.accept(token_id) for token_id in output_token_ids):
             state.compute_mask()
         return state

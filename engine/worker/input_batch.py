@@ -73,12 +73,14 @@ class _Decodes:
         rows: of the step's requests: `[num_requests]`.
         num_changes: of each block table.
         step: the latest of them.
+        constrained: see `StepPlan`.
     """
 
     num_placed: int
     rows: Ints
     num_changes: list[int]
     step: PreparedStep
+    constrained: tuple[str, ...]
 
 
 class _Buffer:
@@ -150,6 +152,7 @@ class _Columns:
         sampled_at: `[num_sampling]`, at which position.
         num_behind: `[num_sampling]`, drafts that are computed from there on; None: there are none.
         draft_token_ids: see `SamplingInput`.
+        constrained: see `StepPlan`.
     """
 
     def __init__(self, plan: StepPlan, max_decode_rows: int) -> None:
@@ -161,6 +164,7 @@ class _Columns:
         self.ends = self.starts + self.query_lens
         self.sampling: Ints = (self.ends >= self.num_known).nonzero()[0]
         self.sampled_at: Ints = self.num_known[self.sampling]
+        self.constrained = plan.constrained
         self.num_behind: Ints | None = None
         self.draft_token_ids: tuple[int, ...] = ()
         if len(self.token_ids) > len(self.rows):
@@ -368,25 +372,30 @@ class InputBatch:
         # Of structures `take` copies the bytes; an index array goes through them field by field.
         parameters = self._parameters.take(rows)
         places = columns.sampled_at - parameters["num_prompt_tokens"]
-        as_list, request_ids = rows.tolist(), self._request_ids
+        as_list, by_row = rows.tolist(), self._request_ids
+        request_ids = tuple([by_row[row] for row in as_list])
+        changes_logits = parameters["changes_logits"]
+        if columns.constrained:
+            constrained = frozenset(columns.constrained)
+            changes_logits = changes_logits | [one in constrained for one in request_ids]
         return SamplingInput(
-            tuple([request_ids[row] for row in as_list]),
+            request_ids,
             parameters,
             self._random_words.take(rows, parameters["seed"], places),
             {
                 index: self._snapshot(as_list[index], int(columns.sampled_at[index]))
-                for index in parameters["changes_logits"].nonzero()[0].tolist()
+                for index in changes_logits.nonzero()[0].tolist()
             },
             columns.draft_token_ids,
         )
 
     def _snapshot(self, row: int, num_tokens: int) -> RequestSnapshot:
-        """What the token behind the first ``num_tokens`` of a row depends on."""
-        request, known = self._rows[row], self._known[row]
+        """Return what the token behind the first ``num_tokens`` of a row depends on."""
+        request, known = self._rows[row], self._known.get(row, [])
         return RequestSnapshot(
             request.sampling_params,
             known if len(known) == num_tokens else known[:num_tokens],
-            request.num_prompt_tokens,
+            request.num_prompt_tokens if known else 0,  # only a mask matters to the other rows
             request.stop_token_ids,
         )
 
@@ -402,6 +411,8 @@ class InputBatch:
             return None
         shares = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE)
         if len(shares) != len(token_ids) or min(token_ids) < 0:
+            return None
+        if plan.constrained != kept.constrained:
             return None
         rows, starts, _, num_known = shares.T
         if (rows != kept.rows).any() or (starts + 1 != num_known).any():
@@ -517,7 +528,9 @@ class InputBatch:
         is_simple = not (self._on_gpu or self._state_groups or step.prompt_rows)
         if is_simple and columns.is_decode and columns.num_behind is None:
             num_changes = [block_table.num_changes for block_table in self._block_tables]
-            self._buffers.decodes = _Decodes(self._num_placed, columns.rows, num_changes, step)
+            self._buffers.decodes = _Decodes(
+                self._num_placed, columns.rows, num_changes, step, columns.constrained
+            )
         else:
             self._buffers.decodes = None
 

@@ -188,6 +188,11 @@ class Intake:
         check_name("cache_salt", terms.cache_word, MAX_CACHE_WORD_CHARS)
         most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
         check_priority(terms.priority, most_urgent)
+        token_ids: list[int] | None = None
+        if params.thinking is not None and not params.thinking.close_token_ids:
+            token_ids = await self.tokenize(prompt, principal)
+            thinking = self.parsers.asked_thinking(token_ids, params.thinking)
+            params = dataclasses.replace(params, thinking=thinking)
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
@@ -196,7 +201,8 @@ class Intake:
         if params.seed is None:
             # Drawn here, so that both nodes (and a retry) sample the same.
             params = dataclasses.replace(params, seed=draw_seed())
-        token_ids = await self.tokenize(prompt, principal)
+        if token_ids is None:
+            token_ids = await self.tokenize(prompt, principal)
         check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=self.max_model_len)
         check_prompt_logprobs(params, len(token_ids))
         timeout_s = terms.timeout_s

@@ -24,6 +24,7 @@ from router.api.http.schema import (
     NamedToolChoice,
     ResponseFormat,
     StructuredOutputs,
+    ThinkingSwitch,
     Tool,
     ToolCall,
 )
@@ -94,12 +95,6 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct):
-    """Whether the model is to think first; where nothing is said, the template's default."""
-
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-
-
 class OutputFormat(Constraint):
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -125,7 +120,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     system: str | list[ContentPart] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingSwitch | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -181,7 +176,8 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         tool_choice=_tool_choice(request.tool_choice),
         continue_final_message=True if begins_answer else None,
         reasoning_effort=_effort(request),
-        chat_template_kwargs=_template_options(request),
+        thinking=_thinking(request),
+        chat_template_kwargs=request.chat_template_kwargs,
         response_format=_format(request),
         parallel_tool_calls=False if _calls_one(request.tool_choice) else None,
         **fields,
@@ -318,11 +314,21 @@ def _effort(request: CountTokensRequest) -> str | None:
     return request.output_config.effort if request.output_config is not None else None
 
 
-def _template_options(request: CountTokensRequest) -> dict[str, Any] | None:
-    given = request.chat_template_kwargs
-    if request.thinking is None or request.thinking.type == "disabled":
-        return given
-    return {"enable_thinking": True, **(given or {})}
+def _thinking(request: CountTokensRequest) -> ThinkingSwitch | None:
+    """Return the switch; raises InvalidRequestError about its budget, as Anthropic's API does."""
+    switch = request.thinking
+    if switch is None or switch.budget_tokens is None:
+        return switch
+    field, budget = "thinking.budget_tokens", switch.budget_tokens
+    if switch.type == "disabled":
+        raise InvalidRequestError(field, "cannot be together with the type 'disabled'")
+    if budget < 1:
+        raise InvalidRequestError(field, f"must be 1 or more, got {budget}")
+    if isinstance(request, MessagesRequest) and budget >= request.max_tokens:
+        raise InvalidRequestError(
+            field, f"must be less than max_tokens ({request.max_tokens}), got {budget}"
+        )
+    return switch
 
 
 def _format(request: CountTokensRequest) -> ResponseFormat | None:

@@ -13,7 +13,10 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import (
     Grammars,
+    asked_thinking,
     chat_prompt,
+    effort_field,
+    effort_of,
     held_output,
     open_formats,
     parser_context,
@@ -49,6 +52,7 @@ from router.calls.call import Call
 from router.intake.answers.divided_text import DividedDelta
 from router.intake.choices import accept_choices
 from router.intake.intake import Intake
+from router.intake.parsers import NONE
 from router.intake.parsers.base import CallArguments, CallBegins, OutputParser, Part, Reasoning
 from router.served_names import NameDefaults
 
@@ -183,7 +187,9 @@ async def chat_completions(
     received_at = request[ENTRY].began_at
     body = await read_body(request, ChatRequest, options)
     check_stream(body)
-    note_effort(request, intake, body, "reasoning_effort")
+    note_effort(request, intake, body, effort_field(body))
+    if body.thinking is not None and intake.parsers.reasoning_parser == NONE:
+        note_ignored(request, ["thinking"])
     calls, dialect = await open_chat(request, intake, body, received_at)
     return await Exchange(
         request=request,
@@ -196,10 +202,21 @@ async def chat_completions(
 
 
 def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: str) -> None:
-    """Note the field of a reasoning effort if the model knows none."""
+    """Note the fields about thinking that have no effect, as the model does not think.
+
+    Args:
+        field: what the client calls the reasoning effort.
+    """
+    if intake.parsers.reasoning_parser != NONE:
+        return
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
-    if body.reasoning_effort is not None and not takes_effort(body.reasoning_effort, template):
+    reasoning = body.reasoning
+    if effort_of(body) is not None and not takes_effort(template):
         note_ignored(request, [field])
+    if reasoning is not None and reasoning.max_tokens is not None:
+        note_ignored(request, ["reasoning.max_tokens"])
+    if body.thinking_token_budget is not None:
+        note_ignored(request, ["thinking_token_budget"])
 
 
 async def open_chat(
@@ -223,6 +240,8 @@ async def open_chat(
     if held is None:
         note_ignored(request, open_formats(body, grammars or {}))
     intake.check_key(request[PRINCIPAL])  # before anything costs time
+    template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
+    asked = asked_thinking(body, template)
     prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
     named = request[DEFAULTS]
     params = sampling_params(
@@ -233,9 +252,17 @@ async def open_chat(
         prompt_logprobs=body.prompt_logprobs,
         structured_output=held.output if held is not None else None,
     )
-    terms = terms_of(request, body, received_at)
+    is_constrained = params.structured_output is not None
     parsers = intake.parsers
-    context = parser_context(body, parsers.prompt_end(prompt), grammars)
+    thinking = parsers.thinking(
+        prompt,
+        asked,
+        is_constrained=is_constrained,
+        before_calls=held is not None and not held.is_common_call,
+    )
+    params = dataclasses.replace(params, thinking=thinking)
+    terms = terms_of(request, body, received_at)
+    context = parser_context(body, parsers.prompt_end(prompt), grammars, thinking)
     shown = parsers.shown_token_ids(with_tools=bool(context.tools))
     if shown:
         text_options = dataclasses.replace(terms.text_options, shown_token_ids=shown)
@@ -244,13 +271,13 @@ async def open_chat(
         calls = await accept_choices(intake, [prompt], params, terms, request[REQUEST_ID])
     texts = TokenTexts(intake.tokenizer) if body.logprobs else None
     is_free = held is not None and held.is_free
-    is_constrained = params.structured_output is not None and not is_free
     make = functools.partial(
         parsers.make,
         context,
         is_forced=held is not None and held.is_common_call,
-        is_constrained=is_constrained,
+        is_constrained=is_constrained and not is_free,
         is_either=held is not None and held.is_either,
+        thinks=thinking is not None,
         several=body.parallel_tool_calls is not False,
     )
     return calls, ChatDialect([make() for _ in calls], texts)

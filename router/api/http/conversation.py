@@ -10,14 +10,28 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
+from baton.api.thinking import Thinking, check_budget
 from baton.text.chat_template import ChatTemplate
 from router.api.http.sampling import asked_format, asks_for_output
 from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
 from router.intake.answers.call_forms import Function
 from router.intake.parsers.base import ParserContext
-from router.intake.parsers.choice import OutputParsers
+from router.intake.parsers.choice import AskedThinking, OutputParsers
 from router.intake.texts import ChatPrompt, check_num_messages
 
+# Most tokens of a thought by its level, for models whose template does not know levels.
+EFFORT_BUDGETS: dict[str, int | None] = {
+    "none": 0,
+    "minimal": 512,
+    "low": 1_024,
+    "medium": 8_192,
+    "high": 24_576,
+    "xhigh": None,
+    "max": None,
+}
+# What templates call the switch: Qwen's and most others; DeepSeek's and Granite's.
+_SWITCHES = ("enable_thinking", "thinking")
+_EFFORT_VARIABLES = frozenset(("reasoning_effort", *_SWITCHES))
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
@@ -52,17 +66,88 @@ def _template_options(request: ChatRequest) -> dict[str, Any]:
         options["add_generation_prompt"] = request.add_generation_prompt
     if request.documents is not None:
         options["documents"] = request.documents
-    if request.reasoning_effort is not None:
-        options["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":
-            options["enable_thinking"] = False  # what Qwen's and others' templates call it
+    if (effort := effort_of(request)) is not None:
+        options["reasoning_effort"] = effort
+    if (is_on := _is_on(request)) is not None:
+        options.update(dict.fromkeys(_SWITCHES, is_on))
     return options
 
 
-def takes_effort(effort: str, template: ChatTemplate | None) -> bool:
-    """Whether a reasoning effort changes what the template makes of a conversation."""
-    names = {"reasoning_effort", *(["enable_thinking"] if effort == "none" else ())}
-    return template is not None and not names.isdisjoint(template.variables)
+def takes_effort(template: ChatTemplate | None) -> bool:
+    """Return whether a reasoning effort changes what the template makes of a conversation."""
+    return template is not None and not _EFFORT_VARIABLES.isdisjoint(template.variables)
+
+
+def asked_thinking(request: ChatRequest, template: ChatTemplate | None) -> AskedThinking:
+    """Read what a request says about the thought before the answer; raises InvalidRequestError.
+
+    Args:
+        template: the checkpoint's. A level is no budget where the template knows levels.
+    """
+    budget_tokens, effort = _budget(request), effort_of(request)
+    given = request.chat_template_kwargs or {}
+    switches = [given[name] for name in _SWITCHES if isinstance(given.get(name), bool)]
+    is_on = switches[0] if switches else _is_on(request)
+    # A level, as clients send one with every request, leaves the choice to the model.
+    must_think = is_on is True and bool(switches or budget_tokens or _is_enabled(request))
+    knows_levels = template is not None and "reasoning_effort" in template.variables
+    if budget_tokens is None and effort is not None and not knows_levels:
+        if effort not in EFFORT_BUDGETS:
+            raise InvalidRequestError(
+                effort_field(request),
+                f"must be one of {', '.join(EFFORT_BUDGETS)}, got {effort[:MAX_SHOWN_CHARS]!r}",
+            )
+        budget_tokens = EFFORT_BUDGETS[effort]
+    goes_on = bool(request.continue_final_message)
+    return AskedThinking(is_on is False, must_think, budget_tokens, goes_on)
+
+
+def _is_enabled(request: ChatRequest) -> bool:
+    switch, reasoning = request.thinking, request.reasoning
+    return (switch is not None and switch.type == "enabled") or (
+        reasoning is not None and reasoning.enabled is True
+    )
+
+
+def _budget(request: ChatRequest) -> int | None:
+    """Return the most tokens of a thought, if the request gives a number."""
+    given = {
+        "thinking.budget_tokens": request.thinking.budget_tokens if request.thinking else None,
+        "reasoning.max_tokens": request.reasoning.max_tokens if request.reasoning else None,
+        "thinking_token_budget": request.thinking_token_budget,
+    }
+    budgets = {field: value for field, value in given.items() if value is not None}
+    for field, value in budgets.items():
+        check_budget(field, value)
+    if len(set(budgets.values())) > 1:
+        first, other, *_ = budgets
+        raise InvalidRequestError(other, f"must be as {first}, got {budgets[other]}")
+    return next(iter(budgets.values()), None)
+
+
+def effort_of(request: ChatRequest) -> str | None:
+    """Return the level of reasoning that a request asks for, if it names one."""
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        return request.reasoning.effort
+    return request.reasoning_effort
+
+
+def effort_field(request: ChatRequest) -> str:
+    """Return the name of the field that has the level."""
+    of_reasoning = request.reasoning is not None and request.reasoning.effort is not None
+    return "reasoning.effort" if of_reasoning else "reasoning_effort"
+
+
+def _is_on(request: ChatRequest) -> bool | None:
+    """Return whether the request switches thinking on or off; None: it leaves that open."""
+    if request.thinking is not None:
+        return request.thinking.type != "disabled"
+    if request.reasoning is not None and request.reasoning.enabled is not None:
+        return request.reasoning.enabled
+    effort, budget_tokens = effort_of(request), _budget(request)
+    if budget_tokens is not None:
+        return budget_tokens > 0
+    return effort != "none" if effort is not None else None
 
 
 def offered_tools(request: ChatRequest) -> list[Tool]:
@@ -76,15 +161,19 @@ TEXT_ARGUMENT = "input"  # what the one parameter of such a tool is called
 
 
 def parser_context(
-    request: ChatRequest, prompt_end: str, grammars: Grammars | None = None
+    request: ChatRequest,
+    prompt_end: str,
+    grammars: Grammars | None = None,
+    thinking: Thinking | None = None,
 ) -> ParserContext:
-    """What the parsers of the answer may know of the request."""
+    """Collect what the parsers of the answer may know of the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
     for name, grammar in (grammars or {}).items():
         if grammar and name in tools:  # then the text is written as JSON in every form
             tools[name] = {"type": "object", "properties": {TEXT_ARGUMENT: {}}}
     num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
-    return ParserContext(tools, prompt_end, num_calls)
+    closes_by_token = thinking is not None and thinking.closes_by_token
+    return ParserContext(tools, prompt_end, num_calls, closes_by_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +184,7 @@ class HeldOutput:
         output: the grammar.
         is_common_call: the output is one call, in the form that is no family's.
         is_either: the output is an answer, or is calls.
-        is_free: the output may be any text, or think, before calls.
+        is_free: the output may be any text before calls.
     """
 
     output: StructuredOutput
@@ -169,13 +258,22 @@ def _answer_or_calls(
 def _text_or_calls(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars
 ) -> HeldOutput | None:
-    """Make what holds calls that may come in a text, if a tool's text has a grammar."""
+    """Make what holds calls that may come in a text, if a tool has a grammar or is ``strict``.
+
+    Raises InvalidRequestError when nothing can hold calls of ``strict`` functions.
+    """
     tools = offered_tools(request)
-    if not any(tool.function.name in grammars for tool in tools) or asks_for_output(request):
+    has_grammar = any(tool.function.name in grammars for tool in tools)
+    is_strict = any(one.function.strict and one.function.name not in grammars for one in tools)
+    if not is_strict and (not has_grammar or asks_for_output(request)):
         return None
     functions = [_function(tool, grammars, is_held=bool(tool.function.strict)) for tool in tools]
     several = request.parallel_tool_calls is not False
     grammar = parsers.text_or_calls(functions, several=several)
+    if grammar is None and is_strict:
+        raise InvalidRequestError(
+            "tools", "must not be strict: no calls are looked for in this model's outputs"
+        )
     return HeldOutput(StructuredOutput(grammar=grammar), is_free=True) if grammar else None
 
 

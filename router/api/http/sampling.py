@@ -105,7 +105,7 @@ def _only_one(
         if _must_call(request):
             asked["tool_choice"] = {}
         else:
-            asked = {"response_format": {}, **asked}
+            asked = {"tools" if request.response_format is None else "response_format": {}, **asked}
     if len(asked) > 1:
         other, field, *_ = (name.partition(".")[0] for name in asked)
         raise InvalidRequestError(field, TOGETHER + other)

@@ -249,12 +249,40 @@ class NamedToolChoice(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
+class ThinkingSwitch(msgspec.Struct):
+    """Whether the model thinks before it answers, and for how many tokens at most.
+
+    Attributes:
+        type: as Anthropic's, DeepSeek's and Z.ai's clients send it; ``adaptive`` and
+            ``between_tools`` are as ``enabled``.
+    """
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None
+
+
+class ReasoningConfig(msgspec.Struct):
+    """How much the model thinks: a level of OpenAI's, or OpenRouter's number of tokens.
+
+    Attributes:
+        enabled: OpenRouter's; False is the level ``none``.
+    """
+
+    effort: str | None = None
+    max_tokens: int | None = None
+    enabled: bool | None = None
+
+
 class ChatRequest(SamplingRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``.
 
     Attributes:
         modalities: of the answer; the model writes text.
-        reasoning_effort: for the chat template, as are ``documents``.
+        reasoning_effort: a level, for the chat template or as a budget of thought tokens.
+        reasoning: the level, or the budget itself.
+        thinking: whether the model thinks, and the budget.
+        thinking_token_budget: vLLM's name for the budget.
+        documents: for the chat template.
         add_generation_prompt: vLLM's; False: the prompt ends behind the last message.
         continue_final_message: vLLM's; the prompt ends with the last message's own text.
         chat_template: vLLM's; the client's own, where the operator trusts them.
@@ -269,6 +297,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningConfig | None = None
+    thinking: ThinkingSwitch | None = None
+    thinking_token_budget: int | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

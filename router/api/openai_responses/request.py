@@ -21,6 +21,7 @@ from router.api.http.schema import (
     Message,
     NamedFunction,
     NamedToolChoice,
+    ReasoningConfig,
     ResponseFormat,
     StructuredOutputs,
     Tool,
@@ -45,7 +46,6 @@ FIELD_NAMES = {
     "chat": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
 }
 
 
@@ -102,10 +102,6 @@ class TextFormat(Constraint):
 
 class TextConfig(msgspec.Struct):
     format: TextFormat | None = None
-
-
-class ReasoningConfig(msgspec.Struct):
-    effort: str | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -192,7 +188,7 @@ def chat_request(request: ResponsesRequest, offered: OfferedTools | None = None)
         tool_choice=tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
-        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        reasoning=request.reasoning,
         **same,
     )
 

@@ -93,8 +93,9 @@ def read_tools(given: Sequence[ResponsesTool] | None) -> OfferedTools:
         parameters, strict = tool.parameters, tool.strict
         if tool.type == "custom":
             custom.add(name)
-            parameters, strict = _parameters_of(tool.format, where), True
+            parameters, strict = _parameters_of(tool.format, where), None
             if tool.format is not None and tool.format.type == "grammar":
+                strict = True
                 is_lark = tool.format.syntax == "lark"
                 grammars[name] = str(tool.format.definition) if is_lark else ""
         tools.append(Tool("function", Function(name, _description(tool), parameters, strict)))

@@ -18,7 +18,12 @@ from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES
 from baton.text.quoted_lark import quoted_lark
 from baton.text.schema_repairs import enforceable_schema
-from router.intake.answers.argument_forms import Argument, ArgumentRules, InexpressibleError
+from router.intake.answers.argument_forms import (
+    Argument,
+    ArgumentRules,
+    InexpressibleError,
+    ValueForm,
+)
 from router.intake.parsers import harmony, mistral
 from router.intake.parsers.families import CallForm
 from router.intake.parsers.harmony import HarmonyForm
@@ -70,7 +75,9 @@ def answer_or_calls(
             "response_format", "cannot be together with a grammar of a tool's input for this model"
         )
     try:
-        start = f"start: answer | calls\nanswer: {_json(json.loads(enforceable_schema(answer)))}\n"
+        head = _final(mark) if isinstance(form, HarmonyForm) else ""
+        schema = _json(json.loads(enforceable_schema(answer)))
+        start = f"start: {head} answer | calls\nanswer: {schema}\n"
         num_chars = sum(len(json.dumps(function.parameters)) for function in functions)
         open_ones = [Function(one.name, held_text=one.held_text) for one in functions]
         for chosen in (functions if num_chars < MAX_TEXT_BYTES else open_ones, open_ones):
@@ -104,6 +111,11 @@ def forced_calls(
 def common_call(functions: Sequence[Function]) -> str:
     """Make a Lark grammar of one call in the form that is no family's; see `forced_calls`."""
     return f"start: {_named_object(functions, 'arguments')}\n{_held_rules(functions)}"
+
+
+def _final(mark: Mark) -> str:
+    """Write what precedes the text of an answer."""
+    return f'{mark(harmony.CHANNEL)} "final" {mark(harmony.MESSAGE)}'
 
 
 def _json(schema: Any) -> str:
@@ -251,15 +263,31 @@ def _tagged(form: TaggedForm, functions: Sequence[Function], mark: Mark, several
             name = json.dumps(function.held_text[0])
             written = f"{values.key(name)} {values.json(_held_text(index))}"
         else:
-            arguments = ArgumentRules(function.parameters, f"f{index}", values, _value_json)
-            each = [_tagged_argument(one, values, index) for one in arguments.arguments()]
-            rules += [*arguments.rules, *_other_names(arguments.names, index)]
+            found, more = _rules_of(function, index, values, _other_names)
+            each = [_tagged_argument(one, values, index) for one in found]
+            rules += more
             written = " ".join(each)
         ways.append(f"{head} {written}")
     return (
         f"calls: {_repeated('call', _NEWLINE, several)}\n"
         f"call: {opened} ({' | '.join(ways)}) {closed}\n" + "".join(f"{rule}\n" for rule in rules)
     )
+
+
+def _rules_of(
+    function: Function,
+    index: int,
+    values: ValueForm,
+    other_names: Callable[[Sequence[str], int], list[str]],
+) -> tuple[list[Argument], list[str]]:
+    """Return a function's arguments and their rules; raises InexpressibleError by its name."""
+    arguments = ArgumentRules(function.parameters, f"f{index}", values, _value_json)
+    try:
+        found = arguments.arguments()
+        return found, [*arguments.rules, *other_names(arguments.names, index)]
+    except InexpressibleError as error:
+        shown = function.name[:80]
+        raise InexpressibleError(f"{shown!r} cannot be strict for this model: {error}") from None
 
 
 def _tagged_argument(argument: Argument, values: _TaggedValues, index: int) -> str:
@@ -341,11 +369,8 @@ def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several
         if function.held_text is not None:
             written = f"{json.dumps(f'{function.held_text[0]}=')} {_held_text(index)}"
         else:
-            arguments = ArgumentRules(
-                function.parameters, f"f{index}", _PythonValues(), _value_json
-            )
-            found = arguments.arguments()
-            rules += [*arguments.rules, *_other_keys(arguments.names, index)]
+            found, more = _rules_of(function, index, _PythonValues(), _other_keys)
+            rules += more
             written = _python_arguments(found, index)
         ways.append(f'{json.dumps(f"{function.name}(")} {written} ")"')
     return f"calls: {calls}\ncall: {' | '.join(ways)}\n" + "".join(f"{rule}\n" for rule in rules)
@@ -393,8 +418,9 @@ def _mistral(functions: Sequence[Function], mark: Mark, several: bool) -> str:
     tag, arguments = mark(mistral.TAG), mark(mistral.ARGS)
     listed = _repeated("call", '", "', several)
     named = f"{tag} {_each(functions, f'{arguments}?')}"
+    often = "+" if several and tag != '""' else ""  # each named call has the mark
     return (
-        f'calls: {tag} " "? "[" {listed} "]" | named{"+" if several else ""}\n'
+        f'calls: {tag} " "? "[" {listed} "]" | named{often}\n'
         f"call: {_named_object(functions, 'arguments')}\nnamed: {named}\n"
     )
 

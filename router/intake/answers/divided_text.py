@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.text.stop_strings import DetokenizeOptions, OutputText, StopStrings
+from baton.text.thoughts.state import Phase, ThoughtState
 from baton.text.tokenizer import Tokenizer
-from router.intake.parsers.base import OutputParser, Part
+from router.intake.parsers.base import CLOSE_SIGN, OutputParser, Part
 
 
 class DividedDelta(TextDelta, frozen=True, gc=False):
@@ -40,6 +41,13 @@ class DividedText:
         parser: OutputParser,
     ) -> None:
         self.parts: list[Part] = []
+        self._thought: ThoughtState | None = None  # until the thought is over
+        self._close_mark = ""
+        thinking = params.thinking
+        if thinking is not None and thinking.closes_by_token:
+            is_guided = params.structured_output is not None
+            self._thought = ThoughtState(thinking, guides_answer=is_guided)
+            self._close_mark = tokenizer.decode(thinking.close_token_ids, skip_special_tokens=False)
         self._text = OutputText(tokenizer, dataclasses.replace(params, stop=()), options)
         self._parser = parser
         self._min_tokens = params.min_tokens
@@ -72,13 +80,15 @@ class DividedText:
             ended_by_token: whether the last one ended the output.
         """
         self.parts = []
-        # One by one where a stop string may end the output, so that the last token is known.
-        steps = [[one] for one in token_ids] if self._stop and token_ids else [token_ids]
+        # One by one where a stop string may end the output, so that the last token is known, and
+        # where a token may end a thought.
+        is_apart = bool(self._stop) or self._thought is not None
+        steps = [[one] for one in token_ids] if is_apart and token_ids else [token_ids]
         texts = []
         for index, step in enumerate(steps):
             ends = last and index == len(steps) - 1
             texts.append(self._text.push(step, last=ends, ended_by_token=ends and ended_by_token))
-            self._take(self._parser.push(texts[-1]))
+            self._take(self._parser.push(self._with_close(step, texts[-1])))
             if ends and not self.stopped:
                 self._take(self._parser.finish())
             if self.stopped:
@@ -86,6 +96,17 @@ class DividedText:
         if last and not self.stopped:
             self._flush()
         return "".join(texts)
+
+    def _with_close(self, token_ids: Sequence[int], text: str) -> str:
+        """Return a token's text as the parser reads it: a closing token is `CLOSE_SIGN`."""
+        if self._thought is None or not token_ids:
+            return text
+        was_open = self._thought.phase is Phase.OPEN
+        self._thought.accept(token_ids[0])
+        if self._thought.phase in (Phase.OPENING, Phase.OPEN):
+            return text
+        mark, self._thought = self._close_mark, None
+        return text.removesuffix(mark) + CLOSE_SIGN if was_open else text
 
     def _take(self, parts: Iterable[Part]) -> None:
         if not self._stop:

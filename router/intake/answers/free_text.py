@@ -15,23 +15,21 @@ from router.intake.answers.call_forms import Function, Mark, call_rules
 from router.intake.parsers import harmony
 from router.intake.parsers.families import CallForm
 from router.intake.parsers.harmony import HarmonyForm
-from router.intake.parsers.json_calls import BareJsonForm
+from router.intake.parsers.json_calls import BareJsonForm, JsonForm
+from router.intake.parsers.mistral import MistralForm
+from router.intake.parsers.named import NamedForm
 from router.intake.parsers.pythonic import PythonForm
 from router.intake.parsers.tagged import TaggedForm
 
 
 def text_or_calls(
-    form: CallForm,
-    functions: Sequence[Function],
-    mark: Mark,
-    thoughts: Sequence[str] = (),
-    *,
-    several: bool,
+    form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> str | None:
     """Make a Lark grammar of a text that may end in calls; None if nothing tells these apart.
 
+    A thought precedes the grammar, and is no part of the text.
+
     Args:
-        thoughts: marks of reasoning that may be within the text, the last one at its end.
         several: whether one output may have more than one call.
 
     Raises:
@@ -41,13 +39,13 @@ def text_or_calls(
         if isinstance(form, HarmonyForm):
             start = _messages(form, mark)
         elif isinstance(form, BareJsonForm):
-            start = _unless_begun("{", mark(form.tag), thoughts, mark)
+            start = _unless_begun("{", mark(form.tag))
         elif isinstance(form, PythonForm) and not form.is_marked:
-            start = _unless_begun("[", mark(form.open), thoughts, mark)
+            start = _unless_begun("[", mark(form.open))
         elif any(_is_token(one, mark) for one in form.begins):
-            start = f"start: ({_pieces(thoughts, mark)})* calls?\nTEXT: {_without(_marks(form))}\n"
+            start = f"start: TEXT? calls?\nTEXT: {_without(_marks(form))}\n"
         else:
-            return _before_a_mark(form, functions, mark, thoughts, several)
+            return _before_a_mark(form, functions, mark, several)
         return start and start + call_rules(form, functions, mark, several)
     except RecursionError:
         raise InvalidRequestError("tools", "are nested too deeply") from None
@@ -57,10 +55,6 @@ def text_or_calls(
 
 def _is_token(text: str, mark: Mark) -> bool:
     return mark(text) != json.dumps(text)
-
-
-def _pieces(thoughts: Sequence[str], mark: Mark) -> str:
-    return " | ".join(["TEXT", *map(mark, thoughts)])
 
 
 def _any_of(texts: Sequence[str]) -> str:
@@ -78,44 +72,37 @@ def _marks(form: CallForm) -> list[str]:
     return list(dict.fromkeys([*form.begins, *form.special_tokens, *functions]))
 
 
-def _before_a_mark(
-    form: CallForm,
-    functions: Sequence[Function],
-    mark: Mark,
-    thoughts: Sequence[str],
-    several: bool,
-) -> str:
+def _before_a_mark(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
     """Have a lazy lexeme end with the mark, which the rule of the call begins behind."""
 
     def unmarked(text: str) -> str:
         return '""' if text in form.begins else mark(text)
 
-    text, call = _pieces(thoughts, mark), "begun calls"
-    start = f"({text} | {call})*" if several else f"({text})* ({call} TEXT?)?"
+    start = "(TEXT | begun calls)*" if several else "TEXT? (begun calls TEXT?)?"
     return (
         f"start: {start}\nTEXT: {_without(_marks(form))}\n"
         f"begun[lazy]: /(?s:.*)({_any_of(form.begins)})/\n"
-        + call_rules(form, functions, unmarked, several=False)
+        + call_rules(form, functions, unmarked, several and _has_one_mark(form))
     )
 
 
-def _unless_begun(first: str, tag: str, thoughts: Sequence[str], mark: Mark) -> str:
+def _has_one_mark(form: CallForm) -> bool:
+    """Return whether several calls may come behind one mark."""
+    is_list = isinstance(form, JsonForm) and form.is_list
+    return is_list or isinstance(form, NamedForm | PythonForm | MistralForm)
+
+
+def _unless_begun(first: str, tag: str) -> str:
     """Have the first character behind blanks tell calls from a text.
 
     Args:
         first: begins calls.
         tag: may be before calls.
     """
-    thought = (
-        f"((ANY | {_pieces(thoughts, mark)})* {mark(thoughts[-1])} BLANKS?)?" if thoughts else ""
-    )
     text = rf"/[ \t\r\n]*([^ \t\r\n\{first}](?s:.*))?/"
     if tag.startswith('"'):
         text += rf" & ~/[ \t\r\n]*{_any_of([json.loads(tag)])}(?s:.*)/"
-    return (
-        f"start: {thought} (TEXT | BLANKS? {tag}? BLANKS? calls)\nTEXT: {text}\n"
-        "ANY: /(?s:.+)/\nBLANKS: /[ \\t\\r\\n]+/\n"
-    )
+    return f"start: TEXT | BLANKS? {tag}? BLANKS? calls\nTEXT: {text}\nBLANKS: /[ \\t\\r\\n]+/\n"
 
 
 def _messages(form: HarmonyForm, mark: Mark) -> str | None:
@@ -123,6 +110,6 @@ def _messages(form: HarmonyForm, mark: Mark) -> str | None:
     if not all(_is_token(one, mark) for one in form.special_tokens):
         return None
     channel, message = mark(harmony.CHANNEL), mark(harmony.MESSAGE)
-    head = f"{channel} /analysis|commentary|final/ {message} TEXT?"
+    head = f"{channel} /commentary|final/ {message} TEXT?"
     again = f'{mark("<|end|>")} {mark(harmony.START)} "assistant"'
     return f"start: ({head} {again})* ({head} | calls)\nTEXT: /(?s:.+)/\n"

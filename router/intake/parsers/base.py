@@ -35,6 +35,8 @@ class CallArguments:
     text: str
 
 
+CLOSE_SIGN = "\ud800"
+"""Stands for a token that closes a thought; no output has it as text."""
 MakeId = Callable[[str], str]
 """Makes the id of an output's next call, of the function with this name."""
 Part = str | Reasoning | CallBegins | CallArguments
@@ -65,8 +67,11 @@ class ParserContext:
         tools: the parameters (a JSON schema) of each function that is offered, by its name.
         prompt_end: what the prompt already has of the answer, special tokens included.
         num_calls: how many calls the conversation has so far.
+        closes_by_token: `CLOSE_SIGN` ends a thought. The mark's text, spelled out of other tokens,
+            closes nothing.
     """
 
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     prompt_end: str = ""
     num_calls: int = 0
+    closes_by_token: bool = False

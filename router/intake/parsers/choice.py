@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
+from baton.api.errors import InvalidRequestError
+from baton.api.thinking import Thinking
 from baton.registry import Registry
+from baton.text.thoughts.marks import ThoughtFinder
 from baton.text.tokenizer import Tokenizer
 from router.intake.answers.call_forms import Function, answer_or_calls, common_call, forced_calls
 from router.intake.answers.free_text import text_or_calls
@@ -17,8 +21,23 @@ from router.intake.parsers.plain import CallsOrText, FirstCall, OneCall, PlainTe
 from router.intake.parsers.think import ThinkFirst
 
 Row = TypeVar("Row", Family, Thoughts)
-_PROMPT_END_TOKENS = 8
-_MAX_PROMPT_END_TOKENS = 8_192  # a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class AskedThinking:
+    """What a request says about the thought before its answer.
+
+    Attributes:
+        is_off: the model must not think.
+        must_think: the output begins with a thought; else the model chooses.
+        budget_tokens: most tokens of the thought; None: no limit.
+        goes_on: the output goes on with a text of the prompt, so no thought begins.
+    """
+
+    is_off: bool = False
+    must_think: bool = False
+    budget_tokens: int | None = None
+    goes_on: bool = False
 
 
 class OutputParsers:
@@ -54,10 +73,9 @@ class OutputParsers:
         self.reasoning_parser = reasoning_parser
         self._calls = _load(TOOL_CALL_PARSERS, tool_call_parser)
         self._reasoning = _load(REASONING_PARSERS, reasoning_parser)
-        self._marks: frozenset[int] = frozenset()  # special tokens that no answer has
+        self._thoughts: ThoughtFinder | None = None
         if tokenizer is not None and self._reasoning is not None:
-            inner = map(tokenizer.special_token_id, self._reasoning.inner_tokens)
-            self._marks = tokenizer.special_token_ids.difference(inner)
+            self._thoughts = ThoughtFinder(tokenizer, self._reasoning.marks)
 
     def shown_token_ids(self, *, with_tools: bool) -> frozenset[int]:
         """Special tokens that must be in an output's text, for they are what is parsed."""
@@ -67,19 +85,48 @@ class OutputParsers:
         return frozenset(token_id for token_id in found if token_id is not None)
 
     def prompt_end(self, prompt: list[int]) -> str:
-        """Return what a prompt already has of the answer: a mark, or the beginning of a thought.
+        """Return the part of a prompt that belongs to the answer; see `ThoughtFinder`."""
+        return "" if self._thoughts is None else self._thoughts.prompt_end(prompt)
 
-        The answer begins behind the last special token that is none of the parser's own. A prompt
-        without one, apart from its first token, has a few tokens of the answer at most.
+    def thinking(
+        self,
+        prompt: list[int],
+        asked: AskedThinking,
+        *,
+        is_constrained: bool = False,
+        before_calls: bool = False,
+    ) -> Thinking | None:
+        """Return what the engine must know of an output's thought; None: nothing depends on that.
+
+        Args:
+            is_constrained: a grammar holds the answer, and begins behind the thought.
+            before_calls: see `ThoughtFinder.thinking`.
         """
-        if self._reasoning is None or self._tokenizer is None:
-            return ""
-        start, first = len(prompt), max(len(prompt) - _MAX_PROMPT_END_TOKENS, 1)
-        while start > first and prompt[start - 1] not in self._marks:
-            start -= 1
-        if start <= first:
-            start = max(len(prompt) - _PROMPT_END_TOKENS, 0)
-        return self._tokenizer.decode(prompt[start:], skip_special_tokens=False)
+        is_off = asked.is_off or asked.budget_tokens == 0
+        budget_tokens = 0 if is_off else asked.budget_tokens
+        if self._thoughts is None or (budget_tokens is None and not is_constrained):
+            return None
+        found = self._thoughts.thinking(
+            prompt,
+            budget_tokens=budget_tokens,
+            must_open=asked.must_think and not is_off,
+            before_calls=before_calls,
+        )
+        if found is None or found.is_open:
+            return found
+        lets_none_begin = asked.goes_on or (is_off and is_constrained)
+        return None if lets_none_begin else found
+
+    def asked_thinking(self, prompt: list[int], asked: Thinking) -> Thinking | None:
+        """Fill in the marks of a thought whose budget a client gives; None: the prompt allows none.
+
+        Raises InvalidRequestError for a model without thoughts.
+        """
+        if self._thoughts is None:
+            raise InvalidRequestError("thinking", "this model has no marks of a thought")
+        return self._thoughts.thinking(
+            prompt, budget_tokens=asked.budget_tokens, must_open=asked.must_open
+        )
 
     def answer_or_calls(
         self, answer: str, functions: Sequence[Function], *, several: bool
@@ -111,12 +158,10 @@ class OutputParsers:
         """
         if self._calls is None:
             return None
-        marks = self._reasoning.inner_tokens if self._reasoning is not None else ()
-        thoughts = [mark for mark in marks if self._mark(mark) != json.dumps(mark)]
-        return text_or_calls(self._calls.form, functions, self._mark, thoughts, several=several)
+        return text_or_calls(self._calls.form, functions, self._mark, several=several)
 
     def _mark(self, text: str) -> str:
-        token_id = self._tokenizer.special_token_id(text) if self._tokenizer else None
+        token_id = self._tokenizer.mark_token_id(text) if self._tokenizer else None
         return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
     def make(
@@ -126,26 +171,29 @@ class OutputParsers:
         is_forced: bool = False,
         is_constrained: bool = False,
         is_either: bool = False,
+        thinks: bool = False,
         several: bool = True,
     ) -> OutputParser:
         """Make a new parser, for one output.
 
         Args:
-            is_forced: a grammar holds the output to one call in the common form.
-            is_constrained: a grammar holds it to something: then it does not think before.
+            is_forced: a grammar holds the answer to one call in the common form.
+            is_constrained: a grammar holds the answer to something, but for a free text.
             is_either: the grammar is that of `answer_or_calls`.
             several: False: the output may have one call, and a client sees no other.
+            thinks: a thought may precede the grammar.
         """
-        parser = self._make(context, is_forced, is_constrained, is_either)
+        reasoning = self._reasoning if thinks or not (is_forced or is_constrained) else None
+        parser = self._make(context, reasoning, is_forced, is_either)
         return parser if several else FirstCall(parser)
 
     def _make(
-        self, context: ParserContext, is_forced: bool, is_constrained: bool, is_either: bool
+        self, context: ParserContext, reasoning: Thoughts | None, is_forced: bool, is_either: bool
     ) -> OutputParser:
         if is_forced:
-            return OneCall(new_call_id if self._calls is None else self._calls.make_ids(context))
+            call = OneCall(new_call_id if self._calls is None else self._calls.make_ids(context))
+            return call if reasoning is None else ThinkFirst(reasoning(context), call)
         calls = self._calls if context.tools else None
-        reasoning = None if is_constrained else self._reasoning
         if reasoning is not None and reasoning.takes_all:
             return reasoning(context)
         if calls is not None and calls.takes_all:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from baton.text.thoughts.marks import SEED_THINK, THINK, ThoughtMarks
 from router.intake.parsers.base import MakeId, OutputParser, ParserContext, new_call_id
 from router.intake.parsers.harmony import HarmonyForm
 from router.intake.parsers.json_calls import BareJsonForm, JsonForm
@@ -85,8 +86,8 @@ class Thoughts:
         return self.form.special_tokens
 
     @property
-    def inner_tokens(self) -> tuple[str, ...]:
-        return self.form.inner_tokens
+    def marks(self) -> ThoughtMarks:
+        return self.form.marks
 
     def __call__(self, context: ParserContext) -> OutputParser:
         return self.form.make_parser(context)
@@ -196,16 +197,9 @@ CALLS: dict[str, Family] = {
 }
 THOUGHTS: dict[str, Thoughts] = {
     "openai_gptoss": Thoughts(HarmonyForm(), ("<|channel|>",), takes_all=True),
-    "seed_oss": Thoughts(
-        ThinkForm(
-            "<seed:think>",
-            "</seed:think>",
-            within=("<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>"),
-        ),
-        ("<seed:think>",),
-    ),
-    "qwen3": Thoughts(ThinkForm("<think>", "</think>"), ("</think>", "<think>")),
-    "deepseek_r1": Thoughts(ThinkForm("<think>", "</think>", always_thinks=True), ()),
+    "seed_oss": Thoughts(ThinkForm(SEED_THINK), ("<seed:think>",)),
+    "qwen3": Thoughts(ThinkForm(THINK), ("</think>", "<think>")),
+    "deepseek_r1": Thoughts(ThinkForm(replace(THINK, always_thinks=True)), ()),
 }
 
 

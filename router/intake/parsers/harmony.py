@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from baton.text.thoughts.marks import HARMONY, ThoughtMarks
 from router.intake.parsers.base import (
     CallArguments,
     CallBegins,
@@ -35,8 +36,8 @@ class HarmonyForm:
     """Messages of channels: reasoning and calls are one format."""
 
     special_tokens: tuple[str, ...] = _TAGS
-    inner_tokens: tuple[str, ...] = (CHANNEL, MESSAGE, CONSTRAIN)
     begins: tuple[str, ...] = ()
+    marks: ThoughtMarks = HARMONY
 
     def make_parser(self, context: ParserContext, make_id: MakeId = new_call_id) -> OutputParser:
         """Make a parser of reasoning and calls."""

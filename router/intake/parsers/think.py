@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from router.intake.parsers.base import OutputParser, ParserContext, Part, Reasoning
+from baton.text.thoughts.marks import ThoughtMarks
+from router.intake.parsers.base import CLOSE_SIGN, OutputParser, ParserContext, Part, Reasoning
 from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_text
 
 _NEWLINES = re.compile(r"[\r\n]*")
@@ -15,43 +16,32 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True, slots=True)
 class ThinkForm:
-    """Marks of reasoning at the beginning of an output, or in what the prompt has of it.
+    """Reasoning between marks, at the beginning of an output or already begun in the prompt."""
 
-    Attributes:
-        always_thinks: the model thinks without saying so, until the mark that ends it.
-        within: special tokens that reasoning may have in it.
-    """
-
-    open: str
-    close: str
-    always_thinks: bool = False
-    within: tuple[str, ...] = ()
+    marks: ThoughtMarks
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        return (self.open, self.close)
-
-    @property
-    def inner_tokens(self) -> tuple[str, ...]:
-        return (self.open, self.close, *self.within)
+        return (self.marks.open, self.marks.close)
 
     def make_parser(self, context: ParserContext) -> OutputParser:
         """Make a parser of one output."""
-        prompt = context.prompt_end
-        begun, ended = prompt.rfind(self.open), prompt.rfind(self.close)
-        thinks = begun > ended or (self.always_thinks and ended < 0)
-        goes_on = begun > ended and bool(prompt[begun + len(self.open) :].strip())
+        opening = self.marks.open
+        closing = CLOSE_SIGN if context.closes_by_token else self.marks.close
+        thinks, _ = self.marks.place_of(context.prompt_end)
+        _, mark, begun = context.prompt_end.rpartition(opening)
+        goes_on = thinks and bool(mark) and bool(begun.strip())
 
         def script(source: Source) -> Steps[None]:
             if goes_on:
-                yield from _reasoning(source, self.close)
+                yield from _reasoning(source, closing)
                 yield from source.match(_NEWLINES)
                 yield from rest_as_text(source)
                 return
             blanks = yield from source.match(_SPACE)
-            if (yield from source.take(self.open)) or thinks:
+            if (yield from source.take(opening)) or thinks:
                 yield from source.match(_NEWLINES)
-                yield from _reasoning(source, self.close)
+                yield from _reasoning(source, closing)
                 yield from source.match(_NEWLINES)
             elif blanks:
                 yield blanks

@@ -23,6 +23,7 @@ from baton.api.outputs import (
 )
 from baton.api.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
 from baton.api.structured_output import StructuredOutput
+from baton.api.thinking import Thinking
 from baton.link import wire
 from baton.link import words as link
 from baton.telemetry.trace_context import TraceContext
@@ -52,6 +53,18 @@ traces = st.none() | st.builds(
 finish_reasons = st.sampled_from([None, *FinishReason])
 known_ids = st.integers(0, MAX_TOKEN_ID)
 some_text = st.text(min_size=1, max_size=12)
+marks = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4).map(tuple)
+thoughts = st.builds(
+    Thinking,
+    budget_tokens=st.none() | st.integers(0, 2**31 - 1),
+    close_token_ids=marks,
+    open_marks=st.lists(marks, max_size=3).map(tuple),
+    is_open=st.booleans(),
+    must_open=st.booleans(),
+    may_reopen=st.booleans(),
+    behind_token_ids=marks,
+    gap_token_ids=marks,
+)
 structured_outputs = st.one_of(
     st.dictionaries(some_text, some_text).map(lambda schema: StructuredOutput(json_schema=schema)),
     some_text.map(lambda text: StructuredOutput(regex=text)),
@@ -82,6 +95,7 @@ params = st.builds(
     min_tokens=st.integers(0, 10),
     stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
     structured_output=st.none() | structured_outputs,
+    thinking=st.none() | thoughts,
 )
 prefill_receipts = st.builds(
     PrefillReceipt,

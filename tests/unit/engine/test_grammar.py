@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
+from baton.api.thinking import Thinking
 from baton.text.tokenizer import Tokenizer
 from engine import LLM
 from engine.core.grammar import GrammarState
@@ -327,3 +329,91 @@ def test_a_grammar_whose_steps_grow_ends_its_request(compiler: GrammarCompiler) 
         num_tokens += 1
     assert "ms a token of the time that all" in state.problem or "Too many items" in state.problem
     assert time.thread_time() - began_at < 0.005 * num_tokens + 1
+
+
+# ---------------------------------------------------------------- behind a thought
+
+OPEN, CLOSE = TEXTS.index("<"), TEXTS.index(">")
+
+
+def thinking(*texts: str, **fields: object) -> SamplingParams:
+    marks = {"close_token_ids": (CLOSE,), "open_marks": ((OPEN,),), **fields}
+    return choosing(*texts, thinking=Thinking(**marks))  # type: ignore[arg-type]  # fields
+
+
+def test_a_thought_costs_no_mask_and_the_grammar_holds_behind_it(
+    compiler: GrammarCompiler,
+) -> None:
+    state = compiler.compile_now(thinking(*CHOICES, is_open=True, budget_tokens=200))
+    for token_id in range(1000, 1100):
+        assert state.has_mask
+        assert not state.needs_masks(0, 0)
+        assert state.needs_masks(1, 0)  # the token in flight may be the closing mark
+        assert state.accept(token_id)
+    assert state.mask_s == 0
+    assert state.accept(CLOSE)
+    assert state.needs_masks(0, 0)
+    assert allowed(state) == allowed_by_definition("")
+    assert not state.accept(TEXTS.index("b") + 1)
+    assert state.problem.startswith("structured_output: ")
+
+
+def test_the_end_of_a_budget_allows_the_closing_mark_alone(compiler: GrammarCompiler) -> None:
+    for params in (
+        thinking("a", is_open=True, budget_tokens=2),
+        SamplingParams(thinking=Thinking(close_token_ids=(CLOSE,), is_open=True, budget_tokens=2)),
+    ):
+        state = compiler.compile_now(params)
+        assert state.accept(5)
+        assert state.accept(6)
+        assert allowed(state) == {CLOSE}
+        assert not compiler_copy(compiler, params, [5, 6]).accept(7)
+
+
+def compiler_copy(
+    compiler: GrammarCompiler, params: SamplingParams, token_ids: list[int]
+) -> GrammarState:
+    state = compiler.compile_now(params)
+    assert all(state.accept(token_id) for token_id in token_ids)
+    return state
+
+
+def test_a_model_may_begin_a_thought_or_the_answer(compiler: GrammarCompiler) -> None:
+    assert allowed(compiler.compile_now(thinking("a"))) == {OPEN, TEXTS.index("a")}
+    assert allowed(compiler.compile_now(thinking("a", must_open=True))) == {OPEN}
+    state = compiler.compile_now(thinking("a"))
+    assert state.accept(TEXTS.index("a"))
+    assert state.is_terminated
+
+
+def test_an_end_within_a_thought_becomes_its_closing_mark(compiler: GrammarCompiler) -> None:
+    end = min(ENDS)
+    state = compiler.compile_now(thinking("a", is_open=True))
+    assert state.corrected(end) == CLOSE
+    assert state.corrected(7) == 7
+    assert state.accept(CLOSE)
+    assert state.corrected(end) == end
+    stopping = thinking("a", is_open=True)
+    stopping = dataclasses.replace(stopping, stop_token_ids=(end,))
+    assert compiler.compile_now(stopping).corrected(end) == end
+    alone = Thinking(close_token_ids=(CLOSE,), is_open=True, budget_tokens=9)
+    assert compiler.compile_now(SamplingParams(thinking=alone)).corrected(end) == end
+
+
+def test_masks_behind_drafts_are_those_of_the_tokens_one_by_one(compiler: GrammarCompiler) -> None:
+    a = TEXTS.index("a")
+    for fields, drafts, num_possible in (
+        ({"is_open": True, "budget_tokens": 2}, [8, 9, CLOSE, a], 4),
+        ({"is_open": True, "budget_tokens": 2}, [8, 9, 10, CLOSE], 2),
+        ({"is_open": True}, [8, min(ENDS), a], 1),
+        ({}, [OPEN, 8, CLOSE, a], 4),
+        ({}, [OPEN, 8, CLOSE, 8], 3),
+    ):
+        params = thinking("a", "ab", **fields)
+        state = compiler.compile_now(params)
+        assert state.look_ahead(drafts, 10.0) == num_possible
+        masks = state.allowed_bits(num_possible)
+        for num_tokens in range(num_possible + 1):
+            one = compiler_copy(compiler, params, drafts[:num_tokens])
+            assert (masks[num_tokens] == one.allowed_bits()[0]).all()
+        assert state.accept(drafts[0])  # the state itself has not moved

@@ -69,6 +69,7 @@ def structured(name: str, regex: str = "[a-c]{6}", num_prompt_tokens: int = 4) -
 def hold(request: Request) -> HeldMatcher:
     """Hold all masks but the first, and make the scheduler think them slow."""
     assert request.grammar is not None
+    assert request.grammar._matcher is not None
     held = HeldMatcher(request.grammar._matcher)
     request.grammar._matcher = held  # type: ignore[assignment]  # alike
     request.grammar.mask_s = 1.0

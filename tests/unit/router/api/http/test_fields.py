@@ -405,15 +405,16 @@ def template(source: str) -> ChatTemplate:
     [
         ("{{ reasoning_effort }}", "low", True),
         ("{{ enable_thinking }}", "none", True),
-        ("{{ enable_thinking }}", "low", False),
+        ("{{ enable_thinking }}", "low", True),
+        ("{{ thinking }}", "high", True),
         ("{{ messages }}", "none", False),
     ],
 )
 def test_an_effort_has_an_effect_where_the_template_knows_one(
     source: str, effort: str, expected: bool
 ) -> None:
-    assert takes_effort(effort, template(source)) is expected
-    assert not takes_effort(effort, None)
+    assert takes_effort(template(source)) is expected
+    assert not takes_effort(None)
     options = chat_prompt(
         ChatRequest(
             model="m", messages=[Message(role="user", content="x")], reasoning_effort=effort

@@ -77,12 +77,11 @@ async def test_tools_are_called_though_the_template_takes_none(
 
 
 @on_http(parsers=OutputParsers(TOKENIZER, reasoning_parser="deepseek_r1"))
-async def test_what_a_grammar_holds_does_not_think(scene: HttpScene) -> None:
+async def test_a_thought_precedes_what_a_grammar_holds(scene: HttpScene) -> None:
     answer = scene.post(CHAT, messages=MESSAGES, structured_outputs={"regex": "a"})
-    scene.say(await scene.command(), 0, "a", last=FinishReason.STOP)
+    scene.say(await scene.command(), 0, "Hm.</think>a", last=FinishReason.STOP)
     message = (await (await answer).json())["choices"][0]["message"]
-    assert message["content"] == "a"
-    assert "reasoning" not in message
+    assert (message["reasoning"], message["content"]) == ("Hm.", "a")
 
 
 @pytest.mark.parametrize("stream", [False, True])

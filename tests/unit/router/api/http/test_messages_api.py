@@ -12,15 +12,15 @@ import pytest
 
 from baton.access.access import Access
 from baton.access.api_keys import entry_text
-from baton.api.errors import OverloadedError
+from baton.api.errors import InvalidRequestError, OverloadedError
 from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.link.words import CancelCommand
 from router.api.anthropic_messages.api import MessageEvents
 from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest, chat_request
-from router.api.http.conversation import chat_prompt
+from router.api.http.conversation import asked_thinking, chat_prompt
 from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
 from router.api.http.responses import MessageDelta
-from router.intake.parsers.choice import OutputParsers
+from router.intake.parsers.choice import AskedThinking, OutputParsers
 from tests.fakes.http_scene import TOKENIZER, HttpScene, on_http, until
 
 pytestmark = pytest.mark.medium
@@ -114,8 +114,24 @@ def test_fields_arrive_under_the_names_of_chats() -> None:
     assert chat_request(given(tools=[TOOL], tool_choice={"type": "any"})).tool_choice == "required"
     off = chat_request(given(thinking={"type": "disabled"}))
     assert (off.reasoning_effort, off.chat_template_kwargs) == ("none", None)
-    on = chat_request(given(thinking={"type": "enabled", "budget_tokens": 2000}))
-    assert on.chat_template_kwargs == {"enable_thinking": True}
+    assert not chat_prompt(off).template_options["enable_thinking"]
+    on = chat_request(given(max_tokens=2001, thinking={"type": "enabled", "budget_tokens": 2000}))
+    assert chat_prompt(on).template_options == {"enable_thinking": True, "thinking": True}
+    assert asked_thinking(on, None) == AskedThinking(must_think=True, budget_tokens=2000)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "problem"),
+    [
+        ({"type": "enabled", "budget_tokens": 5}, "must be less than max_tokens (5), got 5"),
+        ({"type": "enabled", "budget_tokens": 0}, "must be 1 or more, got 0"),
+        ({"type": "disabled", "budget_tokens": 3}, "cannot be together with the type 'disabled'"),
+    ],
+)
+def test_a_budget_outside_its_limits_is_refused(thinking: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat_request(given(thinking=thinking))
+    assert str(caught.value) == f"thinking.budget_tokens: {problem}"
 
 
 def test_an_assistants_message_at_the_end_begins_the_answer() -> None:
@@ -460,8 +476,8 @@ async def test_what_the_model_cannot_be_told_of_thinking_is_said(scene: HttpScen
     """(The demo model's template knows no thinking.)"""
     cases: list[tuple[dict[str, Any], str]] = [
         (
-            {"thinking": {"type": "enabled", "budget_tokens": 2000}},
-            "thinking.budget_tokens, thinking",
+            {"thinking": {"type": "enabled", "budget_tokens": 4}},
+            "thinking",
         ),
         ({"thinking": {"type": "disabled"}}, "thinking"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),

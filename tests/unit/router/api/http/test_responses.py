@@ -12,7 +12,7 @@ import pytest
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.link.words import CancelCommand
-from router.api.http.conversation import chat_prompt
+from router.api.http.conversation import chat_prompt, effort_of
 from router.api.http.event_exchange import as_fields
 from router.api.http.ignored_fields import IGNORED_FIELDS_HEADER
 from router.api.http.responses import FunctionDelta, MessageDelta, ToolCallDelta
@@ -96,7 +96,7 @@ def test_fields_arrive_under_the_names_of_chats() -> None:
         )
     )  # fmt: skip
     assert (chat.max_completion_tokens, chat.temperature, chat.top_p) == (9, 0.5, 0.9)
-    assert (chat.reasoning_effort, chat.stream) == ("low", True)
+    assert (effort_of(chat), chat.stream) == ("low", True)
     assert chat.tools is not None
     assert chat.tools[0].function.name == "f"
     assert msgspec.to_builtins(chat.tool_choice)["function"]["name"] == "f"

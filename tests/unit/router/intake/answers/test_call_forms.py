@@ -7,9 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
 from baton.text.tokenizer import Tokenizer
@@ -100,7 +102,12 @@ class Held:
         self.tokenizer = Tokenizer(folder)
         self.parsers = OutputParsers(self.tokenizer, form, "none")
         functions = options.pop("functions", FUNCTIONS)
-        text = self.parsers.answer_or_calls(ANSWER, functions, **{"several": True, **options})
+        options = {"several": True, **options}
+        self._is_either = not options.pop("free_text", False)
+        if self._is_either:
+            text = self.parsers.answer_or_calls(ANSWER, functions, **options)
+        else:
+            text = self.parsers.text_or_calls(functions, **options)
         assert text is not None
         self.output = StructuredOutput(grammar=text)
         self._library: LLTokenizer = load_grammar_tokenizer(folder / "tokenizer.json", [EOS])
@@ -114,12 +121,18 @@ class Held:
 
     def parse(self, text: str) -> list[Any]:
         context = ParserContext({function.name: function.parameters for function in FUNCTIONS})
-        return parse(self.parsers.make(context, is_constrained=True, is_either=True), text)
+        make = self.parsers.make
+        return parse(make(context, is_constrained=True, is_either=self._is_either), text)
 
 
 def has_json(form: str) -> bool:
     """Say whether a family writes arguments as JSON, which a grammar holds to a schema."""
     return not isinstance(TOOL_CALL_PARSERS.load(form).form, TaggedForm | PythonForm)
+
+
+def as_answer(form: str, text: str) -> str:
+    """Write an answer's text as a family does: one writes a header first."""
+    return f"<|channel|>final<|message|>{text}" if form == "openai" else text
 
 
 def marks_of(form: str) -> list[str]:
@@ -130,8 +143,9 @@ def marks_of(form: str) -> list[str]:
 @pytest.mark.parametrize("are_special", [False, True])
 def test_an_output_is_an_answer_or_calls(tmp_path: Path, form: str, are_special: bool) -> None:
     held = Held(tmp_path, form, marks_of(form) if are_special else [])
-    assert held.fits('{"done": true}')
-    assert held.parse('{"done": true}') == ['{"done": true}']
+    answer = as_answer(form, '{"done": true}')
+    assert held.fits(answer)
+    assert held.parse(answer) == ['{"done": true}']
     for text in ("Hello", "{}", '{"done": 1}', '{"done": true} {"done": true}', ""):
         assert not held.fits(text)
     for text in filter(None, (CALLS.get(form), ONE_CALL.get(form))):
@@ -193,7 +207,8 @@ def test_whatever_is_drawn_is_an_answer_or_calls(tmp_path: Path, form: str) -> N
         found = held.parse(text)
         kinds.add(type(found[0]))
         if isinstance(found[0], str):
-            assert found == [text]
+            assert as_answer(form, *found) == text
+            text = found[0]
             assert isinstance(json.loads(text)["done"], bool)
             continue
         for name, arguments in found:
@@ -203,3 +218,91 @@ def test_whatever_is_drawn_is_an_answer_or_calls(tmp_path: Path, form: str) -> N
                 assert value["city"] in ("Bonn", "Rome")
                 assert 1 <= value["days"] <= 9
     assert kinds
+
+
+STRICT = [Function("weather", CITY), Function("now")]
+
+
+@pytest.mark.parametrize("form", TOOL_CALL_PARSERS.names())
+@pytest.mark.parametrize("are_special", [False, True])
+def test_calls_of_strict_functions_fit_from_their_first_mark_on(
+    tmp_path: Path, form: str, are_special: bool
+) -> None:
+    if form == "openai" and not are_special:
+        pytest.skip("any text may be a header")
+    held = Held(
+        tmp_path, form, marks_of(form) if are_special else [], functions=STRICT, free_text=True
+    )
+    begins = TOOL_CALL_PARSERS.load(form).form.begins
+    for text in ("Hello.", "", "1 < 2, <b>", '[1] is no "call"'[form == "pythonic" :]):
+        answer = as_answer(form, text)
+        assert held.fits(answer), text
+        assert "".join(held.parse(answer)) == text
+    for call in filter(None, (CALLS.get(form), ONE_CALL.get(form))):
+        assert held.fits(call)
+        assert not held.fits(call.replace("Bonn", "Bern"))
+        assert not held.fits(call.replace("weather", "other"))
+        assert not held.fits(call.replace("3", "33"))
+        if begins:
+            assert held.fits(f"I look.\n{call}")
+            assert not held.fits(f"I look.\n{call.replace('Bonn', 'Bern')}")
+            before, *found = held.parse(f"I look.\n{call}")
+            assert before.strip() == "I look."
+            assert json.loads(found[0][1]) == {"city": "Bonn", "days": 3}
+    for mark in begins:
+        assert not held.fits(f"So {mark} is free text.")
+
+
+@pytest.mark.parametrize("form", TOOL_CALL_PARSERS.names())
+def test_whatever_is_drawn_for_strict_functions_fits(tmp_path: Path, form: str) -> None:
+    """Models that begin calls often write arguments in order, and leave out what is optional."""
+    parameters: dict[str, Any] = {
+        **CITY,
+        "properties": {
+            **CITY["properties"],
+            "note": {"type": "string", "maxLength": 3},
+            "unit": {"type": ["string", "null"], "enum": ["C", "F", None]},
+            "kind": {"anyOf": [{"type": "string", "enum": ["a", "b"]}, {"type": "null"}]},
+            "word": {"anyOf": [{"type": "string"}, {"type": "integer"}], "default": 1},
+            "tags": {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 2},
+        },
+    }
+    held = Held(
+        tmp_path, form, marks_of(form),
+        functions=[Function("weather", parameters)], free_text=True,
+    )  # fmt: skip
+    rng, num_calls = random.Random(form), 0
+    validator = jsonschema.Draft202012Validator(parameters)
+    marks = {held.tokenizer.special_token_id(mark) for mark in marks_of(form)}
+    for _ in range(12):
+        matcher = held.matcher()
+        token_ids: list[int] = []
+        while not matcher.is_stopped() and len(token_ids) < 400:
+            mask = matcher.compute_bitmask()
+            allowed = [i for i in range(len(mask) * 8) if mask[i // 8] >> (i % 8) & 1]
+            likely = [one for one in allowed if one in marks]
+            token_id = EOS if EOS in allowed and rng.random() < 0.2 else rng.choice(allowed)
+            if likely and rng.random() < 0.7:
+                token_id = rng.choice(likely)
+            matcher.consume_token(token_id)
+            token_ids.append(token_id)
+        if not matcher.is_stopped():
+            continue
+        text = held.tokenizer.decode(
+            [one for one in token_ids if one != EOS], skip_special_tokens=False
+        )
+        context = ParserContext({"weather": parameters})
+        for part in parse(held.parsers.make(context, is_constrained=True), text):
+            if isinstance(part, tuple):
+                num_calls += 1
+                name, arguments = part
+                assert name == "weather", text
+                assert validator.is_valid(json.loads(arguments)), text
+    if TOOL_CALL_PARSERS.load(form).form.begins:
+        assert num_calls
+
+
+def test_strict_functions_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    long = {"type": "object", "description": "x" * MAX_TEXT_BYTES}
+    with pytest.raises(InvalidRequestError, match=r"^structured_output.grammar: must have at most"):
+        Held(tmp_path, "hermes", [], functions=[Function("now", long)], free_text=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.text.thoughts.marks import THINK
 from router.intake.parsers.base import ParserContext, Reasoning
 from router.intake.parsers.think import ThinkFirst, ThinkForm
 from tests.fakes.parsed_outputs import Found, make_parser, make_reasoning_parser, parse
@@ -58,6 +59,6 @@ def test_reasoning_is_shown_as_it_comes() -> None:
 def test_calls_behind_reasoning_are_found_and_those_in_it_are_not() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     hermes = make_parser("hermes")
-    parser = ThinkFirst(ThinkForm("<think>", "</think>").make_parser(ParserContext()), hermes)
+    parser = ThinkFirst(ThinkForm(THINK).make_parser(ParserContext()), hermes)
     found = parse(parser, [f"<think>{call}</think>\n{call}"])
     assert found == [Reasoning(call), ("f", "{}")]

@@ -1,0 +1,83 @@
+"""Thinking: the thought that precedes an answer, and how many tokens it may have.
+
+The marks of a thought are token ids. Whoever has the tokenizer fills them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.api.errors import InvalidRequestError
+
+MAX_BUDGET_TOKENS = 2**31 - 1
+MAX_MARK_TOKENS = 32
+MAX_MARKS = 8
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """A thought before the answer; a value outside its limit raises InvalidRequestError.
+
+    A ``structured_output`` holds from the closing mark on. Tokens of the thought are free.
+
+    Attributes:
+        budget_tokens: most tokens between the opening and the closing mark; then the closing mark
+            is forced. 0 closes a thought at once. None: no limit.
+        close_token_ids: the closing mark. Empty: `engine.LLM` and the router fill in all fields but
+            ``budget_tokens`` and ``must_open``, by the checkpoint's chat template and the prompt.
+        open_marks: token sequences of which one opens the thought.
+        is_open: the prompt has opened the thought.
+        must_open: the output begins with an opening mark; False: the model chooses.
+        may_reopen: a later opening mark goes on with the thought, within the rest of the budget.
+        behind_token_ids: forced behind the closing mark where a ``structured_output`` follows.
+        gap_token_ids: one of these may come between the closing mark and a ``structured_output``.
+    """
+
+    budget_tokens: int | None = None
+    close_token_ids: tuple[int, ...] = ()
+    open_marks: tuple[tuple[int, ...], ...] = ()
+    is_open: bool = False
+    must_open: bool = False
+    may_reopen: bool = False
+    behind_token_ids: tuple[int, ...] = ()
+    gap_token_ids: tuple[int, ...] = ()
+
+    @property
+    def closes_by_token(self) -> bool:
+        """Return whether one token alone closes the thought, whatever its text is."""
+        return len(self.close_token_ids) == 1 and not self.behind_token_ids
+
+    def __post_init__(self) -> None:
+        if self.budget_tokens is not None:
+            check_budget("thinking.budget_tokens", self.budget_tokens)
+        for field in ("close_token_ids", "behind_token_ids", "gap_token_ids"):
+            object.__setattr__(self, field, _token_ids(field, getattr(self, field)))
+        marks = tuple(_token_ids("open_marks", mark) for mark in self.open_marks)
+        if len(marks) > MAX_MARKS or not all(marks):
+            raise InvalidRequestError(
+                "thinking.open_marks", f"must be at most {MAX_MARKS} marks of 1 token or more"
+            )
+        object.__setattr__(self, "open_marks", marks)
+
+
+def check_budget(field: str, value: object) -> None:
+    """Raise InvalidRequestError about a field unless its value is a number of thought tokens."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MAX_BUDGET_TOKENS:  # type: ignore[operator]  # a number
+        raise InvalidRequestError(
+            field, f"must be a whole number from 0 to {MAX_BUDGET_TOKENS}, got {value!r}"
+        )
+
+
+def _token_ids(field: str, value: Iterable[int]) -> tuple[int, ...]:
+    token_ids = tuple(value)
+    if len(token_ids) > MAX_MARK_TOKENS:
+        raise InvalidRequestError(
+            f"thinking.{field}", f"must have at most {MAX_MARK_TOKENS} tokens, got {len(token_ids)}"
+        )
+    for token_id in token_ids:
+        if not isinstance(token_id, int) or not 0 <= token_id <= _MAX_TOKEN_ID:
+            raise InvalidRequestError(f"thinking.{field}", f"must be token ids, got {token_id!r}")
+    return token_ids

@@ -1,0 +1,1 @@
+"""Thoughts before answers: the marks around them, and where an output is in one."""

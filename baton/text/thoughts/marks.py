@@ -1,0 +1,153 @@
+"""Thoughts: the marks of a model's thoughts, and what an engine must know of them for one prompt.
+
+prompt ... <|im_start|>assistant <think> | thought | </think> | answer     the prompt opens it
+prompt ... <|im_start|>assistant | <think> thought | </think> | answer     the model may open it
+prompt ... <|im_start|>assistant <think></think> | answer                  there is none
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.api.errors import InvalidRequestError
+from baton.api.thinking import Thinking
+from baton.text.tokenizer import Tokenizer
+
+_PROMPT_END_TOKENS = 8
+_MAX_PROMPT_END_TOKENS = 8_192  # a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarks:
+    """Texts around a family's thoughts.
+
+    Attributes:
+        open, close: mark a thought.
+        always_thinks: the model thinks without an opening mark, until the closing mark.
+        may_reopen: an output may have more than one thought.
+        role: stands between the closing mark and a call.
+        answer: stands between the closing mark, or ``role``, and the text of an answer.
+        within: special tokens that a thought, or what is around it, may have.
+    """
+
+    open: str
+    close: str
+    always_thinks: bool = False
+    may_reopen: bool = False
+    role: str = ""
+    answer: str = ""
+    within: tuple[str, ...] = ()
+
+    def place_of(self, prompt_end: str) -> tuple[bool, bool]:
+        """Return whether a prompt's end leaves a thought open, and whether a thought is over."""
+        begun = prompt_end.rfind(self.open)
+        ended = max(prompt_end.rfind(mark) for mark in (self.close, self.answer or self.close))
+        is_open = begun > ended or (self.always_thinks and ended < 0)
+        return is_open, ended > begun
+
+
+THINK = ThoughtMarks("<think>", "</think>", within=("<think>", "</think>"))
+SEED_THINK = ThoughtMarks(
+    "<seed:think>",
+    "</seed:think>",
+    within=(
+        "<seed:think>",
+        "</seed:think>",
+        "<seed:cot_budget_reflect>",
+        "</seed:cot_budget_reflect>",
+    ),
+)
+HARMONY = ThoughtMarks(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    may_reopen=True,
+    role="<|start|>assistant",
+    answer="<|channel|>final<|message|>",
+    within=("<|channel|>", "<|message|>", "<|constrain|>"),
+)
+# Marks, and texts of which a chat template of the family has one; the first that fits.
+_BY_SIGNS = (
+    (HARMONY, ("<|channel|>",)),
+    (SEED_THINK, ("<seed:think>",)),
+    (THINK, ("</think>", "<think>")),
+)
+
+
+def find_marks(tokenizer: Tokenizer) -> ThoughtMarks:
+    """Find the marks of a checkpoint's thoughts by its chat template, or by its tokens.
+
+    Raises InvalidRequestError when there are none.
+    """
+    template = tokenizer.chat_template
+    source = "" if template is None else template.source(with_tools=True)
+    for marks, signs in _BY_SIGNS:
+        if any(sign in source for sign in signs):
+            return marks
+    for marks in (SEED_THINK, THINK):
+        if len(tokenizer.encode(marks.close, add_special_tokens=False)) == 1:
+            return marks
+    raise InvalidRequestError("thinking", "this checkpoint has no marks of a thought")
+
+
+class ThoughtFinder:
+    """Finds out where the output of a prompt stands in a thought.
+
+    Args:
+        tokenizer: the checkpoint's.
+        marks: those of the family.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, marks: ThoughtMarks) -> None:
+        self._tokenizer = tokenizer
+        self._marks = marks
+        inner = map(tokenizer.special_token_id, marks.within)
+        self._outer_ids = tokenizer.special_token_ids.difference(inner)  # no answer has them
+
+    def prompt_end(self, prompt: list[int]) -> str:
+        """Return the part of a prompt that belongs to the answer: a mark, or a thought's beginning.
+
+        The answer begins behind the last special token that is no mark of the family. A prompt
+        without one, apart from its first token, has a few tokens of the answer at most.
+        """
+        start, first = len(prompt), max(len(prompt) - _MAX_PROMPT_END_TOKENS, 1)
+        while start > first and prompt[start - 1] not in self._outer_ids:
+            start -= 1
+        if start <= first:
+            start = max(len(prompt) - _PROMPT_END_TOKENS, 0)
+        return self._tokenizer.decode(prompt[start:], skip_special_tokens=False)
+
+    def thinking(
+        self,
+        prompt: list[int],
+        *,
+        budget_tokens: int | None = None,
+        must_open: bool = False,
+        before_calls: bool = False,
+    ) -> Thinking | None:
+        """Return what an engine must know of the thought; None where the prompt allows none.
+
+        Args:
+            must_open: see `Thinking`.
+            before_calls: a grammar of calls in the family's own form follows, not an answer's text.
+        """
+        marks = self._marks
+        is_open, is_over = marks.place_of(self.prompt_end(prompt))
+        if is_over:
+            return None
+        opens, gaps = [marks.open], list[str]()
+        if not marks.answer:  # models write newlines around these marks
+            opens, gaps = [marks.open, "\n" + marks.open], ["\n", "\n\n"]
+        gap_marks = map(self._encode, gaps)
+        return Thinking(
+            budget_tokens=budget_tokens,
+            close_token_ids=self._encode(marks.close),
+            open_marks=tuple(map(self._encode, opens)),
+            is_open=is_open,
+            must_open=must_open,
+            may_reopen=marks.may_reopen,
+            behind_token_ids=self._encode(marks.role + ("" if before_calls else marks.answer)),
+            gap_token_ids=tuple(gap[0] for gap in gap_marks if len(gap) == 1),
+        )
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False)) if text else ()

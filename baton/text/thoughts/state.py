@@ -1,0 +1,170 @@
+"""ThoughtState: where an output is in the thought before its answer. Follows from tokens alone.
+
+    opening     the output may begin, or must begin, with an opening mark
+    open        tokens are free, until the closing mark comes or the budget is used up
+    behind      tokens that the form has between the closing mark and the answer
+    gap         the answer begins, perhaps behind a newline
+    over        the answer; or there is no thought
+
+Knows no grammar, no vocabulary and no request.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Sequence
+from enum import Enum
+
+from baton.api.thinking import Thinking
+
+NO_LIMIT = sys.maxsize
+
+
+class Phase(Enum):
+    """Part of an output, in the order in which the parts come."""
+
+    OPENING = 0
+    OPEN = 1
+    BEHIND = 2
+    GAP = 3
+    OVER = 4
+
+
+class ThoughtState:
+    """Follow one output through its thought.
+
+    Args:
+        thinking: with its marks filled in.
+        guides_answer: a grammar holds behind the thought. Then tokens before the answer must be
+            those of the form; else only a budget and `Thinking.must_open` limit any token.
+
+    Attributes:
+        phase: the part that the next token belongs to.
+        num_tokens: tokens of the thought so far, with those that may be part of its closing mark.
+    """
+
+    def __init__(self, thinking: Thinking, *, guides_answer: bool) -> None:
+        assert thinking.close_token_ids, "the marks are not filled in"
+        assert thinking.is_open or thinking.open_marks
+        self.phase = Phase.OPEN if thinking.is_open else Phase.OPENING
+        self.num_tokens = 0
+        self._guides_answer = guides_answer
+        self._thinking = thinking
+        self._budget = NO_LIMIT if thinking.budget_tokens is None else thinking.budget_tokens
+        self._place = 0  # in the marks or in what comes behind them
+        self._chosen: tuple[tuple[int, ...], ...] = thinking.open_marks
+
+    def copy(self) -> ThoughtState:
+        """Return a state that advances by itself."""
+        return copy.copy(self)
+
+    @property
+    def num_free(self) -> int:
+        """Return how many of the next tokens need no mask, whatever they are."""
+        left = max(self._budget - self.num_tokens, 0)
+        if self._guides_answer:
+            return min(left, 1) if self.phase is Phase.OPEN else 0
+        match self.phase:
+            case Phase.OPEN:
+                return left
+            case Phase.OPENING if self._thinking.must_open:
+                return 0
+            case Phase.OPENING:
+                return min(map(len, self._chosen)) - self._place + left
+            case _ if self._thinking.may_reopen:
+                return min(map(len, self._thinking.open_marks)) - self._place + left
+            case _:
+                return NO_LIMIT
+
+    @property
+    def choices(self) -> Sequence[int]:
+        """Return the tokens of the form that may come next; none where tokens are free."""
+        thinking = self._thinking
+        match self.phase:
+            case Phase.OPENING:
+                return [mark[self._place] for mark in self._chosen]
+            case Phase.OPEN if self.num_tokens >= self._budget:
+                return [self.closing_token_id]
+            case Phase.BEHIND:
+                return [thinking.behind_token_ids[self._place]]
+            case Phase.GAP:
+                return thinking.gap_token_ids
+            case _:
+                return []
+
+    @property
+    def closing_token_id(self) -> int:
+        """Return the token with which the closing mark begins, or goes on."""
+        return self._thinking.close_token_ids[self._place]
+
+    @property
+    def may_answer(self) -> bool:
+        """Return whether the next token may be the first one of the answer."""
+        if self.phase is Phase.OPENING:
+            return not (self._place or self._thinking.must_open)
+        return self.phase in (Phase.GAP, Phase.OVER)
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token of the output; return False if the token is the answer's instead."""
+        match self.phase:
+            case Phase.OPENING:
+                return self._accept_opening(token_id)
+            case Phase.OPEN:
+                self._accept_thought(token_id)
+            case Phase.BEHIND:
+                self._place += 1
+                if self._place == len(self._thinking.behind_token_ids):
+                    self._begin(Phase.GAP)
+            case Phase.GAP:
+                self.phase = Phase.OVER
+                return token_id in self._thinking.gap_token_ids
+            case _ if self._guides_answer:
+                return False
+            case _ if self._thinking.may_reopen:
+                marks = self._thinking.open_marks
+                self._place = max(_matched(mark, self._place, token_id) for mark in marks)
+                if self._place in map(len, marks):
+                    self._begin(Phase.OPEN)
+        return True
+
+    def _accept_opening(self, token_id: int) -> bool:
+        place = self._place
+        going_on = tuple(mark for mark in self._chosen if mark[place] == token_id)
+        if not going_on:
+            self._begin(Phase.OVER)
+            return False
+        self._chosen, self._place = going_on, place + 1
+        if any(len(mark) == self._place for mark in going_on):
+            self._begin(Phase.OPEN)
+        return True
+
+    def _accept_thought(self, token_id: int) -> None:
+        close = self._thinking.close_token_ids
+        self.num_tokens += 1
+        self._place = _matched(close, self._place, token_id)
+        if self._place < len(close):
+            return
+        self.num_tokens -= len(close)
+        if not self._guides_answer:
+            self._begin(Phase.OVER)
+        else:
+            self._begin(Phase.BEHIND if self._thinking.behind_token_ids else Phase.GAP)
+
+    def _begin(self, phase: Phase) -> None:
+        self.phase, self._place = phase, 0
+
+
+def _matched(mark: tuple[int, ...], num_matched: int, token_id: int) -> int:
+    """Return how many leading tokens of a mark the output ends with.
+
+    Args:
+        num_matched: leading tokens that the output ended with before this token.
+    """
+    if num_matched < len(mark) and mark[num_matched] == token_id:
+        return num_matched + 1
+    tail = (*mark[:num_matched], token_id)
+    for length in range(min(len(mark), num_matched), 0, -1):
+        if tail[-length:] == mark[:length]:
+            return length
+    return 0
