@@ -70,8 +70,8 @@ def print_summary(result: RunResult, console: Console) -> None:
 def empty_table(title: str) -> Table:
     """Make a table of `WIDTH` columns whose first column has the names of rows."""
     table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=0,  # the box has a blank between two columns
+        box=box.MINIMAL,
+        padding=0,  # the box has a line between two columns, and 80 columns have no room for blanks
         show_edge=False,
         width=WIDTH,
         title=title,
