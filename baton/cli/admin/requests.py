@@ -27,7 +27,6 @@ from baton.cli.admin.output import (
 )
 from baton.cli.router_access import OperatorAccess
 from baton.telemetry.receipt_table import format_bytes
-from baton.wire.types import receipt_from_proto
 
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2, types_pb2
@@ -175,6 +174,8 @@ def _events(found: admin_pb2.RequestTrace) -> Iterator[tuple[float, str]]:
 def _prefill_account(receipt: types_pb2.Receipt) -> str:
     if not receipt.ttft_s:
         return ""
+    from baton.wire.types import receipt_from_proto  # gRPC's messages, which help does not need
+
     parts = receipt_from_proto(receipt).ttft_parts.items()
     way = ", ".join(f"{name.removesuffix('_s')} {format_seconds(max(s, 0.0))}" for name, s in parts)
     return _computing_account(receipt) + f"; its way: {way}"

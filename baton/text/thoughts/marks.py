@@ -8,10 +8,13 @@ prompt ... <|im_start|>assistant <think></think> | answer                  there
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from baton.api.errors import InvalidRequestError
 from baton.api.thinking import Thinking
-from baton.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # `baton -h` reads this file, and must not wait for the library
+    from baton.text.tokenizer import Tokenizer
 
 _PROMPT_END_TOKENS = 8
 _MAX_PROMPT_END_TOKENS = 8_192  # a millisecond
