@@ -105,6 +105,8 @@ def draw_methods(architecture: str, folder: Path, draw: random.Random) -> list[d
     """Draw engine options: without drafts, with n-grams, and with a drafter if possible."""
     if architecture.startswith(STATES):  # their states cannot be rolled back
         return [{}, {}]
+    if architecture.endswith("ForConditionalGeneration"):  # fakes of drafters read plain configs
+        return [{}, drafters.options_of("ngram", folder)]
     names = ["medusa"]
     if architecture.startswith(DRAFT_MODELS):
         names.append("draft_model")

@@ -43,7 +43,7 @@ def commands() -> Iterator[Any]:
 
 def _words_of(line: str) -> list[str]:
     """Return the words after `baton` or `python -m baton`; none if a line calls neither."""
-    if "baton" not in line or line.lstrip().startswith("#"):
+    if not re.search(r"\bbaton\s", f"{line} ") or line.lstrip().startswith("#"):
         return []
     words = shlex.split(line, comments=True)
     names = [Path(word).name for word in words]
