@@ -16,6 +16,7 @@ from router.policies.base import Placement, RouteQuery, RoutingPolicy
 
 # Most calls that wait for a node to come back: each holds its prompt and its client.
 MAX_EXPECTING = 1024
+_EARLY_S = 1e-6  # a timer may fire so long before its time: a wait as short would never end
 
 
 class Placer:
@@ -97,7 +98,8 @@ class Placer:
             NodeUnavailableError: there were never nodes of both roles, or the time is over.
         """
         pool = self._pool
-        if not pool.has_had_both_roles or asyncio.get_running_loop().time() >= until:
+        now = asyncio.get_running_loop().time() + _EARLY_S
+        if not pool.has_had_both_roles or now >= until:
             why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens))))
             raise NodeUnavailableError(why)
         self.num_waiting += 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # At OpenAI's temperature of 1 small models write nonsense.
-CALM_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+CALM_SAMPLING = {"temperature": 0.7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class TextOptions:
         AUTO,
         choices=(AUTO, NONE),
         help="Where HTTP requests get sampling parameters that they do not name. auto: from the "
-        "checkpoint's generation_config.json, or else temperature 0.7 and top_p 0.95. none: from "
+        "checkpoint's generation_config.json, or else temperature 0.7. none: from "
         "OpenAI's API, temperature 1 and all else off.",
     )
     tool_call_parser: str = option(

@@ -202,8 +202,9 @@ def test_a_required_tool_is_called_whatever_the_model_would_say(
     client: openai.OpenAI, choice: Any
 ) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, tools=[WEATHER], tool_choice=choice, max_tokens=100
-    )
+        model=MODEL, messages=MESSAGES, tools=[WEATHER], tool_choice=choice, max_tokens=100,
+        parallel_tool_calls=False,
+    )  # fmt: skip
     message = answer.choices[0].message
     assert message.tool_calls is not None
     (call,) = message.tool_calls
@@ -242,6 +243,7 @@ def test_a_response_calls_a_tool_and_takes_its_result(client: openai.OpenAI, str
     tool: Any = {"type": "function", "strict": True, **WEATHER["function"]}
     given: dict[str, Any] = {"model": MODEL, "tools": [tool], "max_output_tokens": 100}
     asked: dict[str, Any] = {**given, "input": MESSAGES, "tool_choice": "required"}
+    asked["parallel_tool_calls"] = False
     if stream:
         with client.responses.stream(**asked) as events:
             answer: Any = events.get_final_response()
@@ -306,6 +308,7 @@ def test_a_message_calls_a_tool_and_takes_its_result(
     tool = {"name": function["name"], "input_schema": function["parameters"]}
     given: dict[str, Any] = {"model": MODEL, "tools": [tool], "max_tokens": 100}
     asked: dict[str, Any] = {**given, "messages": MESSAGES, "tool_choice": {"type": "any"}}
+    asked["tool_choice"]["disable_parallel_tool_use"] = True
     if stream:
         with claude.messages.stream(**asked) as events:
             answer: Any = events.get_final_message()

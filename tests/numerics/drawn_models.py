@@ -13,7 +13,12 @@ from tests.numerics.family_checkpoints import FAMILIES
 
 _KINDS_OF_LAYERS = ("sliding_attention", "full_attention")
 _HALF_TURNS = ("Bamba", "Glm", "Phi3", "Qwen3Next", "Qwen3_5")  # half of a head turns, in pairs
-_WIDTH_OF_HEADS = ("Lfm2", "Phi3", "Qwen2VL", "Qwen2_5_VL")  # a head has hidden_size / num_attention_heads dims
+_WIDTH_OF_HEADS = (
+    "Lfm2",
+    "Phi3",
+    "Qwen2VL",
+    "Qwen2_5_VL",
+)  # a head has hidden_size / num_attention_heads dims
 _WHOLE_HEADS = ("Cwm", "DeepseekV2", "Gemma", "Llama")  # heads divide hidden_size
 
 

@@ -37,7 +37,7 @@ def test_requests_are_sampled_calmly_where_a_checkpoint_recommends_nothing(
     tmp_path: Path, text: str | None
 ) -> None:
     folder = tmp_path if text is None else folder_with(tmp_path, text)
-    assert TextOptions().sampling_defaults(folder) == {"temperature": 0.7, "top_p": 0.95}
+    assert TextOptions().sampling_defaults(folder) == {"temperature": 0.7}
     assert TextOptions(generation_config="none").sampling_defaults(folder) == {}
 
 
