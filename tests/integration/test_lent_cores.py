@@ -46,7 +46,8 @@ def test_a_request_alone_is_computed_on_the_cores_of_both_nodes(lend_cores: bool
         # To the bit, though threads came and went.
         assert [one.logprobs for one in found] == [one.logprobs for one in alone]
     for name, other in (("p0", "d0"), ("d0", "p0")):
-        assert cores[other] not in places[name]
+        # (The steps before any request may have been computed on both nodes' cores, too.)
+        assert lend_cores or cores[other] not in places[name]
         assert (cores[other] in new[name]) == lend_cores
 
 
