@@ -236,6 +236,11 @@ def test_a_model_that_the_hub_does_not_give_is_told_with_both(
         raise OSError("no network\nmore")
 
     monkeypatch.chdir(tmp_path)
+
+    def list_files(*_: object) -> list[str]:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", list_files)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     with pytest.raises(ModelLoadError) as caught:
         find_model_folder("owner/model")
