@@ -201,10 +201,8 @@ def test_the_arguments_of_a_call_are_streamed(client: openai.OpenAI) -> None:
 def test_a_required_tool_is_called_whatever_the_model_would_say(
     client: openai.OpenAI, choice: Any
 ) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, tools=[WEATHER], tool_choice=choice, max_tokens=100,
-        parallel_tool_calls=False,
-    )  # fmt: skip
+    given: Any = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=100, **given)
     message = answer.choices[0].message
     assert message.tool_calls is not None
     (call,) = message.tool_calls
@@ -242,8 +240,8 @@ def test_a_response_streamed_or_not_says_what_a_chat_says(client: openai.OpenAI,
 def test_a_response_calls_a_tool_and_takes_its_result(client: openai.OpenAI, stream: bool) -> None:
     tool: Any = {"type": "function", "strict": True, **WEATHER["function"]}
     given: dict[str, Any] = {"model": MODEL, "tools": [tool], "max_output_tokens": 100}
-    asked: dict[str, Any] = {**given, "input": MESSAGES, "tool_choice": "required"}
-    asked["parallel_tool_calls"] = False
+    one_call = {"tool_choice": "required", "parallel_tool_calls": False}
+    asked: dict[str, Any] = {**given, "input": MESSAGES, **one_call}
     if stream:
         with client.responses.stream(**asked) as events:
             answer: Any = events.get_final_response()
@@ -255,9 +253,8 @@ def test_a_response_calls_a_tool_and_takes_its_result(client: openai.OpenAI, str
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     history: Any = [*MESSAGES, call.model_dump(exclude_none=True), result]
     follow_up = client.responses.create(**given, input=history)
-    assert follow_up.usage is not None
-    assert answer.usage is not None
-    assert follow_up.usage.input_tokens > answer.usage.input_tokens
+    before, behind = [str(one.usage and one.usage.input_tokens) for one in (answer, follow_up)]
+    assert int(behind) > int(before)
 
 
 def test_a_response_fits_a_schema(client: openai.OpenAI) -> None:
@@ -307,8 +304,8 @@ def test_a_message_calls_a_tool_and_takes_its_result(
     function = WEATHER["function"]
     tool = {"name": function["name"], "input_schema": function["parameters"]}
     given: dict[str, Any] = {"model": MODEL, "tools": [tool], "max_tokens": 100}
-    asked: dict[str, Any] = {**given, "messages": MESSAGES, "tool_choice": {"type": "any"}}
-    asked["tool_choice"]["disable_parallel_tool_use"] = True
+    one_call = {"type": "any", "disable_parallel_tool_use": True}
+    asked: dict[str, Any] = {**given, "messages": MESSAGES, "tool_choice": one_call}
     if stream:
         with claude.messages.stream(**asked) as events:
             answer: Any = events.get_final_message()

@@ -31,7 +31,12 @@ from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.numerics.tolerances import assert_close
 
 # Tokens, outputs, inputs: whole tiles and others, few tokens and many.
-SHAPES = [(1, 80, 192), (5, 64, 200), (33, 136, 512), (70, 130, 256), (130, 80, 128)]
+# Tokens, rows, inputs. The interpreter takes seconds for each of the last two.
+SHAPES = [
+    (1, 80, 192), (5, 64, 200), (33, 136, 512),
+    pytest.param((70, 130, 256), marks=pytest.mark.thorough),
+    pytest.param((130, 80, 128), marks=pytest.mark.thorough),
+]  # fmt: skip
 
 
 def integers_of(kind: str, num_rows: int, size: int) -> GroupedIntegers:
