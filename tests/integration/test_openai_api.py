@@ -253,8 +253,8 @@ def test_a_response_calls_a_tool_and_takes_its_result(client: openai.OpenAI, str
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     history: Any = [*MESSAGES, call.model_dump(exclude_none=True), result]
     follow_up = client.responses.create(**given, input=history)
-    before, behind = [str(one.usage and one.usage.input_tokens) for one in (answer, follow_up)]
-    assert int(behind) > int(before)
+    usages: list[Any] = [answer.usage, follow_up.usage]
+    assert usages[1].input_tokens > usages[0].input_tokens
 
 
 def test_a_response_fits_a_schema(client: openai.OpenAI) -> None:
