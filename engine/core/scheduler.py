@@ -520,7 +520,10 @@ class Scheduler:
         if missing == 1:
             return 1
         left = self._num_prefill_tokens_left
-        return min(missing, budget, self._long_prefill_token_threshold, left)
+        size = min(missing, budget, self._long_prefill_token_threshold, left)
+        if size == 1:  # `_add` counts no single token, as most are of decodes
+            self._num_prefill_tokens_left -= 1
+        return size
 
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
         """Have a running request hold ``target`` tokens, if need be at the cost of the last."""

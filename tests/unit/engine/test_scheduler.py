@@ -376,6 +376,15 @@ def test_prompts_get_few_tokens_in_a_step_that_also_decodes() -> None:
     assert step(scheduler)[0] == {"old": 1, "b": 4}
 
 
+def test_chunks_of_one_token_count_as_tokens_of_prompts() -> None:
+    scheduler = make_scheduler(long_prefill_token_threshold=1, prefill_tokens_beside_decodes=1)
+    scheduler.add(make_request("old", 1, 9))
+    step(scheduler)
+    for name in "ab":
+        scheduler.add(make_request(name, 2, 1))
+    assert step(scheduler)[0] == {"old": 1, "a": 1}
+
+
 def test_a_prompt_alone_is_computed_in_whole_chunks() -> None:
     """Requests of a prefill node sample one token and never decode."""
     scheduler = make_scheduler(max_num_batched_tokens=100, prefill_tokens_beside_decodes=6)
