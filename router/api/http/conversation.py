@@ -229,7 +229,8 @@ def _forced_calls(
     if not tools:
         raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
     functions = [_function(tool, grammars, is_held=True) for tool in tools]
-    several = request.parallel_tool_calls is not False and not is_named
+    # Small models repeat a call, so several must be asked for.
+    several = request.parallel_tool_calls is True and not is_named
     grammar, is_common = parsers.forced_calls(functions, several=several)
     return HeldOutput(StructuredOutput(grammar=grammar), is_common_call=is_common)
 

@@ -108,8 +108,9 @@ def test_a_schema_that_refers_to_itself_is_not_the_call() -> None:
 def test_several_calls_may_be_required_but_not_of_a_named_function() -> None:
     """A required call was the only one, in a form that the model has never seen."""
     calls = [{"name": "numbers", "arguments": {"items": [n]}} for n in (1, 2)]
-    assert fits([NUMBERS], "required", *calls)
+    assert fits([NUMBERS], "required", *calls, parallel_tool_calls=True)
     assert not fits([NUMBERS], "required", *calls, parallel_tool_calls=False)
+    assert not fits([NUMBERS], "required", *calls)
     named = {"type": "function", "function": {"name": "numbers"}}
     assert fits([NUMBERS], named, calls[0])
     assert not fits([NUMBERS], named, *calls)
