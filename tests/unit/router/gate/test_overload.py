@@ -140,7 +140,7 @@ def test_descriptors_and_memory_are_those_of_this_process() -> None:
         assert num_descriptors() == before + 50
     resident = resident_bytes()
     block = bytearray(os.urandom(1) * (64 * 2**20))
-    assert resident_bytes() > resident + 32 * 2**20
+    assert resident_bytes() > resident + 16 * 2**20  # some of it may lie in pages freed before
     assert resident_bytes() < memory_limit_bytes()
     del block
 
