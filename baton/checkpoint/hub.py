@@ -92,11 +92,11 @@ def _files_of(model: str, name: HubName) -> Sequence[str] | None:
 
     Returns None if neither is known and `_snapshot` shall report the reason.
     """
-    import huggingface_hub  # here: it takes half a second, and a local folder does not need it
+    import huggingface_hub  # takes half a second, which a local folder does not need
 
     try:
         return huggingface_hub.HfApi().list_repo_files(name.repository)
-    except Exception as error:  # of the HTTP library that this version of the hub's has
+    except Exception as error:  # requests' or httpx', by the hub library's version: no common base
         here = _cached_files(name.repository)
         if here or not name.quantization:
             return here or None
@@ -152,7 +152,7 @@ def _snapshot(model: str, repository: str, patterns: Sequence[str]) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(patterns)))
-    except Exception as error:  # see above
+    except Exception as error:  # as in `_files_of`
         raise _cannot_fetch(model, error) from error
 
 
@@ -171,7 +171,7 @@ def _fetched(model: str, repository: str, file: str) -> Path:
         with _one_at_a_time(path):
             if not path.exists():
                 _download(repository, file, path)
-    except Exception as error:  # see above
+    except Exception as error:  # as in `_files_of`
         raise _cannot_fetch(model, error) from error
     return path
 
