@@ -11,7 +11,7 @@ from node_runtime.options import NodeOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOptions:
-    """What a decode node takes on; raises ConfigError naming the field."""
+    """Limits of what a decode node accepts; raises ConfigError naming the field."""
 
     max_receiving_requests: int = option(
         64, least=1, help="Most requests whose KV is on its way here at a time."

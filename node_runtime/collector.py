@@ -1,7 +1,7 @@
-"""NodeCollector: a node's numbers as Prometheus wants them, read when they are asked for.
+"""NodeCollector: a node's metrics for Prometheus, read at each scrape.
 
-A step pays nothing for them, but for the ledger, which its thread takes between two steps. A node
-that is stuck in a step still answers: with all but the ledger. Knows no peer and no HTTP.
+A step does no work for metrics. Only the ledger is taken on the engine's thread, between two
+steps; a node that is stuck in a step answers without it. Refuses to know: peers, HTTP.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from baton.telemetry.ledger import BlockOwner, Ledger
 from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
 
-# Prometheus gives up after 10 s, unless told otherwise; no step of a node that is well is so long.
+# Prometheus gives up after 10 s by default; no step of a healthy node takes this long.
 LEDGER_TIMEOUT_S = 2.0
 _Labels = Mapping[str, str]
 _NONE: _Labels = {}
 
 
 class MetricsSource(Protocol):
-    """What is read at a scrape; all of it may be called from any thread."""
+    """Source of the numbers of a scrape; all methods are safe from any thread."""
 
     def engine_metrics(self) -> EngineMetrics: ...
 
@@ -48,11 +48,11 @@ class NodeCollector(Collector):
     """One node's metric families; docs/metrics.md lists them.
 
     Args:
-        role: of the node, a label of each sample.
-        node: its name, another.
-        source: of the numbers.
-        ledger_timeout_s: how long a scrape waits for the end of a step.
-        vllm_model: what vLLM's names call the model; empty: they are not shown.
+        role: the node's role, a label of each sample.
+        node: the node's name, a label of each sample.
+        source: the numbers.
+        ledger_timeout_s: most seconds that a scrape waits for the ledger.
+        vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class NodeCollector(Collector):
         self._ledger_timeout_s = ledger_timeout_s
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering does not ask for everything
+        return []  # so that registering collects nothing
 
     def collect(self) -> Iterator[Metric]:
         if self._vllm_names is not None:
@@ -87,7 +87,7 @@ class NodeCollector(Collector):
         try:
             return call.result(self._ledger_timeout_s)
         except TimeoutError:
-            call.cancel()  # nobody waits for it any more
+            call.cancel()  # not needed any more
             return None
 
     # ------------------------------------------------------------------ families
@@ -235,7 +235,7 @@ class NodeCollector(Collector):
         return family
 
     def _of_other_engines(self) -> Iterator[tuple[str, Metric]]:
-        """Our families by vLLM's names for them."""
+        """Return our metrics under vLLM's names."""
         engine = self._source.engine_metrics()
         used = 1 - engine.blocks_free / max(engine.blocks, 1)
         gauge, counter = self._gauge, self._counter
@@ -243,7 +243,7 @@ class NodeCollector(Collector):
             ("num_requests_running", engine.requests_running),
             ("num_requests_waiting", engine.requests_waiting + engine.requests_parked),
             ("kv_cache_usage_perc", used),
-            ("gpu_cache_usage_perc", used),  # as it was called before
+            ("gpu_cache_usage_perc", used),  # vLLM's older name
         ):
             yield name, gauge("x", "As vLLM's.", value)
         for name, value in (

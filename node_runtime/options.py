@@ -1,4 +1,4 @@
-"""NodeOptions: the options that both kinds of node take. Each kind adds its own in its package."""
+"""NodeOptions: the options of both kinds of node. Each kind adds options in its own package."""
 
 from __future__ import annotations
 
@@ -111,5 +111,5 @@ class NodeOptions:
 
     @property
     def vllm_model(self) -> str:
-        """What vLLM's names of metrics call the model; empty: they are not shown."""
+        """Return the model's name in metrics with vLLM's names; empty: no such metrics."""
         return (self.served_model_name or self.model) if self.metrics_compat == "vllm" else ""
