@@ -208,7 +208,7 @@ class Engine:
         """
         choice = None if self._speculation is None else self._speculation.choice
         if request is not None and not request.is_drafted_for:
-            return f"nobody guessed for it, as no guesses had paid for long when it came; {choice}"
+            return f"not drafted for, as no drafts had paid for long when it came; {choice}"
         return "" if choice is None else str(choice)
 
     def compile_grammar(self, params: SamplingParams) -> GrammarState | None:

@@ -119,7 +119,7 @@ class NodeCollector(Collector):
         )
         yield counter(
             "blocks_evicted",
-            "Blocks that were given out while they cached something.",
+            "Blocks that were allocated while they cached something.",
             engine.blocks_evicted_total,
         )
         yield counter(
@@ -137,14 +137,14 @@ class NodeCollector(Collector):
             "prefix_lookups", "Requests looked up in the prefix cache.", engine.prefix_lookups_total
         )
         yield counter(
-            "prefix_lookup_tokens", "Their prompt tokens.", engine.prefix_lookup_tokens_total
+            "prefix_lookup_tokens", "Prompt tokens looked up.", engine.prefix_lookup_tokens_total
         )
         yield counter("preemptions", "Requests that lost their blocks.", engine.preemptions_total)
-        yield counter("draft_steps", "Requests' steps with drafts.", engine.draft_steps_total)
+        yield counter("draft_steps", "Steps with drafts, by request.", engine.draft_steps_total)
         yield counter("drafts", "Computed drafts.", engine.drafts_total)
         places = {str(i): n for i, n in enumerate(engine.accepted_drafts_by_place, 1)}
         yield self._family(
-            CounterMetricFamily, "accepted_drafts", "Right ones.", _by("place", places)
+            CounterMetricFamily, "accepted_drafts", "Accepted drafts.", _by("place", places)
         )
         yield counter(
             "forward_seconds", "Time in the model and the sampler.", engine.forward_seconds_total
@@ -155,7 +155,7 @@ class NodeCollector(Collector):
 
     def _of_work(self, engine: EngineMetrics) -> Iterator[Metric]:
         counter = self._counter
-        yield counter("model_flops", "By the model's configuration.", engine.model_flops_total)
+        yield counter("model_flops", "Estimated by configuration.", engine.model_flops_total)
         yield counter(
             "weight_read_bytes", "Weights that steps read.", engine.weight_read_bytes_total
         )
@@ -198,7 +198,7 @@ class NodeCollector(Collector):
         yield counter("kv_wrong_blocks", "Blocks that arrived wrong.", connector.wrong_blocks)
         refused = _by("reason", connector.refused_messages)
         yield self._family(
-            CounterMetricFamily, "kv_refused_messages", "Messages that were not heard.", refused
+            CounterMetricFamily, "kv_refused_messages", "Messages that were refused.", refused
         )
 
     def _of_ledger(self, ledger: Ledger | None) -> Iterator[Metric]:

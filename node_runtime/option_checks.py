@@ -24,8 +24,7 @@ def check_options(options: NodeOptions) -> None:
     KV_CONNECTORS.check(options.kv_connector)
     if options.kv_connector == "tls" and options.engine.num_ranks > 1:
         raise ConfigError(
-            f"kv_connector: tls is of one rank alone, and there are {options.engine.num_ranks}; "
-            f"use nixl"
+            f"kv_connector: tls supports one rank only, got {options.engine.num_ranks}; use nixl"
         )
     if options.kv_listen:
         if options.kv_connector != "tls":

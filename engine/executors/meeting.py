@@ -189,7 +189,7 @@ class Meeting:
             if kind not in _LINKS:
                 raise ValueError("no such link")
         except (OSError, ValueError, struct.error) as error:
-            logger.warning("somebody came to the ranks' port who is no rank: %s", error)
+            logger.warning("refused a connection to the ranks' port: %s", error)
             link.close()
             return
         _set_up(link)

@@ -219,9 +219,9 @@ class Choice:
 
     def __str__(self) -> str:
         none, chosen, most = (f"{1e3 * seconds:.3g}" for seconds in self.step_s)
-        guessing = f", guessing {1e3 * self.drafting_s:.3g} ms" if self.drafting_s else ""
+        guessing = f", drafting {1e3 * self.drafting_s:.3g} ms" if self.drafting_s else ""
         return (
-            f"{self.num_drafts} of {self.num_possible} guesses paid in a step of {self.num_rows} "
+            f"{self.num_drafts} of {self.num_possible} drafts paid in a step of {self.num_rows} "
             f"requests: {self.rate:.0%} are right; steps with none, these and all of them take "
             f"{none}, {chosen} and {most} ms{guessing}"
         )

@@ -158,7 +158,7 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
         return None  # torch's own format
     if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
         raise ConfigError(
-            f"weights: {weights} on a GPU wants --dtype to be that, got {dtype_name(dtype)}"
+            f"weights: {weights} on a GPU requires the matching --dtype, got {dtype_name(dtype)}"
         )
     wanted = None if weights == "auto" else QuantizedFormat(weights)
     if find_spec("triton") is None:

@@ -362,5 +362,7 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
     try:
         memory = huge_pages(num_bytes)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"kv_cache_bytes: {num_bytes} bytes cannot be had: {error}") from error
+        raise ConfigError(
+            f"kv_cache_bytes: {num_bytes} bytes cannot be allocated: {error}"
+        ) from error
     return memory.view(spec.tensor_dtype).view(shape)

@@ -78,7 +78,7 @@ class Worker:
 
         Args:
             model_folder: in Hugging Face layout.
-            config: the same on all ranks.
+            config: the options, equal on all ranks.
             ranks: the ranks that share the model, which all do this at the same time.
 
         Raises:
@@ -119,7 +119,7 @@ class Worker:
             logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)
         self.config = config = replace(config, block_size=spec.block_size)
         if spec.state_groups and config.max_num_drafts:
-            raise ConfigError("speculative_method: a model's states cannot be taken back; use none")
+            raise ConfigError("speculative_method: models with states support no drafts; use none")
         backends = choose_backends(spec, config, device, model.config)
         num_blocks = choose_num_blocks(
             spec,

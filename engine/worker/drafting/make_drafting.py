@@ -65,7 +65,7 @@ def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineCo
         return config
     if config.num_speculative_tokens > num_heads:
         raise ConfigError(
-            f"num_speculative_tokens: at most {num_heads}, as many as heads are there, got "
+            f"num_speculative_tokens: at most {num_heads}, the number of heads, got "
             f"{config.num_speculative_tokens}"
         )
     return replace(config, num_speculative_tokens=min(config.max_num_drafts, num_heads))

@@ -37,7 +37,7 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
         try:
             os.sched_setaffinity(0, cores)
         except (OSError, AttributeError) as error:
-            raise ConfigError(f"cpu_list: {config.cpu_list!r} cannot be had: {error}") from error
+            raise ConfigError(f"cpu_list: {config.cpu_list!r} cannot be used: {error}") from error
         if os.sched_getaffinity(0) != cores:  # the kernel silently drops missing cores
             allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(f"cpu_list: must be among {allowed}, got {config.cpu_list!r}")

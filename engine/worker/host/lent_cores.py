@@ -110,7 +110,7 @@ class LentCores:
         self._borrowed = shares
         lent = frozenset[int]().union(*(share.cores for share in shares))
         if lent and not self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent):
-            logger.warning("may not run on cores that are lent here: computing on its own alone")
+            logger.warning("may not run on borrowed cores: computing on its own cores only")
             for share in shares:
                 share.give_back()
             self._borrowed, self._may_borrow, lent = [], False, frozenset()

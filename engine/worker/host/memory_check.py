@@ -54,8 +54,8 @@ def check_memory(
     smaller = f"; {smallest} take {_gib(needs.weights[smallest])}"
     raise ConfigError(
         f"weights: {config.weights} take {_gib(weights)} and the KV cache {_gib(kv_cache)}, but "
-        f"{_gib(host_memory.available)} of memory can be had"
-        f"{smaller if smallest != config.weights else ''}; --no-check-memory loads all the same"
+        f"{_gib(host_memory.available)} of memory is available"
+        f"{smaller if smallest != config.weights else ''}; --no-check-memory loads anyway"
     )
 
 

@@ -49,7 +49,7 @@ class PagesAhead:
         if self._next - used >= read_host_memory().available // SHARE:
             return False
         if self._madvise(self._cache.data_ptr() + self._next, size, _POPULATE_WRITE):
-            logger.info("no memory is found ahead: madvise fails with %d", ctypes.get_errno())
+            logger.info("memory is not populated ahead: madvise failed with %d", ctypes.get_errno())
             self._next = self._cache.nbytes
             return False
         self._next += size
