@@ -76,9 +76,9 @@ class Reservations:
 
     Args:
         engine: owner of the blocks.
-            receiver: sends grants to prefill nodes.
-            options: limits of concurrent receiving.
-            clock: returns seconds, never going back.
+        receiver: sends grants to prefill nodes.
+        options: limits of concurrent receiving.
+        clock: returns seconds, never going back.
 
     Attributes:
         quarantine: blocks that peers may still write after a request's end.

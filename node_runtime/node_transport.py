@@ -30,9 +30,9 @@ def open_transport(
 
     Args:
         options: options of the node.
-            loaded: the engine whose memory peers access.
-            faults: faults to inject; None: none.
-            kv_digests: whether blocks are checked by digests.
+        loaded: the engine whose memory peers access.
+        faults: faults to inject; None: none.
+        kv_digests: whether blocks are checked by digests.
     """
     memory, engine_id = loaded.engine.kv_memory, loaded.engine_id
     start = Open(options.kv_connector, engine_id)

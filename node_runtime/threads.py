@@ -77,18 +77,18 @@ class NodeThreads:
 
     Args:
         name: name of the node.
-            role: role of the node.
-            loaded: the engine that the node steps.
-            make_node: makes the node and its end of the KV connector, given a function that wakes
-                the engine's thread.
-            emit: takes events for the router; called on the engine's thread.
-            on_death: called when the engine cannot continue.
-            pushes: whether layers of a prompt are sent while later ones are computed.
-            on_close: called when both threads have ended.
-            vllm_model: see `NodeCollector`.
-            hang_at: injected fault: hang after this many busy rounds; 0: never.
-            poison: injected fault: kill the process when it computes for a request whose id
-                contains this text; empty: never.
+        role: role of the node.
+        loaded: the engine that the node steps.
+        make_node: makes the node and its end of the KV connector, given a function that wakes
+            the engine's thread.
+        emit: takes events for the router; called on the engine's thread.
+        on_death: called when the engine cannot continue.
+        pushes: whether layers of a prompt are sent while later ones are computed.
+        on_close: called when both threads have ended.
+        vllm_model: see `NodeCollector`.
+        hang_at: injected fault: hang after this many busy rounds; 0: never.
+        poison: injected fault: kill the process when it computes for a request whose id
+            contains this text; empty: never.
     """
 
     def __init__(

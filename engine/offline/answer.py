@@ -25,8 +25,8 @@ class Answer:
 
     Args:
         choice_index: index of the request among its prompt's outputs.
-            streams: whether pieces are wanted one by one. If not, the text is decoded at the end,
-                which is cheaper, unless a stop string may end the output.
+        streams: whether pieces are wanted one by one. If not, the text is decoded at the end,
+            which is cheaper, unless a stop string may end the output.
 
     Attributes:
         ended: whether the engine or a stop string has ended the answer.

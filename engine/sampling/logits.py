@@ -34,7 +34,7 @@ def adjust_logits(
 
     Args:
         logits: row i belongs to ``requests[i]``; not modified.
-            allowed_bits: tokens that grammars allow, by row; see `GrammarState.allowed_bits`.
+        allowed_bits: tokens that grammars allow, by row; see `GrammarState.allowed_bits`.
 
     Returns:
         float64; banned tokens are minus infinity.
