@@ -57,8 +57,8 @@ class GrantQueue:
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
         self._coming: dict[BlockHash, Key] = {}
-        # The first request that was refused, with the numbers of free blocks and of requests in
-        # line at that time. Looking a request up again takes time for each block of its prompt.
+        # The request at the front, if it was refused, with the numbers of free blocks and of
+        # requests in line then. Looking a request up takes time for each block of its prompt.
         self._refused: tuple[Key, int, int] | None = None
 
     def add(self, key: Key, request: Request) -> None:

@@ -74,7 +74,7 @@ class Quarantine:
             self._gone.add(engine_id)
 
     def end_drained(self, engine_id: str) -> None:
-        """Free the blocks held for a dead peer, as its data is read, unless it came back."""
+        """Free the blocks held for a dead peer, once all it sent is read, unless it came back."""
         if engine_id in self._draining:
             for key in [key for key, held in self._held.items() if held.engine_id == engine_id]:
                 self.free(key, engine_id)
@@ -120,7 +120,7 @@ class Quarantine:
                 self._receiver.drain(engine_id)
         for (request_id, epoch), held in self._held.items():
             if now - held.cancelled_at >= RECANCEL_S:
-                if self._is_dead(held.engine_id):  # maybe unreported
+                if self._is_dead(held.engine_id):  # no router may have reported it
                     self._gone.add(held.engine_id)
                 held.cancelled_at = now
                 self._receiver.cancel(request_id, epoch, held.engine_id)

@@ -162,7 +162,7 @@ class Reservations:
                 self._note_watermark(reservation, event.num_tokens)
             case TransferEventKind.COMMITTED:
                 if not self._commit(key, reservation, event):
-                    # The last write is done, but the KV is not the requested one.
+                    # The peer writes no more, but the commit does not fit the request.
                     reservation.num_received_tokens = 0
                     self._end(key, reservation, TransferOutcome.FAILED, quiet=True)
                 return reservation
@@ -319,8 +319,8 @@ class Reservations:
     ) -> None:
         """End a reservation, and abort its request in the engine.
 
-        KV up to the watermark stays in the prefix cache, for a later attempt. Unless nothing is
-        being written any more, the other blocks go into quarantine.
+        KV up to the watermark stays in the prefix cache, for a later attempt. If the peer
+        may still write, the other blocks go into quarantine.
         """
         del self._open[key]
         self._grants.end(key)

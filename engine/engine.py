@@ -135,7 +135,7 @@ class Engine:
 
     @property
     def requests(self) -> dict[str, Request]:
-        """Unfinished requests by id; read only."""
+        """Return unfinished requests by id; read only."""
         return self._scheduler.requests
 
     @property
@@ -151,7 +151,7 @@ class Engine:
             self._grammars.submit(request)
 
     def park(self, request: Request) -> None:
-        """Take a request whose prompt KV a remote node will write."""
+        """Park a request whose prompt KV a remote node will write."""
         self._grammars.follow_thought(request)
         idle, speculation = not self._scheduler.num_running, self._speculation
         draft_for = idle or speculation is None or speculation.num_to_read() > 0
@@ -164,7 +164,7 @@ class Engine:
         return self._scheduler.grant(request_id)
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
-        """Count a request's cached initial tokens; list the hashes of full blocks that lack."""
+        """Return the number of cached initial tokens, and the hashes of missing full blocks."""
         return self._scheduler.kv_cache_manager.find_initial_prefix(request)
 
     def num_usable_cached_tokens(self, request: Request) -> int:
@@ -201,7 +201,7 @@ class Engine:
         return () if self._speculation is None else self._speculation.first_drafts(request)
 
     def why_drafts(self, request: Request | None = None) -> str:
-        """Explain the number of drafts in the latest step, for people; empty if it is not chosen.
+        """Explain the latest step's number of drafts, for people; empty if the number is fixed.
 
         Args:
             request: also explain if this request was not drafted for.
@@ -212,7 +212,7 @@ class Engine:
         return "" if choice is None else str(choice)
 
     def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
-        """Compile the grammar of a request to come, or track its thought; waits for the grammar.
+        """Compile the grammar of a future request, or track its thought; waits for the grammar.
 
         Returns None for a request that has neither. Raises InvalidRequestError.
         """
@@ -221,7 +221,7 @@ class Engine:
         return self._grammars.compile_now(params)
 
     def prepare_grammars(self) -> None:
-        """Load and start what the first request with a grammar needs; takes up to seconds.
+        """Load and start all that grammars need; takes up to seconds.
 
         Nodes call this before they join, because making the library's tokenizer holds the GIL. An
         engine that does not call this prepares with its first grammar.
@@ -233,11 +233,11 @@ class Engine:
         self._grammars.prepare()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call ``wake``, on any thread, whenever a request need not wait any more."""
+        """Have ``wake`` called, on any thread, when a compiled grammar is ready."""
         self._grammars.on_ready = wake
 
     def take_failures(self) -> list[tuple[str, BatonError]]:
-        """Return the ids of requests that became unable to go on since the last call, and why.
+        """Return the ids of requests that became unable to continue since the last call, and why.
 
         A parked request is still here: end it when its blocks have another holder.
         """

@@ -57,7 +57,7 @@ def measure_decode_times(engine: Engine) -> tuple[tuple[int, int, float], ...]:
     short, long = min(_SHORT_CONTEXT, most_context), min(_LONG_CONTEXT, most_context)
     alone_s = _time(engine, _decode_plan(engine, 1, short))
     times = [(1, short, alone_s)]
-    # On a slow machine, use fewer; each costs part of what one request alone does.
+    # A slow machine measures fewer requests; each costs less than one request alone.
     num_affordable = int(2 * _MOST_SECONDS / alone_s)
     many = min(_MANY_REQUESTS, config.max_num_requests, num_affordable)
     if many > 1:

@@ -16,7 +16,7 @@ from baton.block_hash import BlockHash, ShortHash, shorten
 from baton.link.words import KVCacheEvents
 from engine.core.block_pool import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
 
-# Enough for good placement, and not a burden on a busy node.
+# Often enough for good placement, and no burden on a busy node.
 FLUSH_INTERVAL_S = 0.01
 MAX_HASHES_PER_MESSAGE = 2**16  # 512 KiB
 

@@ -15,7 +15,7 @@ def new_request(
     """Check a command and make its request; raises InvalidRequestError.
 
     Args:
-        max_tokens: a lower limit on new tokens than the command's; a prefill node gives 1.
+        max_tokens: most new tokens, if fewer than the command allows; a prefill node gives 1.
     """
     params, vocab_size = command.sampling_params, engine.model_config.vocab_size
     token_ids = [*command.prompt_token_ids, *command.output_token_ids]

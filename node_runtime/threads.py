@@ -73,7 +73,7 @@ class ConnectorEnd(Protocol):
 
 
 class NodeThreads:
-    """See `baton.node_program.NodeProgram` for the contract.
+    """A node and its engine's thread; see `baton.node_program.NodeProgram` for the contract.
 
     Args:
         name: name of the node.

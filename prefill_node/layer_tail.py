@@ -14,7 +14,7 @@ from kvconnector.ends import Sender
 
 
 class LayerTail:
-    """A callback for after each layer of one step.
+    """Pushes blocks after each layer of one step.
 
     Args:
         sender: takes the pushes.
@@ -45,7 +45,7 @@ class LayerTail:
         self.num_groups_pushed = 0
 
     def add(self, push: BlockPush) -> None:
-        """Add blocks to push, which the step completes."""
+        """Add blocks that the step completes, to be pushed."""
         self._pushes.append(push)
 
     @property

@@ -15,7 +15,7 @@ class PushMode(StrEnum):
     """When KV blocks are sent, from the latest to the earliest; all modes send the same bytes."""
 
     AFTER_PREFILL = "after-prefill"  # all blocks after token 1; a baseline for comparison
-    CHUNKS = "chunks"  # a chunk's full blocks while the next chunk computes
+    CHUNKS = "chunks"  # a chunk's full blocks, while the next chunk computes
     LAYERS = "layers"  # likewise, and the last chunk's in groups of layers
 
 

@@ -138,7 +138,7 @@ class PushTracker:
         )
 
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
-        """Start the transfer of requests whose first chunk is scheduled; take references.
+        """Start the transfer of requests whose first chunk is scheduled; hold their blocks.
 
         Returns:
             A callback for after each layer of the step, or None.

@@ -226,7 +226,7 @@ class BlockPool:
         return len(self._cached)
 
     def start_events(self) -> list[BlockHash]:
-        """Record events from now on, dropping those that were not taken.
+        """Record events from now on, and drop those that were not taken.
 
         Returns:
             The cached contents that events report. A prefix's first blocks come before its last
@@ -267,11 +267,11 @@ class BlockPool:
         assert all(sizes)
 
     def ref_counts(self) -> dict[int, int]:
-        """Return the reference count of each block in use: the ledger."""
+        """Return the reference count of each block in use, for the ledger."""
         return {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
 
     def num_references(self) -> int:
-        """Return the sum of all reference counts, which the owners in the ledger must explain."""
+        """Return the sum of all reference counts, to compare with the ledger's owners."""
         return sum(self.ref_counts().values())
 
     def _free_blocks(self) -> Iterator[KVCacheBlock]:

@@ -90,7 +90,7 @@ class Drafts:
         request, num_tokens = item.request, item.num_scheduled_tokens
         if not item.samples:
             return 0
-        # A step may sample one token more than it computes drafts.
+        # With n drafts, a step samples up to n + 1 tokens.
         room = min(
             budget,
             self._long_prefill_token_threshold - num_tokens,
@@ -109,7 +109,7 @@ class Drafts:
     # ------------------------------------------------------------------ a step has ended
 
     def is_read(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> bool:
-        """Return whether a drafter that must read all tokens has read all computed ones by now.
+        """Return whether the drafter, if it must read all tokens, has read all computed ones.
 
         A drafter reads prompts at once, and outputs only when it drafts. Tokens that fill up a
         block in between may be read later, or never.

@@ -16,8 +16,8 @@ import numpy as np
 # but stray further from the free list's order.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # enough for long runs when many blocks are wanted
-# Above `FEW_EXTENTS`, extents shorter than `SHORT_EXTENT` blocks slow a transfer more than using
-# never-used memory does.
+# More than `FEW_EXTENTS` extents, shorter than `SHORT_EXTENT` blocks, slow a transfer more than
+# using new memory does.
 FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 

@@ -30,7 +30,7 @@ _MAX_EXTRA_S = 0.2
 
 
 class GrammarState:
-    """Where one request's output is in its thought and its grammar.
+    """One request's progress through its thought and its grammar.
 
     One thread at a time may use a state: the engine's thread, or a thread that computes its mask.
 
@@ -83,7 +83,7 @@ class GrammarState:
         """Return whether a step needs masks for the tokens that it samples.
 
         Args:
-            num_pending: tokens that a step in flight samples before.
+            num_pending: tokens that the step in flight samples first.
             num_drafts: at most the number that `look_ahead` returned.
         """
         if num_drafts:
@@ -104,7 +104,7 @@ class GrammarState:
             self.has_mask = True
 
     def fail(self, problem: str) -> None:
-        """Allow no token any more, for a reason from outside the library."""
+        """Record a failure from outside the library, and allow no further token."""
         self.problem = f"structured_output: {one_line(problem)}"
         self._masks, self.has_mask = [np.full_like(self._permitted, 0xFF)], True
 

@@ -18,7 +18,7 @@ Find = Callable[[BlockHash], int | None]
 
 
 class KVRetention(Protocol):
-    """What one attention pattern keeps of a sequence."""
+    """Decides which blocks of a sequence an attention pattern keeps."""
 
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
         """Return the block ids of the longest prefix whose needed blocks are all cached.

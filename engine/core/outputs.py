@@ -14,7 +14,7 @@ from engine.core.request import Request
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: compute its next ``num_scheduled_tokens`` tokens.
 
-    A struct, as one is made per output token and a frozen dataclass takes ten times as long.
+    A struct, as many are made: making a frozen dataclass takes ten times as long.
 
     Attributes:
         draft_token_ids: the last of the scheduled tokens, if they are drafts.
@@ -48,8 +48,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     def may_run_ahead(self) -> bool:
         """Return whether the step may be launched before the step in flight has ended.
 
-        A step that computes nothing may not. Nor may one whose penalties, grammars or prompt
-        logprobs need the sampled tokens on the host.
+        False for a step that computes nothing, or whose penalties, grammars or prompt
+        logprobs need that step's tokens on the host.
         """
         for item in self.scheduled:
             request = item.request

@@ -139,7 +139,7 @@ class Request:
         """Make a request from a user's prompt and parameters.
 
         Args:
-            max_tokens: a lower limit on new tokens than that of ``sampling_params``; a prefill node
+            max_tokens: most new tokens, if fewer than ``sampling_params`` allows; a prefill node
                 gives 1.
             output_token_ids: output tokens of earlier attempts; the output continues behind them.
             grammar: the compiled grammar of its structured output, if compiled already.
@@ -188,7 +188,7 @@ class Request:
         return asks and self.num_output_tokens == 0
 
     def begin(self, num_tokens: int) -> None:
-        """Count tokens of a step that was submitted as in flight."""
+        """Count ``num_tokens`` tokens as in flight: a step that computes them was submitted."""
         self.num_tokens_in_flight += num_tokens
         end = self.num_computed_tokens + self.num_tokens_in_flight
         self.num_tokens_pending += end >= self.num_tokens + self.num_tokens_pending

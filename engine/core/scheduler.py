@@ -1,4 +1,4 @@
-"""Scheduler: chooses which requests compute how many tokens in the next step; writes to requests.
+"""Scheduler: decides which requests run in the next step, and how many tokens each computes.
 
 One rule: computed tokens catch up with known tokens. Chunked prefill, decoding, prefix hits,
 resuming after preemption and starting from remote KV are all cases of this rule.
@@ -8,7 +8,8 @@ resuming after preemption and starting from remote KV are all cases of this rule
          \\-- preempted -/
 
 Requests that do not run are in the waiting room (`waiting_room.py`). The time to schedule a step
-grows with the requests in the step, not with the waiting ones.
+grows with the requests in the step, not with the waiting ones. Only the scheduler writes to
+requests.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Scheduler:
         long_prefill_token_threshold: most tokens of one request in a step.
         prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
-        guesses_in_steps: whether each step also drafts the tokens behind its sampled ones.
+        guesses_in_steps: whether workers also make drafts in each step.
         drafter_reads: see `EngineConfig.drafter_reads`.
         masks: computes the masks of grammars between steps.
 
@@ -60,7 +61,7 @@ class Scheduler:
         handed_back: requests that were preempted and therefore ended; the reader empties the list.
         drafts: drafts for later steps.
         awaits_masks: whether the latest step is empty because the masks of all running requests
-            were missing; they are computed on other threads, which wake nobody.
+            were missing; other threads compute these masks, without waking the engine.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Scheduler:
             self._room.park(sibling, RequestStatus.WAITING_FOR_SHARED_KVS)
 
     def park(self, request: Request, *, draft_for: bool = True) -> None:
-        """Take a request whose prompt KV a remote node will write.
+        """Park a request whose prompt KV a remote node will write.
 
         Args:
             draft_for: see `Request.is_drafted_for`.
@@ -300,7 +301,7 @@ class Scheduler:
         return plan, StepHooks(after_layer, partial(allowed_bits, grammars))
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Count a step's tokens as in flight: the step runs now, or behind the one that does.
+        """Count a step's tokens as in flight, as the step is about to be launched.
 
         At most two steps are in flight; each ends with `update`.
         """
@@ -336,7 +337,7 @@ class Scheduler:
                 manager.cache_blocks(request, is_read=is_read)
             if start < request.num_prompt_tokens:
                 self._note_prompt_computed(request, start, num_tokens)
-            if slides and not request.siblings:  # siblings may need such blocks
+            if slides and not request.siblings:  # siblings may still need these blocks
                 manager.free_slid_out(request)
             request_id, epoch = request.request_id, request.epoch
             sampled = token_ids.get(request_id)
@@ -386,7 +387,7 @@ class Scheduler:
     # ------------------------------------------------------------------ parts of schedule
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
-        """Schedule running requests, best rank first.
+        """Schedule running requests, in order of rank.
 
         Returns the rest of the budget, or None if a request must be preempted first.
         """
@@ -400,7 +401,7 @@ class Scheduler:
             if request.grammar is not None and not self._may_run(request, num_tokens):
                 continue
             target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
-            fits = target * num_groups <= len(request.block_ids) * block_size  # mostly true
+            fits = target * num_groups <= len(request.block_ids) * block_size  # usually true
             if not fits and not self._allocate_or_preempt(request, target):
                 if self._num_steps_in_flight:
                     return None
@@ -441,7 +442,7 @@ class Scheduler:
                 break
             # A request that runs alone may take all blocks: no other request needs the reserve.
             num_reserved = self._watermark_blocks if self._running else 0
-            # The node that continues after a request's only token drafts for the request.
+            # A request limited to one token is drafted for by the node that continues it.
             is_passed_on = request.max_num_tokens - request.num_tokens == 1
             request.is_drafted_for = num_draft_for > 0 or is_passed_on
             # Reserve blocks for all known tokens, not only for the first chunk. Otherwise, prompts
@@ -566,7 +567,7 @@ class Scheduler:
         if num_tokens >= prompt_left:
             for sibling in request.take_siblings():
                 self.kv_cache_manager.share_prompt(request, sibling)
-                # Each computed position but the prompt's last predicts the one behind it.
+                # Each computed position, except the prompt's last, predicts a prompt token.
                 sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
                 self._room.queue(sibling)
 
@@ -583,7 +584,7 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        if not request.num_tokens_in_flight:  # otherwise `update` frees, once no step writes there
+        if not request.num_tokens_in_flight:  # else `update` frees, when no step writes there
             self.kv_cache_manager.free(request)
 
 

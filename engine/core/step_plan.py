@@ -22,7 +22,7 @@ from baton.api.sampling_params import SamplingParams
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 
-UNKNOWN_TOKEN = -1  # sampled by the step in flight, and known to the worker by then
+UNKNOWN_TOKEN = -1  # stands for a token that the step in flight samples
 SHARE = 4  # numbers per request in `StepPlan.shares`
 
 
@@ -114,7 +114,7 @@ class StepPlanner:
         self._tells_behind = tells_behind
 
     def plan(self, scheduled: Sequence[ScheduledRequest], num_drafts: int = 0) -> StepPlan:
-        """Make a step's plan, after the step before was planned and begun.
+        """Make a step's plan; call once the previous step has been planned and begun.
 
         This is the only loop over requests that runs in every step, once per output token.
         """

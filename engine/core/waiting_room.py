@@ -28,8 +28,8 @@ PARKED = (
 class WaitingQueue:
     """Waiting requests in the order of arrival, with preempted ones at the front.
 
-    First come, first served: priorities are the router's. An aborted request stays in the queue
-    until it reaches the front, which saves searching.
+    First come, first served, as the router handles priorities. An aborted request stays in the
+    queue until it reaches the front, which saves searching.
     """
 
     def __init__(self) -> None:
@@ -60,9 +60,10 @@ class WaitingQueue:
 
 
 class WaitingRoom:
-    """Requests that do not run, and whose turn is next.
+    """Requests that do not run, in the order of their turns.
 
-    A request that ends here stays in its queue until it reaches an end, but is no longer counted.
+    A request that ends here stays in its queue until it reaches front or back, but is no longer
+    counted.
 
     Attributes:
         num_arrived: requests in line that hold blocks.

@@ -30,7 +30,7 @@ class Executor(Protocol):
         config: the options, resolved for the workers' devices.
         model_config: configuration of the loaded model.
         dtype: name of the weights' dtype.
-        linear_weights: description of the linear layers' weights; equal only where results are.
+        linear_weights: description of the linear layers' weights; equal only if results are equal.
         max_model_len: most tokens of one request.
         kv_memory: KV memory of the worker in this process.
         runs_ahead: whether a step may be submitted before the previous one has ended; `submit`

@@ -142,7 +142,7 @@ class Meeting:
                 with contextlib.suppress(queue.Empty):
                     rank, kind, link = self._arrived.get(timeout=_BEAT_S)
                     if links.setdefault((rank, kind), link) is not link:
-                        link.close()  # a second connection of one kind
+                        link.close()  # a rank's second link of this kind
         except BaseException:
             for link in links.values():
                 link.close()

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _ABORT_GRACE_S = 0.5
 _LOOK_EVERY_S = 0.2
-_MOST_LOOKS = 3  # looks at a stopped leader, as continuing a whole process group takes a moment
+_MOST_LOOKS = 3  # looks that must find the leader stopped: its process group may be continuing
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -148,7 +148,7 @@ def serve(
 def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> None:
     if isinstance(message, Step):
         prepared = worker.runner.prepare(message.plan, eager=message.eager)
-        # As on the leader, whose step cannot be replayed either.
+        # A step that the leader cannot replay is not replayed here either.
         worker.launch(prepared, StepHooks(after_layer=_ignore if message.eager else None))
         return
     assert isinstance(message, Call)
@@ -168,8 +168,8 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
     """Run a function on a thread; an exception ends this process, and so all ranks.
 
     Args:
-        cores: where the thread may run, besides this rank's own cores: the leader's thread of this
-            kind may occupy these while another core is idle. Empty: the rank's own cores only.
+        cores: all cores where the thread may run, not only this rank's: the leader's thread of this
+            kind may occupy those while another core is idle. Empty: this rank's cores only.
     """
     module, _, name = message.entry.partition(":")
     function = getattr(importlib.import_module(module), name)

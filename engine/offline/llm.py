@@ -199,7 +199,7 @@ class LLM:
                 self._step()  # leave no step in flight
 
     def metrics(self) -> EngineMetrics:
-        """Return what the engine has done and what it holds."""
+        """Return the engine's metrics."""
         return self.engine.metrics()
 
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:

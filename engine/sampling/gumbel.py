@@ -145,7 +145,6 @@ def _score_bounds(
     G <= -log(share), as -log(1 - share) >= share. A float's bits, read as an integer, are its
     binary logarithm or up to 0.09 less (Mitchell, "Computer Multiplication and Division Using
     Binary Logarithms", 1962).
-    Binary Logarithms", 1962).
 
     Returns:
         `[num_rows, vocab_size]` and `[num_rows]`.

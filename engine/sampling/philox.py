@@ -71,7 +71,7 @@ class WordTable:
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
             # Refill all rows, so that they run out together, not one in every step.
-            first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))  # of each row
+            first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))  # first place per row
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))
             self._words[rows[first]] = words.reshape(*wanted.shape, 2)

@@ -44,7 +44,7 @@ def sample_with_rejection(
     allowed_bits: Callable[[], AllowedBits] = dict,
     proposed: Mapping[int, Floats] | None = None,
 ) -> list[int]:
-    """Sample one token per row: its draft, if kept. See `SamplingInput.accept` for the use.
+    """Sample one token per row: its draft, if kept. `SamplingInput.accept` reads the result.
 
     Args:
         logits: `[num_sampling, vocab_size]` float32; row i belongs to row i of ``sampling``.
@@ -89,7 +89,7 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
     if not len(again):
         return drafts
     rest = np.maximum(target[again] - proposed[again], 0.0)
-    # The target exceeds nowhere only because of rounding, as both sum to 1.
+    # Both sum to 1, so only rounding can make the target exceed nowhere.
     nothing = rest.sum(axis=1) == 0
     rest[nothing] = target[again[nothing]]
     with np.errstate(divide="ignore"):

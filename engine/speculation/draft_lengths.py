@@ -29,7 +29,7 @@ _FIRST_PRIOR = 0.7
 _FIRST_TRIED = 8  # steps with drafts before their time counts, as these make tapes
 TRY_AFTER = 512  # steps without drafts until a trial; doubles each time
 TRY_AT_LEAST = 8192  # ... up to this number
-TRIAL_SHARE = 0.005  # most share of all time that trials may take
+TRIAL_SHARE = 0.005  # largest share of all time that trials may take
 # Least gain in tokens per second. Smaller gains are within noise, and requests that get ahead leave
 # smaller batches behind.
 _MARGIN = 1.1

@@ -40,7 +40,7 @@ _SPARE = 16  # ended requests to collect before cleaning up
 
 
 class Speculation:
-    """The drafts of an engine's requests.
+    """Gets drafts for an engine's requests, and selects those to compute.
 
     Attributes:
         choice: the number of drafts of the latest step, and its reasons; None: all drafts.

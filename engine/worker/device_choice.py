@@ -119,7 +119,7 @@ def choose_packer(
     packer = _gpu_packer(config.weights, device, dtype)
     if not config.batch_invariant:
         return packer
-    # Sums of integers do not depend on their order; other formats of few bits are not kept.
+    # Sums of integers do not depend on their order, so only int8 weights stay packed.
     is_int8 = packer is not None and packer.weights == QuantizedFormat.INT8
     kind = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return InvariantPacker(kind, packer if is_int8 else None)

@@ -110,7 +110,7 @@ class DeviceCapture:
         with torch.cuda.stream(self._stream):
             body()
             torch.cuda.synchronize()
-            with warnings.catch_warnings():  # it says that the mode is new and incomplete
+            with warnings.catch_warnings():  # the mode warns that it is new and incomplete
                 warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode("error")
             try:
@@ -160,7 +160,7 @@ def _capture(steps: str, unit: str, replays: AnyReplays, capture: object) -> Non
 
     Args:
         steps: name of the kind, in words.
-        unit: what sizes count.
+        unit: the unit of sizes, such as tokens.
         capture: records the steps.
     """
     started = time.monotonic()

@@ -217,7 +217,7 @@ class GraphInputs:
         return tensors
 
     def metadata(self, size: int) -> tuple[AttentionMetadata, ...]:
-        """Return a captured size's metadata, by KV cache group; sizes are upper bounds."""
+        """Return a captured size's metadata, by KV cache group; lengths are upper bounds."""
         return tuple(
             AttentionMetadata(
                 num_requests=size,

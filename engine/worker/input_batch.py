@@ -61,7 +61,7 @@ class PreparedStep:
 
     @property
     def has_prompts(self) -> bool:
-        """Return whether the step computes tokens without sampling behind each of them."""
+        """Return whether some computed tokens sample no next token, as in prompts."""
         return len(self.model.input_ids) > len(self.model.last_token_rows)
 
 

@@ -78,7 +78,7 @@ class KVCacheSpec:
 
     @property
     def num_null_blocks(self) -> int:
-        """Return the number of blocks without owner: one stands in for blocks that slid out."""
+        """Return how many blocks no request gets: 1, the null block, if any group has a window."""
         return int(any(window is not None for window in self.sliding_windows))
 
     @property
@@ -105,7 +105,7 @@ class KVCacheSpec:
             )
             for group in self.groups
         ]
-        if len({group.arrays for group in groups}) == 1:  # short groups get places, too
+        if len({group.arrays for group in groups}) == 1:  # give short groups all places
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
             if self.by_heads and all(isinstance(group.kv, PagedKV) for group in self.groups):

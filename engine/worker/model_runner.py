@@ -231,7 +231,7 @@ class ModelRunner:
         step, layers = self._drafting_steps.popleft(), hooks.after_layer
         is_known = launched.ended_at is not None and launched.token_ids is None
         if not step.rows or (step.is_silent and is_known):
-            # No drafts are made and the result is known, so there is nothing to time.
+            # No drafts are made, and the result is known already.
             self._drafting.after_step(step, hidden, launched.output.sampled_token_ids, layers)
             return launched
         output = launched.wait()

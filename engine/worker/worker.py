@@ -77,7 +77,7 @@ class Worker:
         """Load the model, allocate its KV memory, and compile kernels and graphs.
 
         Args:
-            model_folder: in Hugging Face layout.
+            model_folder: the model's folder, in Hugging Face layout.
             config: the options, equal on all ranks.
             ranks: the ranks that share the model, which all do this at the same time.
 
@@ -89,8 +89,8 @@ class Worker:
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
         # On a CPU, scheduling would take time from the forward, so only a GPU runs ahead by
-        # default. Pipeline stages must: each stage computes a step while the previous one computes
-        # the next.
+        # default. Pipeline stages must run ahead: each stage computes a step while the previous one
+        # computes the next.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
@@ -185,7 +185,7 @@ class Worker:
         make_current(self.device)  # for this thread, which may not be the loading one
         if self._lent_cores is not None:
             self._lent_cores.borrow()
-            if isinstance(step, PreparedStep) and step.has_prompts:  # cores come and go meanwhile
+            if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change
                 after_layer = self._lent_cores.between_layers(hooks.after_layer)
                 hooks = replace(hooks, after_layer=after_layer)
         return self.runner.launch(step, hooks)
@@ -221,7 +221,7 @@ def _scales_of_all_stages(
 
     Args:
         scales: scales of all layers; those of other stages' layers are unknown.
-        device: that ranks exchange tensors on.
+        device: device on which ranks exchange tensors.
     """
     if ranks.num_stages == 1:
         return list(scales)

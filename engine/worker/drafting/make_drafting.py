@@ -51,7 +51,7 @@ def load_drafter(
         model=model,
         dtype=dtype,
         device=device,
-        # Drafts change no token: batch_invariant excludes rejection sampling.
+        # Drafts change no token, as batch_invariant refuses rejection sampling.
         packer=choose_packer(replace(config, batch_invariant=False), device, dtype),
         max_model_len=config.max_model_len,
     )

@@ -59,7 +59,7 @@ class LentCores:
     def borrow(self) -> None:
         """Mark the own cores as busy, and compute on the cores of idle nodes as well."""
         if not self._is_busy:
-            self._is_busy = _lock(self._busy)  # fails only while another node looks
+            self._is_busy = _lock(self._busy)  # fails only while another node checks the lock
             self._find_others()
         if not self._may_borrow:
             return
