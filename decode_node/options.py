@@ -1,4 +1,4 @@
-"""DecodeNodeOptions: the options of a decode node; DecodeOptions: those that no other node has."""
+"""DecodeNodeOptions: all options of a decode node; DecodeOptions: those of decode nodes only."""
 
 from __future__ import annotations
 

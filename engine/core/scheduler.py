@@ -247,7 +247,7 @@ class Scheduler:
         Args:
             num_drafts: drafts that the step makes behind each sampled token. Requests get blocks
                 for these drafts as long as enough blocks are free.
-            num_draft_for: most requests starting now that the drafter reads from the first token
+            num_draft_for: most starting requests that the drafter will read from their first token
                 on.
         """
         scheduled: list[ScheduledRequest] = []

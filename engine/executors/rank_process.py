@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _ABORT_GRACE_S = 0.5
 _LOOK_EVERY_S = 0.2
-_MOST_LOOKS = 3  # looks that must find the leader stopped: its process group may be continuing
+_MOST_LOOKS = 3  # looks in a row, as a stopped process group may be continued together
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):

@@ -1,4 +1,4 @@
-"""GraphInputs: the device tensors that captured steps read, and the way of a step into them.
+"""GraphInputs: the device tensors that captured steps read; copies a step into them.
 
 A captured step reads the same addresses in every replay. A step's inputs are written into one
 pinned buffer and copied at once, except requests' last tokens, which the device has written

@@ -1,4 +1,4 @@
-"""ChunkInputs: the device tensors that captured chunks read, and the way of a step into them.
+"""ChunkInputs: the device tensors that captured chunks read; copies a step into them.
 
 A step with fewer tokens than captured ends in padding: stale tokens without a slot, in no tile.
 Refuses to know: graphs, how a step's tensors were made.
