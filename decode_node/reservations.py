@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # How long to remember a START that precedes its DECODE command, and an ended request.
 MEMORY_S = 60.0
-MAX_EARLY_STARTS = 10_000  # limits starts of requests that no router sends
+MAX_EARLY_STARTS = 10_000  # most remembered; their requests may never come
 TICK_S = 0.1
 NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 

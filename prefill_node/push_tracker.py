@@ -239,7 +239,7 @@ class PushTracker:
         """Release the blocks of a transfer that ended.
 
         Returns:
-            Whether a hand-off failed that was still wanted.
+            True if a hand-off that was still wanted has failed.
         """
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:

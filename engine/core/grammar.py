@@ -74,7 +74,7 @@ class GrammarState:
 
     @property
     def num_free(self) -> int:
-        """Return how many of the next tokens need no mask, whatever they are."""
+        """Return how many of the next tokens need no mask, whichever tokens they are."""
         if self.problem or self.thought is None:
             return NO_LIMIT if self._matcher is None and not self.problem else 0
         return self.thought.num_free

@@ -113,5 +113,5 @@ class SamplingInput:
 
     @property
     def needs_host(self) -> bool:
-        """Return whether the sampling kernel alone cannot give all that is wanted."""
+        """Return whether the host must sample, as the sampling kernel alone does not suffice."""
         return bool(self.adjusted) or self.wants_logprobs

@@ -18,8 +18,8 @@ def keep_freed_memory() -> bool:
     """Keep freed memory in the process, and get new memory in huge pages.
 
     By default, activations of some MiB are given back after each layer and come as new pages, which
-    the kernel clears: a tenth of the time of some prompts. Up to `KEPT_BYTES` of free memory at the
-    heap's end are kept. Has no effect with other C libraries (musl, macOS).
+    the kernel clears, which takes a tenth of some prompts' time. Up to `KEPT_BYTES` of free memory
+    at the heap's end are kept. Has no effect with other C libraries (musl, macOS).
 
     Returns:
         Whether the allocator could be set up.
