@@ -30,5 +30,7 @@ class PrefillOptions(NodeOptions):
     )
     push: PushMode = option(PushMode.LAYERS, help="When KV blocks are sent.")
     layer_groups: int = option(
-        NUM_LAYER_GROUPS, least=1, help="Parts of a chunk that is sent layer-wise."
+        NUM_LAYER_GROUPS,
+        least=1,
+        help="Most parts in which a prompt's last chunk is sent, by layers.",
     )

@@ -442,7 +442,7 @@ class Scheduler:
                 break
             # A request that runs alone may take all blocks: no other request needs the reserve.
             num_reserved = self._watermark_blocks if self._running else 0
-            # A request limited to one token is drafted for by the node that continues it.
+            # A node that continues a one-token request drafts for it, so it must be read here.
             is_passed_on = request.max_num_tokens - request.num_tokens == 1
             request.is_drafted_for = num_draft_for > 0 or is_passed_on
             # Reserve blocks for all known tokens, not only for the first chunk. Otherwise, prompts

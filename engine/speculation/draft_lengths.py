@@ -21,7 +21,7 @@ TRIED = 3  # samples of a size until its cost counts as known
 # faster, and if a slow moment may explain the difference.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
 _SAMPLES = 5  # latest samples of a size; their median counts, as other programs disturb
-_FORGET_AFTER = 2000  # steps until a size is measured again
+_FORGET_AFTER = 2000  # steps until a size's old samples are dropped
 _MEMORY = 0.93  # decay of a request's acceptance, per checked draft
 _MEMORY_OF_ALL = 0.99  # decay of all requests' acceptance, per checked draft
 _PRIOR_WEIGHT = 2.0  # weight of all requests' rate in a request's rate, in drafts

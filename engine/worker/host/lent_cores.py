@@ -33,7 +33,7 @@ AfterLayer = Callable[[int], None]
 class LentCores:
     """One node's part: its own cores, and other nodes' cores that it borrows.
 
-    Used by the thread that computes, whose number of helper threads it sets. The own cores are lent
+    Used by the thread that computes, whose number of threads it sets. The own cores are lent
     until the first `borrow`.
 
     Args:
