@@ -101,8 +101,8 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        self._early_starts: dict[tuple[Key, str], float] = {}  # by key and engine id: arrival
-        self._ended: dict[Key, float] = {}  # tombstones: end of ended requests
+        self._early_starts: dict[tuple[Key, str], float] = {}  # when each came
+        self._ended: dict[Key, float] = {}  # tombstones: when each request ended
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
         self._received_bytes = 0

@@ -416,7 +416,7 @@ class Scheduler:
             if request is None:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # a chunk of uncomputed tokens, and the step has no room
+            if num_tokens <= 0:  # needs a chunk, and the step has no room for one
                 break
             target = request.num_computed_tokens + num_tokens
             if self.kv_cache_manager.allocate(request, target) is None:
