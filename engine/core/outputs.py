@@ -95,7 +95,7 @@ class ModelRunnerOutput:
             step may compute these.
         without_numbers: ids of requests with NaN or infinite logits; their tokens mean nothing.
         started_at, ended_at: when the step was computed, by the monotonic clock.
-        drafting_s: seconds of the step that making drafts took.
+        drafting_s: seconds spent on making drafts, as part of the step.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]]

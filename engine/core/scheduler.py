@@ -43,7 +43,7 @@ class Scheduler:
     """Continuous batching over paged KV.
 
     Args:
-        kv_cache_manager: gives and takes blocks.
+        kv_cache_manager: allocates and frees blocks.
         max_num_requests: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         long_prefill_token_threshold: most tokens of one request in a step.
