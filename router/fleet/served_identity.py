@@ -1,13 +1,13 @@
-"""ServedIdentity: which of the models that nodes bring this router serves. Knows no request.
+"""ServedIdentity: decides which model of the joined nodes this router serves.
 
-    nodes that have what the router's own folder says     serve, whoever else is there
-    the folder has no weights, or those nodes have left   another identity may, one at a time
-    an identity serves                                    until its last node drains or is removed
-    its last node was lost                                nobody else takes its place
+    nodes match the router's own model folder                    these nodes serve
+    the folder has no weights, or the matching nodes are gone    another identity may serve
+    the last node of an identity drains or is removed            another identity may serve
+    the last node of an identity was lost                        the router waits for its return
 
-So a node that came by mistake, or early, gets no request; and nodes with new weights begin when the
-old ones have been drained, not before. Within `SETTLE_S` of the first join an identity of more
-nodes replaces one of fewer: after a restart the order in which nodes come back decides nothing.
+So nodes that came by mistake, or early, get no request, and nodes with new weights start when the
+old ones have drained. Within `SETTLE_S` of the first join, an identity with more nodes replaces one
+with fewer: after a restart the order of joins does not matter.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SETTLE_S = 2.0
 
 
 class ServedIdentity:
-    """Of one router.
+    """Choose the served identity for one router.
 
     Args:
-        own: the entries that its own folder decides; ``weights`` only if it has them.
+        own: entries known from the router's own folder; ``weights`` only if it has them.
         clock: seconds that never go back.
 
     Attributes:
-        served: what serves now, or will when a node of it is back; None: nothing ever has.
-        num_changes_total: times that another one took the place of what served.
+        served: the identity that serves, now or when a node of it is back; None: none so far.
+        num_changes_total: times that another identity took over.
     """
 
     def __init__(self, own: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:

@@ -175,8 +175,7 @@ class Suspects:
         ]
 
     def release(self, fingerprint: str) -> int:
-        """Stop refusing fingerprints that begin so; all if empty. Raises NotFoundError if none
-        does."""
+        """Stop refusing fingerprints with this prefix; all if empty. Raises NotFoundError."""
         found = [name for name in self._quarantined if name.startswith(fingerprint)]
         if fingerprint and not found:
             raise NotFoundError(f"nothing is quarantined as {fingerprint!r}")
