@@ -2,10 +2,10 @@
 
     chat MODEL                                      the request, from its arrival to its last token
       router.accept                                 checked and tokenized
-            router.queue                                  wait for admission
-            router.place                                  pick nodes, or wait for them
-            router.attempt                                on these nodes: parent of their spans
-            router.place, router.attempt ...              after a failure; linked to the failed one
+      router.queue                                  wait for admission
+      router.place                                  pick nodes, or wait for them
+      router.attempt                                on these nodes: parent of their spans
+      router.place, router.attempt ...              after a failure; linked to the failed one
 
 Commands to nodes carry the attempt's span, so that nodes' spans become its children. Spans up to
 the first attempt sum to the receipt's ``router_queue_s``.
