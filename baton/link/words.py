@@ -245,8 +245,7 @@ class PeerUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCommand:
-    """Compute a prompt's KV, sample token 1, hand over. Without a decode node the request ends
-    here.
+    """Compute a prompt's KV, sample token 1, and hand over; without a decode node, end here.
 
     Attributes:
         output_token_ids: output of earlier attempts. Their KV is computed too, and the next token

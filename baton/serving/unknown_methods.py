@@ -61,7 +61,7 @@ def make_server(
         options: channel arguments.
     """
     server = grpc.aio.server(interceptors=[interceptor], options=options)
-    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where an error ends nothing
+    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where an error is harmless
         loop = cygrpc.get_working_loop()
         guarded = _Server(loop, None, (), (interceptor,), tuple(options), None)
         guarded.refuse = refuse
