@@ -28,7 +28,7 @@ app = CommandLine(
 
 @app.callback()
 def _root() -> None:
-    """Keeps the group a group."""
+    """Keep the app a group of commands."""
 
 
 @app.command()
@@ -92,7 +92,7 @@ def _all(num_prefill: int, num_decode: int, hosts: tuple[str, ...]) -> list[Hold
 
 
 def _one(name: str, role: str, tenant: str, hosts: tuple[str, ...]) -> Holder:
-    """Raises ConfigError."""
+    """Return the holder of one certificate; raises ConfigError."""
     from baton.access.dev_certificates import Holder
 
     for option, text in (("name", name), *((("tenant", tenant),) if tenant else ())):

@@ -1,4 +1,4 @@
-"""`baton admin policy`, `flush-cache`, `log-level` and `profile`: the running system's knobs."""
+"""`baton admin policy`, `flush-cache`, `log-level` and `profile`: tune a running system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton loadtest compare`: its options, and what it does with them."""
+"""`baton loadtest compare`: options and execution."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from loadtest.slo import Slo
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """``0-3,6``; empty: all that this process may use. Raises ConfigError."""
+    """Parse cores like ``0-3,6``; empty: all usable ones. Raises ConfigError."""
     allowed = os.sched_getaffinity(0)
     cores: set[int] = set() if text else set(allowed)
     try:
@@ -107,7 +107,7 @@ def compare(
     codes: list[int] = []
 
     async def main() -> None:
-        # Here: who asks for help does not wait for it.
+        # here, so that `--help` is fast
         from loadtest.compare import Comparison
         from loadtest.drills.site import UpOptions
         from loadtest.execute_comparison import execute_comparison
