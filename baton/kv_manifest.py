@@ -194,8 +194,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         return [place for place, layer in enumerate(group.layers) if layer in own]
 
     def num_places(self, stage: int) -> int:
-        """Return the layer slots in a stage's units, which is the largest group's number, at least
-        1."""
+        """Return the layer slots in a stage's units: as many as its largest group needs."""
         return max(1, *(len(self.places(group, stage)) for group in self.groups))
 
     def unit_bytes(self, rank: int = 0) -> int:

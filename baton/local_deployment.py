@@ -96,8 +96,7 @@ class LocalDeploymentConfig:
         return f"{_LOCAL.get(host, host)}:{port}"
 
     def router_address_on(self, cluster: RayCluster) -> str:
-        """Return the router's address for nodes placed by Ray; raises ConfigError if there is
-        none."""
+        """Return the router's address for nodes placed by Ray, or raise ConfigError."""
         host, port = split_address("listen", self.listen)
         if host in _LOCAL:
             return f"{cluster.own_host}:{port}"

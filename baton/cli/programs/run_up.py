@@ -68,8 +68,7 @@ class _Keeper:
         self._starting: set[str] = set()  # names of restarted processes that are not ready yet
 
     def check(self) -> None:
-        """Restart processes that have died, and report it; raises ConfigError after too many
-        deaths."""
+        """Restart processes that have died; raises ConfigError after too many deaths."""
         before = [child.name for child in self._deployment.children]
         for child in self._deployment.ended(may_leave=True):
             self._start_again(child)
