@@ -3,12 +3,12 @@
     [[key]]
     name = "alice"
     sha256 = "5e884898da28..."
-        tenant = "search"                      # the name, if not given
-        cache_group = "ours"                   # tenants that share cached prompts; default: none
-        roles = ["infer"]                      # infer, look, operate, join; default: infer
-        expires = 2027-01-01                   # a day (its beginning, UTC) or a time with an offset
-        models = ["llama-3.1-8b"]              # served names; default: all
-        limits = { requests_per_minute = 60 }  # fields of `Limits`
+    tenant = "search"                      # the name, if not given
+    cache_group = "ours"                   # tenants that share cached prompts; default: none
+    roles = ["infer"]                      # infer, look, operate, join; default: infer
+    expires = 2027-01-01                   # a day (its beginning, UTC) or a time with an offset
+    models = ["llama-3.1-8b"]              # served names; default: all
+    limits = { requests_per_minute = 60 }  # fields of `Limits`
 
 A key is 256 random bits, so a plain SHA-256 is enough. A salt and a slow hash protect keys that can
 be guessed, and the slow hash would be computed for each request.

@@ -1,9 +1,9 @@
 """The identity in a verified certificate: a `Principal`, and nodes that may join with it.
 
-        spiffe://TRUST-DOMAIN/ROLES/NAME                   a caller that is its own tenant
+    spiffe://TRUST-DOMAIN/ROLES/NAME                   a caller that is its own tenant
     spiffe://TRUST-DOMAIN/tenant/TENANT/ROLES/NAME     one of several callers of a tenant
     spiffe://TRUST-DOMAIN/node/prefill/NAME            a prefill node (decode: a decode node)
-        spiffe://TRUST-DOMAIN/nodes/prefill/NAME           prefill nodes NAME-..., of one workload
+    spiffe://TRUST-DOMAIN/nodes/prefill/NAME           prefill nodes NAME-..., of one workload
     spiffe://TRUST-DOMAIN/node/sim/NAME                simulated nodes, NAME-p0, NAME-d0 and so on
 
 ROLES is ``infer``, ``look`` or ``operate``, or several of them joined by ``-``. The trust domain is
