@@ -6,7 +6,6 @@ neither gRPC nor HTTP.
 Wrong keys are rate-limited per client address. When an address has sent too many wrong keys, other
 keys from there are refused without a comparison. Keys that have worked before go on working, so
 nobody can lock out other callers behind the same proxy.
-
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ class Access:
         """Log a warning for each role that no key has, at the program's start.
 
         Logs nothing when client certificates are required, as their roles are not known in advance.
-
         """
         if self.is_open or self._by_certificate:
             return
@@ -132,7 +130,6 @@ class Access:
 
         An API key counts before a client certificate. If the program has no keys, the certificate
         counts, whatever key is sent. Comparing takes the same time for all keys.
-
 
         Args:
             anybody: principal of callers where no credentials are required.
@@ -282,7 +279,6 @@ def _network(address: str) -> str:
 
     IPv4 addresses in IPv6 form (``::ffff:10.0.0.7``) all lie in one /64 network, so each counts as
     its IPv4 address.
-
     """
     try:
         parsed = ipaddress.ip_address(address)

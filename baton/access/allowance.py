@@ -17,10 +17,9 @@ class Allowance:
     starts with a full bucket when it comes back.
 
     Args:
-    burst: uses allowed at once.
-    per_second: uses allowed per second in the long run.
-    clock: monotonic seconds.
-
+        burst: uses allowed at once.
+        per_second: uses allowed per second in the long run.
+        clock: monotonic seconds.
     """
 
     def __init__(

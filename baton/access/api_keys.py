@@ -46,10 +46,9 @@ class ApiKey:
     """An API key.
 
     Attributes:
-    digest: SHA-256 of the key.
-    principal: principal of calls with the key.
-    expires_at: by `time.time`; infinite: never.
-
+        digest: SHA-256 of the key.
+        principal: principal of calls with the key.
+        expires_at: by `time.time`; infinite: never.
     """
 
     digest: bytes = field(repr=False)
@@ -236,7 +235,6 @@ def convert_lines(text: str) -> tuple[str, list[str]]:
     """Convert ``name:key`` lines to tables; also return the names whose keys are too short.
 
     Raises ConfigError, whose text shows no key.
-
     """
     tables, short = [], []
     for number, line in enumerate(text.splitlines(), 1):

@@ -3,7 +3,6 @@
 Independent of the log and its level. A thread writes the file, so a full or slow disk delays
 nobody. Events that are lost this way are counted; the log and the next line of the file tell how
 many.
-
 """
 
 from __future__ import annotations
@@ -49,14 +48,13 @@ class AuditEvent:
     """One line of the audit log. Contains no keys, tokens or prompts.
 
     Attributes:
-    who: the caller's name; empty: anybody, or unknown.
-    tenant: the caller's tenant.
-    address: IP address of the caller.
-    call: name of the call or action.
-    arguments: the call's arguments.
-    problem: why the call failed; empty: it succeeded.
-    at: when, by `time.time`.
-
+        who: the caller's name; empty: anybody, or unknown.
+        tenant: the caller's tenant.
+        address: IP address of the caller.
+        call: name of the call or action.
+        arguments: the call's arguments.
+        problem: why the call failed; empty: it succeeded.
+        at: when, by `time.time`.
     """
 
     kind: AuditKind

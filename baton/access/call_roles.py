@@ -1,7 +1,6 @@
 """The roles that allow each gRPC call. A call that is not listed here is always refused.
 
 A test compares this table with all services in `proto/` and all calls of our servers.
-
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ class NodeName:
     """Node names that a certificate is for: one node, simulated nodes, or a workload's nodes.
 
     Attributes:
-    is_many: whether it covers all names that begin with this name and a hyphen.
-
+        is_many: whether it covers all names that begin with this name and a hyphen.
     """
 
     kind: str
@@ -63,11 +62,10 @@ class CertificateIdentity:
     """The identity that a certificate gives its holder.
 
     Attributes:
-    principal: has no roles if no URI names any.
-    nodes: nodes that may join with it.
-    subject: name for messages.
-    not_after: when the certificate expires.
-
+        principal: has no roles if no URI names any.
+        nodes: nodes that may join with it.
+        subject: name for messages.
+        not_after: when the certificate expires.
     """
 
     principal: Principal
@@ -112,7 +110,6 @@ def certificate_identity(source: Any) -> CertificateIdentity | None:
 
     The TLS library verified the certificate when the connection began. Expiry is checked here for
     each call, as a connection can outlive its certificate.
-
 
     Args:
         source: a gRPC servicer context, or the transport of an aiohttp request.

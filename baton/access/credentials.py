@@ -44,7 +44,6 @@ def page_credentials(request: web.BaseRequest) -> Credentials:
     """Read the credentials of a request for a page, which browsers send as name and password.
 
     The password is the API key; the name is ignored.
-
     """
     shown = http_credentials(request)
     scheme, _, given = shown.authorization.partition(" ")
@@ -73,10 +72,9 @@ def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials
     """Collect a call's credentials.
 
     Args:
-    shown: the call's authorization values. If there are several, none counts, because a proxy may
-    have checked another one than this program would.
-    source: object to read a client certificate from; None: the connection is gone.
-
+        shown: the call's authorization values. If there are several, none counts, because a proxy
+            may have checked another one than this program would.
+        source: object to read a client certificate from; None: the connection is gone.
     """
     certificate, problem = None, ""
     try:

@@ -46,8 +46,7 @@ class DevCA:
     """A CA whose certificates are valid for a few days.
 
     Args:
-    days: how long they are valid.
-
+        days: how long they are valid.
     """
 
     def __init__(self, days: float = 30.0, *, now: datetime | None = None) -> None:
@@ -106,7 +105,7 @@ def write_dev_certificates(folder: Path, holders: Sequence[Holder], *, days: flo
     overwritten.
 
     Raises:
-    ConfigError: a file exists already, or cannot be written.
+        ConfigError: a file exists already, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -2,7 +2,6 @@
 
 A loopback listener needs nothing. Any other needs TLS and authenticated callers, unless the user
 waives them with an option.
-
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ def split_address(option: str, address: str) -> tuple[str, int]:
 
     The host must be a name, an IPv4 address, or an IPv6 address in brackets. URI schemes of gRPC
     (``unix:``, ``ipv4:``) are not accepted as hosts.
-
     """
     host, separator, port = address.rpartition(":")
     ok = separator and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT
@@ -44,7 +42,6 @@ def check_is_free(option: str, address: str) -> None:
 
     This is so if another program listens there, or the address belongs to no interface. If a name
     has several addresses, one must be usable, and none may be in use.
-
     """
     host, port = split_address(option, address)
     problems: list[OSError] = []
@@ -79,7 +76,6 @@ def is_public(option: str, address: str) -> bool:
 
     A name is public if any of its addresses is, or if it has none. Raises ConfigError that names
     the option.
-
     """
     host, port = split_address(option, address)
     ipv6 = _ipv6(host)
@@ -102,11 +98,10 @@ class Exposure:
     """The protection of a listener.
 
     Attributes:
-    authentication: options that turn on authentication, for messages.
-    is_authenticated: whether callers must authenticate.
-    is_encrypted: whether it accepts only TLS.
-    insecure: whether the user waived both for public addresses.
-
+        authentication: options that turn on authentication, for messages.
+        is_authenticated: whether callers must authenticate.
+        is_encrypted: whether it accepts only TLS.
+        insecure: whether the user waived both for public addresses.
     """
 
     authentication: str
@@ -118,7 +113,6 @@ class Exposure:
         """Raise ConfigError if a public listener lacks protection; an empty address is accepted.
 
         If ``insecure`` waives what is missing, logs a warning instead.
-
 
         Raises:
             ConfigError: protection is missing, or the address is malformed.

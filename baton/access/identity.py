@@ -2,7 +2,6 @@
 
 Authentication (API key, client certificate or loopback) makes a `Principal`. The code that serves a
 call looks only at the principal.
-
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ class Role(StrEnum):
     LOOK: read everything that operators can see.
     OPERATE: make the changes that operators can make.
     JOIN: register as a node.
-
     """
 
     INFER = "infer"

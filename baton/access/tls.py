@@ -2,7 +2,6 @@
 
 Changed files are read again, so certificates can be rotated without a restart: servers check for
 changes at each handshake, clients when they connect. Knows nothing of what a certificate allows.
-
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class TlsFiles:
     new certificate with an old key while the two files are being replaced.
 
     Raises:
-    ConfigError: a file cannot be read or is invalid; the text names the file.
+        ConfigError: a file cannot be read or is invalid; the text names the file.
     """
 
     def __init__(self, options: TlsOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -139,7 +138,6 @@ def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.S
     """Make a gRPC server's credentials, which check for new files at each handshake.
 
     Python's gRPC has only two modes: clients must show a certificate, or are not asked for one.
-
     """
     last = files.current()
 
@@ -174,7 +172,6 @@ class ServerContext(ssl.SSLContext):
 
     Makes a new inner context when the files have changed: a context in use can be given another
     certificate, but a CA cannot be removed from it.
-
     """
 
     _files: TlsFiles

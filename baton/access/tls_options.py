@@ -20,7 +20,7 @@ class TlsOptions:
     """A program's own certificate and the CAs it trusts; no TLS if nothing is given.
 
     Raises:
-    ConfigError: the options contradict each other. The files are checked later.
+        ConfigError: the options contradict each other. The files are checked later.
     """
 
     cert: str = option(

@@ -2,7 +2,6 @@
 
 gRPC reports a refused handshake only as a closed socket. So after a failure, the same handshake is
 tried with the standard library, which reports the reason.
-
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class _Talk:
     """TLS over a socket that the caller keeps.
 
     ``wrap_socket`` would take over the socket, and leaves it open if the peer has reset it.
-
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Reads untrusted files within limits of size and depth; refuses pipes and devices.
 
 Knows nothing of the fields in the files.
-
 """
 
 from __future__ import annotations

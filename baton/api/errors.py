@@ -70,9 +70,9 @@ class PromptTooLongError(InvalidRequestError):
     Agents recognize this text and code, and shorten their conversation.
 
     Args:
-    field: name of the prompt's field in the client's request.
-    num_tokens: tokens of the prompt.
-    limit: most tokens of a prompt.
+        field: name of the prompt's field in the client's request.
+        num_tokens: tokens of the prompt.
+        limit: most tokens of a prompt.
     """
 
     code: ClassVar[str] = "context_length_exceeded"

@@ -1,7 +1,6 @@
 """Outputs of a request: deltas while it runs, the finished completion, and its receipt.
 
 Imports neither torch nor protobuf, so engine, nodes, router and client can all use it.
-
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class TokenLogprobs:
     and filters.
 
     Attributes:
-    logprob: logprob of the token itself.
-    top: the most probable tokens, best first, as (token id, logprob); as many as were asked for.
-    May lack the token itself.
+        logprob: logprob of the token itself.
+        top: the most probable tokens, best first, as (token id, logprob); as many as were asked
+            for. May lack the token itself.
     """
 
     logprob: float
@@ -62,8 +61,8 @@ class PushReceipt:
     """The cost of a push of KV blocks; sent in the commit record.
 
     Attributes:
-    num_descriptors: memory ranges that were written, after merging adjacent ones.
-    posting_s: time in calls that post writes; on one host these calls copy the bytes.
+        num_descriptors: memory ranges that were written, after merging adjacent ones.
+        posting_s: time in calls that post writes; on one host these calls copy the bytes.
     """
 
     num_bytes: int
@@ -79,11 +78,11 @@ class DecodeReceipt:
     """The decode node's cost of a request; seconds on that node's clock.
 
     Attributes:
-    num_cached_tokens: prompt tokens from the node's own prefix cache, whose KV was not pushed.
-    num_drafts: draft tokens that the node computed.
-    num_accepted_drafts: draft tokens that became part of the output.
-    why_drafts: reason for the last step's number of draft tokens, for people; empty: none was
-    chosen.
+        num_cached_tokens: prompt tokens from the node's own prefix cache, whose KV was not pushed.
+        num_drafts: draft tokens that the node computed.
+        num_accepted_drafts: draft tokens that became part of the output.
+        why_drafts: reason for the last step's number of draft tokens, for people; empty: none was
+            chosen.
     """
 
     parked_s: float
@@ -104,8 +103,9 @@ class RequestError:
     """Why a request failed on a node.
 
     Attributes:
-    code: name of a gRPC status code; or ``PREEMPTED``: the decode node ran out of memory and
-    returns the request. The router starts another attempt, which continues after the tokens so far.
+        code: name of a gRPC status code; or ``PREEMPTED``: the decode node ran out of memory and
+            returns the request. The router starts another attempt, which continues after the tokens
+            so far.
     """
 
     code: str
@@ -119,14 +119,15 @@ class RequestDelta(msgspec.Struct, frozen=True, gc=False):
     long.
 
     Attributes:
-    output_index: position of ``token_ids[0]`` in the output, by which duplicates are recognized.
-    logprobs: one per token; empty if the request did not ask for them.
-    prompt_logprobs: one per prompt token, sent with the first output token if the request asked for
-    them. The first is None.
-    epoch: number of the router's attempt.
-    prefill, decode: the node's receipt, sent with its first or last token.
-    error: why the request failed on this node.
-    sampled_at: when token 1 was sampled on the prefill node, by `time.monotonic`.
+        output_index: position of ``token_ids[0]`` in the output, by which duplicates are
+            recognized.
+        logprobs: one per token; empty if the request did not ask for them.
+        prompt_logprobs: one per prompt token, sent with the first output token if the request asked
+            for them. The first is None.
+        epoch: number of the router's attempt.
+        prefill, decode: the node's receipt, sent with its first or last token.
+        error: why the request failed on this node.
+        sampled_at: when token 1 was sampled on the prefill node, by `time.monotonic`.
     """
 
     request_id: str
@@ -183,7 +184,6 @@ class Receipt:
 
         Both directions together, because clocks of two machines are not compared. If the decode
         node computed the prompt alone, its computing time is included.
-
         """
         prefill = self.prefill
         on_node_s = prefill.queue_s + prefill.prefill_s + prefill.send_s if prefill else 0.0
@@ -194,7 +194,6 @@ class Receipt:
         """The parts of the time to token 1 in seconds, by name, in their order.
 
         They add up to ``ttft_s``, unless another attempt followed the one that gave token 1.
-
         """
         prefill = self.prefill
         on_nodes = {"decode_prompt_s": self.network_s}
@@ -218,7 +217,6 @@ class Receipt:
 
         Compares two nodes' clocks, assuming that both nodes received their commands at the same
         time.
-
         """
         if self.prefill is None or self.decode is None:
             return None
@@ -277,12 +275,12 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     ``asdict``.)
 
     Attributes:
-    text: text of ``token_ids``; empty without a tokenizer, and in the router until they are
-    detokenized.
-    receipt: only in the last piece.
-    choice_index: number of the output among a prompt's ``n`` outputs.
-    prompt_index: number of the prompt in a batch.
-    stop_string: the stop string that ended the text; only in the last piece.
+        text: text of ``token_ids``; empty without a tokenizer, and in the router until they are
+            detokenized.
+        receipt: only in the last piece.
+        choice_index: number of the output among a prompt's ``n`` outputs.
+        prompt_index: number of the prompt in a batch.
+        stop_string: the stop string that ended the text; only in the last piece.
     """
 
     request_id: str
@@ -304,8 +302,7 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     Has logprobs of all tokens or of none, because a node may have left some out.
 
     Args:
-    deltas: at least one piece.
-
+        deltas: at least one piece.
     """
     first, last = deltas[0], deltas[-1]
     if first is last:

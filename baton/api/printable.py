@@ -24,7 +24,6 @@ def on_terminal(text: str) -> str:
 
     Escaped are control characters (C1, DEL, and C0 except line ends and tabs), marks that change
     the text's direction, and unassigned code points.
-
     """
     if text.isprintable():
         return text

@@ -90,7 +90,7 @@ def check_priority(priority: int, most_urgent: int | None = None) -> None:
     """Raise InvalidRequestError if a priority is out of range, or too urgent for its client.
 
     Args:
-    most_urgent: smallest number that the client may ask for; None: any.
+        most_urgent: smallest number that the client may ask for; None: any.
     """
     if most_urgent is not None and priority < most_urgent:
         raise InvalidRequestError(
@@ -111,7 +111,6 @@ def choice_seed(seed: int, choice_index: int) -> int:
     """Return the seed of one of a prompt's ``n`` outputs: output i gets seed + i.
 
     After the greatest seed comes the smallest; samplers count modulo 2**64, too.
-
     """
     return (seed + choice_index + MAX_SEED + 1) % 2**64 - MAX_SEED - 1
 

@@ -33,38 +33,41 @@ class SamplingParams:
     and min-p.
 
     Attributes:
-    n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) equals the output
-    of a request with seed + i. Through a router: `Client.generate_batch`.
-    max_tokens: most output tokens, at least 1.
-    temperature: 0 is greedy; larger is more random.
-    top_k: keep the k most probable tokens; 0 is off.
-    top_p: keep the smallest set of tokens whose probabilities add up to this, in [0, 1]; 0 keeps
-    only the most probable token.
-    min_p: keep tokens at least this times as probable as the best one, in [0, 1]; 0 is off.
-    seed: equal seeds give equal tokens in any batch and on any node; None draws a seed.
-    repetition_penalty: above 0; positive logits of tokens in prompt or output are divided by it,
-    negative ones multiplied (Keskar et al., arXiv 1909.05858). 1 is off.
-    presence_penalty: in [-2, 2]; subtracted once from the logit of each token in the output.
-    frequency_penalty: in [-2, 2]; subtracted once per occurrence of the token in the output.
-    logit_bias: token id -> bias in [-100, 100], added to the logit; at most 300. A mapping or
-    pairs; stored as pairs sorted by token id.
-    allowed_token_ids: only these tokens are drawn; None allows all.
-    banned_token_ids: tokens that are never drawn.
-    min_tokens: least output tokens, at most ``max_tokens``. Before, tokens that end the output are
-    drawn only if no others are allowed, and stop strings are ignored.
-    stop_token_ids: tokens that end the output; the token itself is part of it.
-    stop: strings that end the output; the text ends before the first one found.
-    ignore_eos: continue after the model's end-of-sequence token.
-    logprobs: return the logprob of each output token, and of this many most probable ones, 0 to 20;
-    None returns none. Computed from the model's own distribution, before all of the above.
-    structured_output: what the output must look like. An end-of-sequence token is drawn only where
-    the output may end, and ends it despite ``ignore_eos``. Where nothing else can follow, the
-    output ends by itself, even before ``min_tokens``. If the bans leave no token that fits, the
-    request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut the output short.
-    thinking: the thought before the answer, and how many tokens it may have. A
-    ``structured_output`` then begins after the thought.
-    prompt_logprobs: like ``logprobs``, for each prompt token given those before it; the first is
-    None. Returned with the first output token; such prompts are computed without the prefix cache.
+        n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) equals the
+            output of a request with seed + i. Through a router: `Client.generate_batch`.
+        max_tokens: most output tokens, at least 1.
+        temperature: 0 is greedy; larger is more random.
+        top_k: keep the k most probable tokens; 0 is off.
+        top_p: keep the smallest set of tokens whose probabilities add up to this, in [0, 1]; 0
+            keeps only the most probable token.
+        min_p: keep tokens at least this times as probable as the best one, in [0, 1]; 0 is off.
+        seed: equal seeds give equal tokens in any batch and on any node; None draws a seed.
+        repetition_penalty: above 0; positive logits of tokens in prompt or output are divided by
+            it, negative ones multiplied (Keskar et al., arXiv 1909.05858). 1 is off.
+        presence_penalty: in [-2, 2]; subtracted once from the logit of each token in the output.
+        frequency_penalty: in [-2, 2]; subtracted once per occurrence of the token in the output.
+        logit_bias: token id -> bias in [-100, 100], added to the logit; at most 300. A mapping or
+            pairs; stored as pairs sorted by token id.
+        allowed_token_ids: only these tokens are drawn; None allows all.
+        banned_token_ids: tokens that are never drawn.
+        min_tokens: least output tokens, at most ``max_tokens``. Before, tokens that end the output
+            are drawn only if no others are allowed, and stop strings are ignored.
+        stop_token_ids: tokens that end the output; the token itself is part of it.
+        stop: strings that end the output; the text ends before the first one found.
+        ignore_eos: continue after the model's end-of-sequence token.
+        logprobs: return the logprob of each output token, and of this many most probable ones, 0 to
+            20; None returns none. Computed from the model's own distribution, before all of the
+            above.
+        structured_output: what the output must look like. An end-of-sequence token is drawn only
+            where the output may end, and ends it despite ``ignore_eos``. Where nothing else can
+            follow, the output ends by itself, even before ``min_tokens``. If the bans leave no
+            token that fits, the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may
+            still cut the output short.
+        thinking: the thought before the answer, and how many tokens it may have. A
+            ``structured_output`` then begins after the thought.
+        prompt_logprobs: like ``logprobs``, for each prompt token given those before it; the first
+            is None. Returned with the first output token; such prompts are computed without the
+            prefix cache.
     """
 
     n: int = 1
@@ -132,7 +135,6 @@ class SamplingParams:
 
         A grammar or the end of a thought can change logits in some steps, too: see
         `StepPlan.constrained`.
-
         """
         return bool(
             self.repetition_penalty != 1

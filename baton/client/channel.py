@@ -20,7 +20,7 @@ class _Certificates:
     """The TLS files of a client, and the content that its channel uses.
 
     Args:
-    tls: TLS options; None: those of the environment.
+        tls: TLS options; None: those of the environment.
 
     Raises:
         ConfigError: a TLS file cannot be used.
@@ -47,8 +47,8 @@ class SyncChannel:
     streams until the next change.
 
     Args:
-    address: ``host:port`` of the router.
-    tls: TLS options; None: those of the environment.
+        address: ``host:port`` of the router.
+        tls: TLS options; None: those of the environment.
         tls: None: as the environment says.
 
     Raises:

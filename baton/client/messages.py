@@ -53,10 +53,10 @@ def credentials(api_key: str | None) -> rpc.Metadata:
     """Return the metadata with the caller's API key.
 
     Args:
-    api_key: None: the environment variable ``BATON_API_KEY``; empty: no key.
+        api_key: None: the environment variable ``BATON_API_KEY``; empty: no key.
 
     Raises:
-    ConfigError: the key has characters that cannot be sent.
+        ConfigError: the key has characters that cannot be sent.
     """
     key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
     if key and not (key.isascii() and key.isprintable()):
@@ -242,7 +242,7 @@ def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
     """Return the error that the router raised; if it sent none, the nearest one for the status.
 
     Args:
-    why: why the router cannot be reached, if known.
+        why: why the router cannot be reached, if known.
     """
     code, details = error.code(), error.details() or ""
     said = error_from_trailers(details, trailers_of(error))

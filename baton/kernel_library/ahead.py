@@ -4,7 +4,6 @@ For machines without a compiler: ``python -m baton_kernels.native.build_ahead FO
 process loads from the folder in ``BATON_NATIVE_LIBRARIES``. Whoever can write there could run code
 in our process, so folder and files must belong to this user or root, and be writable by nobody
 else.
-
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class InstructionSet:
     """An instruction set to compile the library for.
 
     Attributes:
-    name: name of the library's file.
-    machine: machine type, as `platform.machine` names it.
-    flags: compiler flags.
-    needs: features that the CPU must have, as /proc/cpuinfo names them.
+        name: name of the library's file.
+        machine: machine type, as `platform.machine` names it.
+        flags: compiler flags.
+        needs: features that the CPU must have, as /proc/cpuinfo names them.
     """
 
     name: str
@@ -114,11 +113,11 @@ def open_library_built_ahead(openmp_runtime: str | None) -> tuple[int, Path] | N
     """Open the best library in the folder for this CPU; None: no folder is named.
 
     Args:
-    openmp_runtime: file of the OpenMP runtime that the library can use.
+        openmp_runtime: file of the OpenMP runtime that the library can use.
 
     Raises:
-    BuildError: the named folder has no usable library: it was built from other sources, does not
-    suit this CPU, is damaged, or others may write it.
+        BuildError: the named folder has no usable library: it was built from other sources, does
+            not suit this CPU, is damaged, or others may write it.
     """
     named = os.environ.get(FOLDER_VARIABLE)
     if not named:

@@ -5,7 +5,6 @@ There is one library per version of the sources, compiler, flags and CPU. A lock
 place. A file that others can write could run their code here, so folder and file must belong to
 this user alone, and are opened by descriptor. If the cache is not writable, a folder for temporary
 files is used. Knows nothing of the functions in the library.
-
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ def open_library(
     CPU's: ``CC="gcc -march=x86-64-v3"``.
 
     Args:
-    openmp_runtime: file of the OpenMP runtime that the library can use; None: there is none.
-    on_build: called before the compiler starts, as building takes a minute.
+        openmp_runtime: file of the OpenMP runtime that the library can use; None: there is none.
+        on_build: called before the compiler starts, as building takes a minute.
 
     Raises:
         BuildError: there are no sources, no compiler or no safe folder, or the compiler failed.
@@ -116,7 +115,6 @@ def find_library(openmp_runtime: str | None) -> Path | None:
     """Return the library that :func:`open_library` would open; None: it would have to build.
 
     Raises BuildError if it could not build.
-
     """
     name = _recipe(openmp_runtime).name
     for place in (_cache_folder, _temporary_folder):
@@ -200,7 +198,6 @@ def _locked(folder_fd: int) -> Iterator[None]:
 
     If the file system has no locks, or a build's time limit has passed, goes on without the lock:
     two builds at once are only slow.
-
     """
     give_up_at = time.monotonic() + _TIME_LIMIT_S
     while time.monotonic() < give_up_at:
@@ -254,7 +251,6 @@ def find_sources() -> list[Path]:
     """Return the C sources, in the installed package or beside it in the repository.
 
     Raises BuildError.
-
     """
     found = importlib.util.find_spec("baton_kernels")  # does not import the package or torch
     if found is None or found.origin is None:

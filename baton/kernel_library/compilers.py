@@ -3,7 +3,6 @@
 A compiler starts processes of its own (cc1, as), which no signal to the compiler reaches. So all
 run in one process group with a guard process. The guard reads a pipe that only this process holds
 open; when the pipe closes, it kills the group.
-
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Compilers:
     """Runs compilers while used as a context manager; kills those left at its end.
 
     Args:
-    deadline: by `time.monotonic`, for all commands together.
+        deadline: by `time.monotonic`, for all commands together.
 
     Attributes:
         group: id of the compilers' process group.
@@ -64,7 +63,6 @@ class Compilers:
         """Run a compiler and return its output; thread-safe.
 
         Raises BuildError with the first line of the compiler's error.
-
         """
         return run_tool(command, self._deadline - time.monotonic(), group=self.group)
 

@@ -25,9 +25,9 @@ class KernelState:
     """State of the native kernels for this CPU.
 
     Attributes:
-    path: file of the library; None: there is none.
-    problem: why the library cannot be built or used; empty: it is there, or can be built.
-    is_off: whether the environment turns native kernels off.
+        path: file of the library; None: there is none.
+        problem: why the library cannot be built or used; empty: it is there, or can be built.
+        is_off: whether the environment turns native kernels off.
     """
 
     path: Path | None = None

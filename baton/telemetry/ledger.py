@@ -2,7 +2,6 @@
 
 Each reference to a block must have an owner in the ledger. A reference without an owner is a leak
 (its block is an orphan). An owner without a reference could lose its block to another.
-
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class BlockHolding:
     """References of one owner: one reference to each of these blocks.
 
     Attributes:
-    state: name of the request's or transfer's state.
-    peer: engine id of the node at the other end; empty: none.
-    age_s: seconds since the request reached this node.
+        state: name of the request's or transfer's state.
+        peer: engine id of the node at the other end; empty: none.
+        age_s: seconds since the request reached this node.
     """
 
     owner: BlockOwner
@@ -49,9 +48,9 @@ class Ledger:
     """All references to a node's blocks, at a moment between two steps.
 
     Attributes:
-    num_references: references that the block pool counts.
-    orphans: blocks with more references than owners, which never become free.
-    overdrawn: blocks with more owners than references.
+        num_references: references that the block pool counts.
+        orphans: blocks with more references than owners, which never become free.
+        overdrawn: blocks with more owners than references.
     """
 
     holdings: tuple[BlockHolding, ...]
@@ -72,7 +71,7 @@ def balance(
     """Compare the owners' holdings with the block pool's counts.
 
     Args:
-    ref_counts: the pool's reference counts; unreferenced blocks may be missing.
+        ref_counts: the pool's reference counts; unreferenced blocks may be missing.
     """
     holdings = tuple(holdings)
     named = Counter(block_id for holding in holdings for block_id in holding.block_ids)

@@ -2,7 +2,6 @@
 
 A thread writes the lines, so a reader that stops reading delays nobody. Text from others is
 escaped: it cannot begin a line or move a terminal's cursor.
-
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def set_up_logging(level: str, log_format: str = "text", modules: Sequence[str] 
     """Log to standard error from now on; raises ConfigError for invalid values.
 
     Args:
-    modules: ``MODULE=LEVEL``, for modules with a level of their own.
+        modules: ``MODULE=LEVEL``, for modules with a level of their own.
     """
     LogOptions(log_level=level.lower(), log_format=log_format, log_modules=tuple(modules))
     close_logging()
@@ -61,11 +60,10 @@ def change_log_level(level: str, module: str = "") -> str:
     """Change the log level and return the previous one.
 
     Args:
-    module: the module to change, with all modules inside it; empty: all modules, except those with
-    a level of their own.
+        module: the module to change, with all modules inside it; empty: all modules, except those
+            with a level of their own.
 
     Raises ConfigError for an unknown level or a module that is not ours.
-
     """
     LogOptions(log_level=level.lower())
     if module:

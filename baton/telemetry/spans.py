@@ -2,7 +2,6 @@
 
 Spans are made from the times that receipts need anyway. So traces and receipts agree, and requests
 that are not traced cost nothing.
-
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class Span(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One piece of work with its begin and end.
 
     Attributes:
-    parent_id: id of the parent span; empty: no parent.
-    begin_s, end_s: seconds by the clock of the code that made it.
-    links: related spans, and how they are related.
-    events: moments within it, by name.
-    error: why it failed; empty: it did not fail.
+        parent_id: id of the parent span; empty: no parent.
+        begin_s, end_s: seconds by the clock of the code that made it.
+        links: related spans, and how they are related.
+        events: moments within it, by name.
+        error: why it failed; empty: it did not fail.
     """
 
     name: str

@@ -2,7 +2,6 @@
 
 Reads the thread's Python stack every few milliseconds, which costs little. C code is not seen; its
 time counts for the Python function that called it.
-
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class SampledFunction:
     """A function, and how many samples saw it.
 
     Attributes:
-    place: ``file:line`` of its first line, with the last two parts of the file's path.
-    num_own: samples in the function itself.
-    num_total: samples in the function or in functions that it called.
+        place: ``file:line`` of its first line, with the last two parts of the file's path.
+        num_own: samples in the function itself.
+        num_total: samples in the function or in functions that it called.
     """
 
     name: str

@@ -20,10 +20,10 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
     """The ids of a span, which other processes need to add child spans.
 
     Attributes:
-    trace_id: 16 bytes.
-    span_id: 8 bytes; empty: the trace has no span yet, and the next one becomes its root.
-    is_sampled: whether spans of this trace are kept.
-    state: data of other tracing systems, forwarded unchanged.
+        trace_id: 16 bytes.
+        span_id: 8 bytes; empty: the trace has no span yet, and the next one becomes its root.
+        is_sampled: whether spans of this trace are kept.
+        state: data of other tracing systems, forwarded unchanged.
     """
 
     trace_id: bytes
@@ -46,7 +46,6 @@ def parse_traceparent(header: str, state: str = "") -> TraceContext | None:
     """Parse the W3C header ``traceparent``; None: it is missing or invalid.
 
     In unknown versions only the fields of version 00 are read, as W3C demands.
-
     """
     found = _PARENT.fullmatch(header) if header else None
     if found is None:

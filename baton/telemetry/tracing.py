@@ -12,10 +12,10 @@ class Tracing:
     """Traces of one process.
 
     Args:
-    options: where traces are sent; None: nowhere.
-    service: name of this program in traces.
-    resource: more attributes for all its spans.
-    sink: takes the spans instead of an exporter.
+        options: where traces are sent; None: nowhere.
+        service: name of this program in traces.
+        resource: more attributes for all its spans.
+        sink: takes the spans instead of an exporter.
 
     Attributes:
         sink: takes finished spans; None: tracing is off.
@@ -45,7 +45,7 @@ class Tracing:
         None: the request is not traced.
 
         Args:
-        traceparent, tracestate: the caller's W3C headers; empty: not sent.
+            traceparent, tracestate: the caller's W3C headers; empty: not sent.
         """
         if self.sink is None:
             return None

@@ -33,11 +33,10 @@ def count_parts(data: bytes, kind: type[Message], limit: int) -> int:
     """Count the parts of a message, including those of messages inside it.
 
     Args:
-    kind: class of the message.
-    limit: counting stops after this many; a larger result means "more than the limit".
+        kind: class of the message.
+        limit: counting stops after this many; a larger result means "more than the limit".
 
     Raises DecodeError for invalid messages.
-
     """
     try:
         return _count(data, _inside(kind.DESCRIPTOR), limit)

@@ -2,7 +2,6 @@
 
 gRPC would answer UNKNOWN with a text of the protobuf library. Long messages are kept as bytes, for
 their receiver to parse in a thread. Knows no service.
-
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Unread:
     """A message that takes long to parse, which a thread should do.
 
     Attributes:
-    data: the message's bytes.
-    read: parses the bytes; returns, rather than raises, an InvalidRequestError.
+        data: the message's bytes.
+        read: parses the bytes; returns, rather than raises, an InvalidRequestError.
     """
 
     data: bytes
@@ -69,8 +68,8 @@ def forgiving(
     """Make a deserializer that returns an InvalidRequestError for invalid messages.
 
     Args:
-    max_parts: messages with more parts are refused; see `baton.wire.parts`.
-    max_bytes: longer messages are refused.
+        max_parts: messages with more parts are refused; see `baton.wire.parts`.
+        max_bytes: longer messages are refused.
     """
     kind = _kind_of(deserialize)
     descriptor: Descriptor | None = getattr(kind, "DESCRIPTOR", None)

@@ -2,7 +2,6 @@
 
 The SDK raises exceptions for some invalid values, logs a traceback for others, and accepts the
 rest, but then sends nothing. The checks here give one line that names the variable and its limits.
-
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def check_environment(environment: Mapping[str, str]) -> list[str]:
     """Check the variables that the exporter reads; empty values count as not set.
 
     Returns:
-    A warning for each variable that is set but ignored.
+        A warning for each variable that is set but ignored.
 
     Raises:
         ConfigError: a value is invalid; the text names the variable and its limits.

@@ -3,7 +3,6 @@
 Ids and times are packed into protobuf's byte format directly. Names and attributes, which repeat
 often, are encoded once and cached. Joining such encoded parts gives a valid message. Building an
 object for each span takes four times as long, which would slow down a router.
-
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def make_request(
     """Make one message of many spans.
 
     Args:
-    data: spans, each with the UNIX time of its clock's 0, in nanoseconds.
-    resource: attributes of the spans' process.
+        data: spans, each with the UNIX time of its clock's 0, in nanoseconds.
+        resource: attributes of the spans' process.
     """
     parts = [_scope()]
     for span, zero_ns in data:

@@ -4,7 +4,6 @@ Callers queue their spans and do not wait. Spans that the collector does not acc
 dropped and counted. The SDK sends the messages, with certificates, headers, compression and retries
 as OTEL_EXPORTER_OTLP_* say. The messages are encoded here from plain spans, which takes a fourth of
 the time that the SDK's own spans take (ADR 0050).
-
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class SpanExporter:
     """Exports the spans of one process.
 
     Args:
-    endpoint: URL of the collector, ``http://host:port`` or ``https://host:port``.
-    service: name of this program (``service.name``); OTEL_SERVICE_NAME overrides it.
-    resource: more attributes for all spans of this process.
+        endpoint: URL of the collector, ``http://host:port`` or ``https://host:port``.
+        service: name of this program (``service.name``); OTEL_SERVICE_NAME overrides it.
+        resource: more attributes for all spans of this process.
 
     Attributes:
         num_exported, num_dropped: spans since the start.
