@@ -88,8 +88,8 @@ class StateArray:
     """One array of a layer's state.
 
     Attributes:
-        shape: such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks split the
-            first axis.
+        shape: its axes, such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks
+            split the first one.
         dtype: dtype name; empty: that of activations.
     """
 

@@ -59,7 +59,7 @@ class HandOffRule(enum.StrEnum):
 
 
 class KVOrder(enum.StrEnum):
-    """What is contiguous in a unit."""
+    """The order of a unit's bytes, which decides what is contiguous."""
 
     LAYERS = "layers"  # all heads of a layer: a computed layer is one range
     HEADS = "heads"  # all layers of a head: a rank's part is one range

@@ -100,7 +100,7 @@ class SimTransport:
     """See `kvconnector.transports.base.KVTransport` for the contract.
 
     Args:
-        engine_id: of the node.
+        engine_id: the node's engine id.
         network: the network that it belongs to.
         manifest: layout of the KV blocks, which do not exist.
         num_blocks: number of these blocks.

@@ -64,7 +64,7 @@ class SimNode:
     """Run one node from its start to its end.
 
     Args:
-        name: of the node; stays the same after a restart.
+        name: the node's name; stays the same after a restart.
         router: ``host:port``.
         network: the process's KV network.
         faults: faults to inject.
@@ -149,7 +149,7 @@ class Simulation:
     """Run the node's engine and connector on timers.
 
     Args:
-        engine_id: of this start of the node.
+        engine_id: id of this start of the node.
         role: the node's role.
         network: the process's KV network.
         model: the model that it claims to serve.

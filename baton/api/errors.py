@@ -97,7 +97,7 @@ def _shortened(text: str) -> str:
 
 
 class PoisonRequestError(BatonError):
-    """Such a request has killed the nodes that computed it, so it is not retried."""
+    """The nodes that computed such a request have died, so it is not retried."""
 
 
 class UnauthenticatedError(BatonError):

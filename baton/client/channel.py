@@ -88,7 +88,7 @@ class SyncChannel:
 
 
 class AsyncChannel:
-    """The same for asyncio; see `SyncChannel`."""
+    """A channel for asyncio; otherwise like `SyncChannel`."""
 
     def __init__(self, address: str, tls: TlsOptions | None) -> None:
         self._address = address

@@ -132,7 +132,7 @@ class RayCluster:
     """A connection to a Ray cluster that places processes.
 
     Args:
-        address: of the cluster; empty: from RAY_ADDRESS, or a new cluster on this machine.
+        address: the cluster's address; empty: RAY_ADDRESS, or a new cluster on this machine.
 
     Raises:
         ConfigError: Ray is not installed, or the cluster cannot be reached.
@@ -152,7 +152,7 @@ class RayCluster:
         """Start `baton` with these arguments on a machine with room, spread over machines.
 
         Args:
-            environment: of this, the process gets the variables for Baton's options.
+            environment: variables, of which the process gets those for Baton's options.
             num_cpus: number of cores that it uses.
             log: file on this machine for its output.
         """
@@ -175,7 +175,7 @@ def connect_ray(address: str, **settings: Any) -> Any:
     """Import Ray and connect to a cluster; raises ConfigError.
 
     Args:
-        address: of the cluster; empty: from RAY_ADDRESS, or a new cluster on this machine.
+        address: the cluster's address; empty: RAY_ADDRESS, or a new cluster on this machine.
         settings: additional arguments of ``ray.init``.
     """
     try:

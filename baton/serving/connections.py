@@ -290,7 +290,7 @@ class Listener:
         if self._num_of.get(address, 0) >= limits.max_connections_per_address:
             return self._displace(self._oldest(of_address))
         if self.counts.open >= limits.max_connections:
-            # Own connections first, so that many connections of one address cost others none.
+            # Takes from this address first, so one with many connections costs others none.
             return self._displace(self._oldest(of_address, self._fresh, self._idle))
         return True
 

@@ -27,8 +27,8 @@ class Fleet:
         ruled_out: pairs that must not be used.
 
     Attributes:
-        prefills: those that reach at least one of ``decodes``.
-        decodes: those reached by at least one of ``prefills``.
+        prefills: prefill nodes that reach at least one of ``decodes``.
+        decodes: decode nodes that at least one of ``prefills`` reaches.
         self_prefilling: decode nodes that may be used without a prefill node.
     """
 

@@ -59,7 +59,7 @@ class JoinGate:
         """Return why a node may not join now but perhaps later; empty if it may.
 
         Args:
-            nodes: those that have joined.
+            nodes: nodes that have joined.
             address: remote address without the port; if empty, limits per address are skipped.
         """
         num_nodes, num_bytes = 0, num_bytes_of(registration)

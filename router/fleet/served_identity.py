@@ -72,8 +72,8 @@ class ServedIdentity:
         """Choose anew after a node came, went, or began to drain; returns whether it is another.
 
         Args:
-            nodes: that have joined.
-            left: of a node that went just now, as somebody had wanted it to.
+            nodes: nodes that have joined.
+            left: identity of a node that has just left on request.
         """
         num_active: Counter[Identity] = Counter()
         for node in nodes:

@@ -32,7 +32,7 @@ class Capacity:
         clock: the clock of the nodes' loads.
 
     Attributes:
-        bias: by what factor waits exceeded their estimates lately.
+        bias: factor by which recent waits exceeded their estimates.
     """
 
     def __init__(

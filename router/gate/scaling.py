@@ -30,7 +30,7 @@ class ScalingSignal:
     """One role's scaling signal, as of now.
 
     Attributes:
-        pressure: of the busiest node; 1 is its target. At most `MOST`.
+        pressure: pressure of the busiest node; 1 is its target. At most `MOST`.
         num_nodes: nodes that are here or were lost lately.
         demand: pressure times nodes; divided by the target pressure, the number of nodes needed.
     """

@@ -15,7 +15,7 @@ class Ticket:
     Attributes:
         request_id: its scoped id.
         tenant: the tenant whose queue it waits in.
-        weight: of its API key.
+        weight: its API key's weight.
         order: (priority, arrival); smaller first.
         num_prompt_tokens: length of its prompt.
         num_kv_tokens: tokens of KV that it is expected to hold.

@@ -56,7 +56,7 @@ class Texts:
     """Turn texts into token ids. Belongs to one event loop.
 
     Args:
-        tokenizer: of the checkpoint.
+        tokenizer: the checkpoint's tokenizer.
         max_model_len: most tokens of a request; sets the workers' limits.
         early: template from `fork_texts`, if one was forked.
     """

@@ -17,7 +17,7 @@ class PowerOfTwo:
     Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001.
 
     Args:
-        seed: of the random draws.
+        seed: seed of the random draws.
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -159,7 +159,7 @@ def _matched(mark: tuple[int, ...], num_matched: int, token_id: int) -> int:
     """Return how many leading tokens of a mark the output ends with.
 
     Args:
-        num_matched: the same number before this token.
+        num_matched: number of matched tokens before this token.
     """
     if num_matched < len(mark) and mark[num_matched] == token_id:
         return num_matched + 1

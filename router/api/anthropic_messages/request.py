@@ -59,7 +59,7 @@ class Block(msgspec.Struct):
     """One block of a message; which fields it has depends on its type.
 
     Attributes:
-        content: of a tool_result.
+        content: a tool_result's content.
     """
 
     type: str

@@ -35,7 +35,7 @@ class Suspicion:
     """Suspect one call of killing nodes, until its work has gone well.
 
     Args:
-        suspects: of the router.
+        suspects: the router's suspects.
         pause_s: a suspect is tried once no node was lost for so long.
     """
 

@@ -46,9 +46,9 @@ class _Holder:
         bit: the node's bit in sets of nodes.
         blocks: contents that it holds, as far as there was room.
         num_left_out: contents held beyond these.
-        last_sequence: of its events; None: a snapshot is awaited.
+        last_sequence: number of its last event; None: a snapshot is awaited.
         was_placed: whether the placement memory may have entries with this bit.
-        generation: of the placement memory when the node left.
+        generation: the placement memory's generation when the node left.
     """
 
     engine_id: str
@@ -181,7 +181,7 @@ class PrefixIndex:
         Nodes that hold none are left out.
 
         Args:
-            hashes: of the prompt's blocks, in order.
+            hashes: hashes of the prompt's blocks, in order.
         """
         found = self._walk(self._held.get, hashes, self._exact)
         if self._guessed:
