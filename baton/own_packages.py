@@ -1,7 +1,7 @@
 """Own packages: find Baton's packages beside `baton`, whatever else the path contains.
 
-Baton is installed as several packages (`engine`, `models`, `router`, ...). A user may have a file
-of such a name in the folder where Python looks first.
+Baton is installed as several packages (`engine`, `models`, `router`, ...). The folder where Python
+looks first may have a user's file with one of these names.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Access:
 
         Raises:
             UnauthenticatedError: the credentials are missing, unknown or expired.
-            OverloadedError: this address has sent too many wrong keys lately.
+            OverloadedError: this address has sent too many wrong keys recently.
         """
         if credentials.certificate_problem:
             raise UnauthenticatedError(credentials.certificate_problem)

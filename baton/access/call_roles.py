@@ -12,7 +12,7 @@ from baton.access.identity import Role
 Roles = frozenset[Role]
 
 OPEN = None
-"""No role, and no credentials: answered before anybody is asked who they are."""
+"""Callers need neither a role nor credentials."""
 
 INFER: Roles = frozenset({Role.INFER})
 LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})  # operators who may change things may also read

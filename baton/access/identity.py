@@ -97,7 +97,7 @@ class Credentials:
 
 
 ANYBODY = Principal(roles=frozenset({Role.INFER, Role.LOOK, Role.JOIN}))
-"""Who calls a program that has no credentials, through an address that others can reach."""
+"""Caller of a program without credentials, through an address that other machines can reach."""
 
 ANYBODY_HERE = Principal(roles=frozenset(Role))
 """The same, through an address that only this machine can reach."""

@@ -174,7 +174,7 @@ def _answer(
 ) -> bool:
     """Take one turn of a chat; return whether it succeeded.
 
-    A failed question is dropped, and the conversation goes on.
+    After a failure, the user's message is dropped and the conversation can continue.
     """
     question = {"role": "user", "content": text}
     try:

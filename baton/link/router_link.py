@@ -109,7 +109,7 @@ class RouterLink:
             self._events.put_nowait(event)
 
     async def run(self) -> None:
-        """Keep the link up for ever.
+        """Keep the link up; never returns.
 
         Raises:
             NodeUnavailableError: the router did not answer in time at first.

@@ -111,7 +111,7 @@ class RouterLinks:
         self.emit(self._drain.mark(beat, all_routers_know=joined <= self._seers))
 
     async def run(self) -> None:
-        """Keep the links up for ever.
+        """Keep the links up; never returns.
 
         Raises:
             NodeUnavailableError: no router answered in time at first.

@@ -38,7 +38,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-_UNKNOWN_METHOD = "of this name"  # a stranger chose the name, which may not be UTF-8
+_UNKNOWN_METHOD = "of this name"  # a caller chose the name, which may not be UTF-8
 # Most bytes of messages for health checks and reflection, which hold service names.
 MAX_OPEN_BYTES = 2**16
 _NOT_TOLD = ("prompt",)  # fields with clients' texts, kept out of the audit log
@@ -145,7 +145,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         )
 
     async def refuse_unknown(self, raw: _Raw) -> None:
-        """Refuse a call of an unknown method; do not tell strangers that the method is unknown."""
+        """Refuse a call of an unknown method; only known callers learn that it is unknown."""
         async for _ in self._guard(_UNKNOWN_METHOD, None, ANY)(_no_messages(), raw):
             raise AssertionError("a refused call has no responses")
 

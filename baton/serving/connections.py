@@ -37,7 +37,7 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ANY_IPV6 = "::"
 _MAPPED = "::ffff:"  # prefix of an IPv4 peer's address on a dual-stack socket
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # for faults of strangers
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # log lines about clients' faults
 # Most bytes read from a connection at a time. asyncio's own 256 KiB would block the loop for half a
 # second if they are chunks of one byte.
 _READ_BYTES = 2**14
@@ -328,7 +328,7 @@ class Listener:
             connection.end()
 
     def _warn(self, address: str, problem: str) -> None:
-        """Log a stranger's fault, at most once a minute per address and for few addresses."""
+        """Log a client's fault, at most once a minute per address and for few addresses."""
         now = asyncio.get_running_loop().time()
         told = {one: at for one, at in self._told_of.items() if now - at < _TELL_AGAIN_S}
         if address not in told and len(told) < _MAX_TOLD:

@@ -120,7 +120,7 @@ class RpcServer:
         self._credentials: grpc.ServerCredentials | None = None
         self._front: RpcFront | None = None
         if tls is not None and require_client_certs:
-            # No guard is needed, because strangers fail in the handshake.
+            # No guard is needed, because unknown clients fail in the handshake.
             self._credentials = server_credentials(tls, require_client_certs=True)
         else:
             self._front = RpcFront(limits, None if tls is None else ServerContext.for_grpc(tls))

@@ -71,5 +71,5 @@ def make_server(
 
 
 def _is_no_odd_header(record: logging.LogRecord) -> bool:
-    """Drop gRPC's tracebacks about headers that are not UTF-8: a stranger may cause millions."""
+    """Drop gRPC's tracebacks about headers that are not UTF-8: a client could cause millions."""
     return not str(record.msg).startswith("Invalid encoding on")

@@ -303,7 +303,7 @@ class HttpServer:
         """Authenticate the caller, and check its role for the handler.
 
         The handler decides, not the path's spelling. Unknown paths have no handler, and require
-        authentication so that strangers learn nothing.
+        authentication, so unknown callers learn nothing.
         """
         roles = self._roles.get(request.match_info.handler, _UNKNOWN_PATH)
         if roles is not OPEN:

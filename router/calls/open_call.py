@@ -34,7 +34,7 @@ _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
 
 
 class OpenCall:
-    """Run one call's attempts one after the other, and join their tokens into one stream."""
+    """Run one call's attempts in turn, and join their tokens into one stream."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class OpenCall:
         self._recovery.close()
 
     def end(self, error: RequestError) -> None:
-        """End the call with an error from outside, in whatever state the call is."""
+        """End the call with an error from outside, in any of its states."""
         self._ended_by = error
         if self._attempt is not None:
             delta = failed_delta(self._call.request_id, self._attempt.epoch, error)

@@ -5,7 +5,7 @@
     the router has its maximum of nodes                    retry later
     registrations would exceed the memory for them         retry later
 
-A name belongs to a node while its link lives; a second node with that name is told so and retries.
+A name belongs to a node while its link lives; a second node with that name is refused and retries.
 A restarted node gets in as soon as its old link is found dead: at once if the process died, after
 the node timeout if the machine did.
 """

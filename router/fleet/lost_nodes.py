@@ -1,6 +1,6 @@
 """LostNodes: record which nodes went away by themselves, when, and which of them died.
 
-A loss is not a death: links break and come back, and processes stand still and go on.
+A lost node is not always dead: links break and recover, and processes stall and continue.
 
     the same engine id joins again                 the node did not die
     another engine id joins under the same name    the node died
@@ -59,7 +59,7 @@ class LostNodes:
 
     Args:
         clock: seconds that never go back.
-        return_s: a node that stays away for so long counts as dead.
+        return_s: a node that stays away for this many seconds counts as dead.
     """
 
     def __init__(

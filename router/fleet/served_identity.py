@@ -36,11 +36,11 @@ class ServedIdentity:
 
     Args:
         own: entries known from the router's own folder; ``weights`` only if it has them.
-        clock: seconds that never go back.
+        clock: monotonic seconds.
 
     Attributes:
-        served: the identity that serves, now or when a node of it is back; None: none so far.
-        num_changes_total: times that another identity took over.
+        served: the identity that is served, even while its nodes are lost; None: none so far.
+        num_changes_total: how often another identity replaced it.
     """
 
     def __init__(self, own: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,14 +49,14 @@ class ServedIdentity:
         self._own = {key: own[key] for key in IDENTITY_KEYS if key in own}
         self._clock = clock
         self._settled_at = math.inf  # until the first node joins
-        self._is_given_up = False  # the last node of `served` went, and not by itself
+        self._is_given_up = False  # the last node of `served` drained or was removed
 
     def admits(self, node: Node) -> bool:
-        """Whether a node is of the model that is served."""
+        """Return whether a node has the identity that is served."""
         return node.identity == self.served
 
     def problem(self, node: Node) -> str:
-        """Why a node does not serve, naming what differs and both values; empty if it may."""
+        """Return why a node may not serve, with the entry that differs; empty: it may."""
         if self.admits(node):
             return ""
         theirs = dict(node.identity)
@@ -69,7 +69,7 @@ class ServedIdentity:
         return "nothing is served yet"
 
     def review(self, nodes: Iterable[Node], *, left: Identity | None = None) -> bool:
-        """Choose anew after a node came, went, or began to drain; returns whether it is another.
+        """Choose again after a node joined, left or began to drain; return whether it changed.
 
         Args:
             nodes: nodes that have joined.
@@ -94,8 +94,8 @@ class ServedIdentity:
         return True
 
     def _choose(self, num_active: Counter[Identity]) -> Identity | None:
-        """None: whatever serves, or will when a node of it is back, goes on."""
-        # Nobody serves whose tokens are not those that this router makes of texts.
+        """Return the identity to serve from now on; None: keep the current one."""
+        # A node whose tokenizer differs from this router's must not serve.
         usable = [one for one in num_active if self._has_own(one, without="weights")]
         preferred = [one for one in usable if self._has_own(one)]
         is_second_best = (

@@ -188,7 +188,7 @@ class Admission:
         self._rates.take(principal, 1)
 
     def charge_tokens(self, principal: Principal, num_tokens: int) -> None:
-        """Count more tokens of such a request once they are known."""
+        """Count a request's further tokens against its principal's rates, once they are known."""
         self._rates.give_back(principal, -num_tokens, begun=True)
 
     def rates_of(self, principal: Principal) -> dict[str, Rate]:

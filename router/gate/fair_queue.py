@@ -240,7 +240,7 @@ class FairQueue:
     def leaves_room(self, ticket: Ticket, now: float) -> bool:
         """Return whether a request's tenant must leave room to others before it begins.
 
-        That is the case if other tenants were active lately, and this one has at least its fair
+        That is the case if other tenants were active recently, and this one has at least its fair
         share of work queued on prefill nodes.
         """
         flow = self._flows.get(ticket.tenant)

@@ -31,7 +31,7 @@ class ScalingSignal:
 
     Attributes:
         pressure: pressure of the busiest node; 1 is its target. At most `MOST`.
-        num_nodes: nodes that are here or were lost lately.
+        num_nodes: nodes that are here or were lost recently.
         demand: pressure times nodes; divided by the target pressure, the number of nodes needed.
     """
 

@@ -23,7 +23,7 @@ _KIND = HashKind(16, "blake2b")
 class OwnPrompts:
     """Remember what tenants in sharing groups sent themselves, by block hashes with own salts.
 
-    Knows only what passed this router lately, so it may report too little, never too much.
+    Knows only prompts that recently passed this router, so it may report too few, never too many.
 
     Args:
         salts: the router's.

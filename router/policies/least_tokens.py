@@ -8,7 +8,7 @@ from router.policies.base import Placement, RouteQuery
 
 
 class LeastTokens:
-    """Pick the prefill node with the fewest open prompt tokens, then such a decode node.
+    """Pick the prefill node with the fewest open prompt tokens, and the least loaded decode node.
 
     The prefill queue decides the time to first token, so it counts first. Ties go to the node
     with fewer requests, then by name.

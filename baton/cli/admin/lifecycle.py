@@ -85,8 +85,8 @@ def remove(
 ) -> None:
     """Drain a node and end its process.
 
-    With --force for a node that does not do as it is told: it is out at once, and may join again
-    only when it is started anew.
+    --force removes a node that does not react. It leaves at once, and can join again only after its
+    process was restarted.
     """
     with connection(access) as admin:
         found = admin.call("Remove", node=name, force=force)

@@ -111,8 +111,8 @@ def profile(
 ) -> None:
     """See what a node's engine, or the router (named `router`), spends its time on.
 
-    Samples the stack of the thread 200 times a second while it goes on serving. Time in C code
-    (torch's, too) counts for the Python function that called it.
+    Samples the thread's stack 200 times a second while it serves. Time in C code (torch's, too)
+    counts for the Python function that called it.
     """
     node = "" if name == ROUTER else name
     with connection(access) as admin:

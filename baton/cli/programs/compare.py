@@ -100,9 +100,9 @@ def compare(
 ) -> None:
     """Whether to disaggregate, and how: the same requests on the same cores, in each shape.
 
-    Starts each deployment anew for each repeat; with --find-max-goodput once, and compares each
-    at the highest rate that it holds. Goodput within --slo decides; what it does to ITL
-    and TTFT is told, too. Exit codes as of run.
+    Restarts each deployment for each repeat. With --find-max-goodput, starts each only once, and
+    compares them at the highest rate that each sustains. Goodput within --slo decides; the effects
+    on ITL and TTFT are shown, too. Exit codes are those of run.
     """
     codes: list[int] = []
 

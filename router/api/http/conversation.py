@@ -156,8 +156,8 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
 
 
 Grammars = Mapping[str, str]
-"""Lark grammars of the one text of tools, by the names of these; empty: the schema says all."""
-TEXT_ARGUMENT = "input"  # name of such a tool's only parameter
+"""Lark grammars for the text of tools that take one text, by tool name; empty: only the schema."""
+TEXT_ARGUMENT = "input"  # name of a text tool's only parameter
 
 
 def parser_context(
@@ -169,7 +169,7 @@ def parser_context(
     """Return what the output parsers may know of the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
     for name, grammar in (grammars or {}).items():
-        if grammar and name in tools:  # such a text is written as JSON in every form
+        if grammar and name in tools:  # models write a text tool's text as JSON in all forms
             tools[name] = {"type": "object", "properties": {TEXT_ARGUMENT: {}}}
     num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
     closes_by_token = thinking is not None and thinking.closes_by_token
@@ -279,7 +279,7 @@ def _text_or_calls(
 
 
 def open_formats(request: ChatRequest, grammars: Grammars) -> list[str]:
-    """Name the tools' formats that the model is told but that nothing enforces."""
+    """Name the tools' formats that are only described to the model, not enforced."""
     names = (tool.function.name for tool in offered_tools(request))
     return [f"tools.{name}.format" for name in names if name in grammars]
 

@@ -29,7 +29,7 @@ from router.calls.call import Call
 from router.intake.intake import Intake
 
 FieldNames = Mapping[str, str]
-"""What errors about a chat request call a field, and what the client wrote."""
+"""Field names of a chat request in errors, and the names that the client used."""
 
 
 class AnswerEvent(msgspec.Struct):

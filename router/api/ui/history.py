@@ -45,7 +45,7 @@ class History:
         return list(self._intervals)
 
     async def run(self) -> None:
-        """Record intervals for ever."""
+        """Record an interval at a time. Never returns."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             self.note()

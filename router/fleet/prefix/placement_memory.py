@@ -1,4 +1,4 @@
-"""PlacementMemory: where prompts were placed lately, for nodes that do not report their caches.
+"""PlacementMemory: where prompts were placed recently, for nodes that do not report their caches.
 
 Entries are kept in two generations instead of with a time each; the older one expires whole.
 
@@ -53,7 +53,7 @@ class PlacementMemory:
             self._newest[block_hash] = self._newest.get(block_hash, 0) | bit
 
     def get(self, block_hash: ShortHash, default: int) -> int:
-        """Return the nodes that were lately sent this content, as bits, or ``default`` if none."""
+        """Return the nodes that recently got this content, as bits, or ``default`` if none."""
         newest = self._newest.get(block_hash, 0)
         return newest | self._previous.get(block_hash, 0) or default
 

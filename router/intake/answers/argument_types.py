@@ -45,7 +45,7 @@ class ArgumentTypes:
         self._by_lists = True
 
     def is_text(self, name: str, begun: str) -> bool:
-        """Return whether an argument that begins so must be a string, whatever follows."""
+        """Return whether an argument with this beginning can only be a string."""
         schema = self._schema_of(name)
         if schema is None or not self._accepts_any(schema, "-"):
             return False

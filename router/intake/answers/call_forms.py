@@ -54,7 +54,7 @@ class Function:
 
 
 Mark = Callable[[str], str]
-"""Writes a mark as a grammar has it: a special token, or a text."""
+"""Returns a mark in a grammar's syntax: as a special token or as text."""
 
 
 def answer_or_calls(

@@ -73,10 +73,10 @@ class DividedText:
     def push(
         self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False
     ) -> str:
-        """Return what ``token_ids`` add to the text; `parts` is set to what they add.
+        """Return the text that ``token_ids`` add, and set `parts` to its parts.
 
         Args:
-            last: whether the output ends with them.
+            last: whether the output ends with these tokens.
             ended_by_token: whether the last token itself ended the output.
         """
         self.parts = []

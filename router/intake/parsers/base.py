@@ -36,11 +36,11 @@ class CallArguments:
 
 
 CLOSE_SIGN = "\ud800"
-"""Stands for a token that closes a thought; no output has it as text."""
+"""Placeholder for a token that closes a thought; no output has this text."""
 MakeId = Callable[[str], str]
-"""Makes the id of an output's next call, of the function with this name."""
+"""Makes the id of an output's next call from its function's name."""
 Part = str | Reasoning | CallBegins | CallArguments
-"""A text is what the assistant says."""
+"""A string is text of the assistant's message."""
 
 
 class OutputParser(Protocol):

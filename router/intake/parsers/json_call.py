@@ -35,7 +35,8 @@ def call_steps(
 ) -> Steps[str | None]:
     """Read a call; return None if there was one, or else the consumed text.
 
-    A call counts once its name and the ``{`` of its arguments were read, whatever follows.
+    A call counts once its name and the ``{`` of its arguments were read, even if the
+    rest is invalid.
 
     Args:
         names: functions that may be called; None: any.

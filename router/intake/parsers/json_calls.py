@@ -23,7 +23,7 @@ from router.intake.parsers.source import (
 
 _BETWEEN = re.compile(r"[ \t\r\n;,]*")
 Block = Callable[[Source], Steps[str | None]]
-"""Reads calls behind a mark; returns None when there was one, or what was consumed and is none."""
+"""Reads calls after a mark; returns None if there was one, or else the consumed text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class ThinkForm:
         return (self.marks.open, self.marks.close)
 
     def make_parser(self, context: ParserContext) -> OutputParser:
-        """Make a parser of one output."""
+        """Make a parser for one output."""
         opening = self.marks.open
         closing = CLOSE_SIGN if context.closes_by_token else self.marks.close
         thinks, _ = self.marks.place_of(context.prompt_end)
