@@ -27,7 +27,7 @@ class PagedKV:
 
     @property
     def kind(self) -> KVKind:
-        """Kind of a unit of such layers."""
+        """Kind of these layers' units."""
         return KVKind.PAGED if self.sliding_window is None else KVKind.WINDOW
 
     @property

@@ -163,7 +163,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers_per_unit(self) -> int:
-        """Number of equal parts of all units: layers if groups are alike, else 1."""
+        """Number of equal parts that each unit has: its layers if all groups are alike, else 1."""
         layouts = {(group.num_places, group.layer_bytes(), group.order) for group in self.groups}
         is_cut = len(layouts) == 1 and self.groups[0].order is KVOrder.LAYERS
         return self.groups[0].num_places if is_cut else 1

@@ -70,7 +70,7 @@ class NodeClock:
         self._stopped = True
 
     def go_on(self) -> None:
-        """Continue, and run what was due meanwhile, in order."""
+        """Continue, and run in order what became due during the stop."""
         self._stopped = False
         backlog, self._backlog = self._backlog, []
         for action in backlog:

@@ -68,7 +68,7 @@ class SimNode:
         router: ``host:port``.
         network: the process's KV network.
         faults: faults to inject.
-        join_timeout_s: how long to try to reach the router at first.
+        join_timeout_s: longest time for the first join.
         node_token: authorizes the node to join.
         tls: certificates of the node.
         make_links: makes the links to routers; benchmarks join a router in the same process.
@@ -118,7 +118,7 @@ class SimNode:
         self.clock.stop()
 
     def go_on(self) -> None:
-        """Continue, and do all that was due meanwhile."""
+        """Continue, and do what became due during the stop."""
         self._going.set()
         self.clock.go_on()
 

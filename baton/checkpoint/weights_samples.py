@@ -1,4 +1,4 @@
-"""Weights samples: bytes that stand for a file of weights, and differ between fine-tunes.
+"""Weights samples: part of a weights file, chosen so that fine-tunes differ in it.
 
 a file of at most 64 MiB      all of it
 larger, safetensors or GGUF   its header; each tensor whole, or three samples of a large one

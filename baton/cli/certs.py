@@ -57,7 +57,7 @@ def dev(
 ) -> None:
     """Make a throw-away CA with certificates for a router, nodes, a client and an operator.
 
-    Not for production: the CA's key lies beside them. A CA that is in the folder is used again.
+    Not for production: the CA's key is in the same folder. A CA that exists there is used again.
     """
     from baton.access.dev_certificates import LOCAL_HOSTS, write_dev_certificates
 

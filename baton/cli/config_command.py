@@ -65,4 +65,4 @@ app.add_typer(show, name="show")
 
 @show.callback()
 def _programs() -> None:
-    """Keep the app a group of commands."""
+    """Do nothing; with a callback, Typer makes the app a group even of one command."""

@@ -53,7 +53,7 @@ class RouterLink:
         registration: this node's registration.
         submit: receives commands; returns at once.
         on_joined: called with True after joining, with False when the link is lost.
-        join_timeout_s: how long to try to join at first.
+        join_timeout_s: longest time for the first join.
         node_token: authorizes this node to join.
         answer: answers operators' questions; None: none are answered.
         tls: this node's certificates; read again for each link.
@@ -92,7 +92,7 @@ class RouterLink:
 
     @property
     def router_id(self) -> str:
-        """See `NodeEnd`, also for the next two."""
+        """See `NodeEnd` for this and the next two properties."""
         return self._end.router_id
 
     @property
@@ -112,7 +112,7 @@ class RouterLink:
         """Keep the link up; never returns.
 
         Raises:
-            NodeUnavailableError: the router did not answer in time at first.
+            NodeUnavailableError: the router did not answer within ``join_timeout_s``.
             ConfigError: the router refused this node.
         """
         give_up_at = time.monotonic() + self._join_timeout_s

@@ -114,7 +114,7 @@ class RouterLinks:
         """Keep the links up; never returns.
 
         Raises:
-            NodeUnavailableError: no router answered in time at first.
+            NodeUnavailableError: no router answered before the first join timed out.
             ConfigError: a router refused this node.
         """
         give_up_at = time.monotonic() + self._join_timeout_s

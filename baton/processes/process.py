@@ -185,6 +185,6 @@ def watch_parent() -> None:
                 break
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(_PARENT_GRACE_S)
-        os._exit(1)  # it did not stop by itself
+        os._exit(1)  # the signal did not stop it
 
     threading.Thread(target=wait, name="watch-parent", daemon=True).start()

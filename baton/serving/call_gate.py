@@ -196,7 +196,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                             watch.num_sent += 1
                     status = "OK"
                     return
-                if handler.response_streaming:  # of a library, which writes by itself
+                if handler.response_streaming:  # a library's, which writes the answer itself
                     await behavior(request, raw)
                     return
                 try:

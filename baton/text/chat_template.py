@@ -141,7 +141,7 @@ def load_chat_template(
 
 
 def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Return a template that a user gives instead; raises ConfigError."""
+    """Read the template file of an option; raises ConfigError."""
     try:
         return ChatTemplate({DEFAULT: _read(path)}, special_tokens, path)
     except ModelLoadError as error:

@@ -41,7 +41,7 @@ class OutputBuffer:
         self._request_id = request_id
         self._wake_ups = wake_ups
         self._num_taken = 0
-        self._has_rest = False  # the last piece left tokens behind
+        self._has_rest = False  # the last piece did not take all tokens
         self._finish_reason: FinishReason | None = None
         self._logprobs: list[TokenLogprobs] = []  # of tokens that are not taken yet
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()

@@ -91,8 +91,8 @@ class Capacity:
         """Return the seconds until this many more requests have their first tokens.
 
         Args:
-            last: prompt tokens of one request behind them, to wait for as well; one node computes
-                it alone.
+            last: prompt tokens of one more request after them, to wait for as well; one node
+                computes its prompt alone.
         """
         fleet = self._fleet()
         prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)

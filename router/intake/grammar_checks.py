@@ -16,7 +16,7 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 
 MAX_REMEMBERED = 1024
-# A refusal may be due to a busy machine.
+# How long a refusal is remembered; not for ever, as a busy machine may cause one.
 REFUSED_FOR_S = 60.0
 
 
@@ -62,7 +62,7 @@ class GrammarChecks:
 
         Args:
             caller: the tenant. Results of others are not reused: timing would reveal their schemas,
-                and a caller at the end of its own queue would delay others that want the same one.
+                and a caller with a long queue would delay others with the same schema.
         """
         digest = _digest(structured_output, caller)
         check = self._checks.get(digest)
@@ -97,6 +97,6 @@ def _digest(structured_output: StructuredOutput, caller: str) -> bytes:
 
 
 def _take_notice(trial: asyncio.Task[None]) -> None:
-    """Retrieve the error of a trial that nobody awaits any more, so that it is not logged."""
+    """Retrieve a trial's error, so asyncio does not log it if no caller waits any longer."""
     if not trial.cancelled():
         trial.exception()

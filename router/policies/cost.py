@@ -195,7 +195,7 @@ class _Search:
         """Return places without those that would win but make a request miss its deadline.
 
         For a tenant at its fair share, places with queued prompts are dropped too: the gate lets it
-        begin as prefill nodes have room, and other tenants would wait behind its prompts.
+        begin when prefill nodes have room, and other tenants would wait for its prompts.
         """
         if best_pair_s == float("inf"):
             return places

@@ -94,7 +94,7 @@ class PrefillTerms:
     """Hold a request's costs on a prefill node, in seconds.
 
     Attributes:
-        damage_s: cost to all prompts together that will wait behind this one.
+        damage_s: delay of all prompts that will wait for this one, in total.
         total_s: time until it is computed; more than wait and compute if the node's weight is low.
     """
 
@@ -185,7 +185,7 @@ def decode_costs(
 
     Args:
         places: indexes in ``nodes``, by engine id.
-        slowest_s: the longest prefill; waiting for room meanwhile costs nothing.
+        slowest_s: the longest prefill; waits for KV room are free until it ends.
     """
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
     num_tokens = terms.num_tokens

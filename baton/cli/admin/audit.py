@@ -40,7 +40,7 @@ def audit(
 ) -> None:
     """Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.
 
-    On a node in order, the references that its block pool counts are those of the owners listed.
+    On a healthy node, the listed owners hold all references that its block pool counts.
     """
     with connection(access) as admin:
         found: admin_pb2.AuditResponse = admin.call("Audit", node=node)

@@ -58,7 +58,7 @@ def status(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) ->
 
 @rollout.command("pause")
 def pause(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
-    """Keep the shares as they are now, whatever nodes come, until `resume`."""
+    """Freeze the revisions' shares until `resume`, even if nodes join."""
     _show(_ask_all(access, "ChangeRollout", action=Action.PAUSE.value), output)
 
 

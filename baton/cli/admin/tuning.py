@@ -39,7 +39,7 @@ def get_policy(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Print the routing policy, and those that there are."""
+    """Print the routing policy, and all available policies."""
     with connection(access) as admin:
         found = admin.call("GetPolicy")
     if is_json(output):

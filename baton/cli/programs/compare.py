@@ -98,7 +98,7 @@ def compare(
     png: PngOption = None,
     log_level: LogLevelOption = "warning",
 ) -> None:
-    """Whether to disaggregate, and how: the same requests on the same cores, in each shape.
+    """Compare deployments, disaggregated or not, with the same requests on the same cores.
 
     Restarts each deployment for each repeat. With --find-max-goodput, starts each only once, and
     compares them at the highest rate that each sustains. Goodput within --slo decides; the effects

@@ -272,7 +272,7 @@ def _note_thinking(
         return
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     can_be_told = template is not None and "enable_thinking" in template.variables
-    # Nor does the model think by itself.
+    # Without a reasoning parser, the model does not think on its own either.
     if not can_be_told and intake.parsers.reasoning_parser == NONE:
         note_ignored(request, ["thinking"])
     if given.output_config is not None:

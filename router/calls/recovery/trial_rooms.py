@@ -1,4 +1,4 @@
-"""TrialRooms: keep nodes for one suspect at a time, so that each suspect is tried alone.
+"""TrialRooms: reserves nodes for one suspect at a time, so each suspect is tried alone.
 
     a suspect asks for a room    the least busy node is kept: new requests go elsewhere
     the node is still busy       its requests are moved elsewhere, as by a preemption

@@ -88,7 +88,7 @@ class NodeLoad:
 
     Args:
         shared: measurements of all nodes of this router.
-        clock: seconds that never go back.
+        clock: monotonic seconds.
 
     Attributes:
         weight: share of its usual load that the node should get, above 0 to 1; low while warming
@@ -160,7 +160,7 @@ class NodeLoad:
         self.num_uncomputed_requests = 0
         self._num_foreign = 0
         self._num_decoding = 0
-        self._num_decoding_tokens = 0  # prompt tokens of these
+        self._num_decoding_tokens = 0  # prompt tokens of the decoding requests
         self._foreign_units = self._foreign_running_units = 0.0
         self._stepped_at: float | None = None
         self._num_timed = 0  # steps to be measured together, and their sums
