@@ -49,7 +49,7 @@ def make_structured_output(
 
 
 def _read(kind: str, value: str | None) -> str | None:
-    """Return the content of the file named so, else the value itself."""
+    """Return the content of the file with this name, else the value itself."""
     if value is None:
         return None
     try:

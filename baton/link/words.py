@@ -383,8 +383,8 @@ class AbortAll:
 def scoped_id(request_id: str, tenant: str) -> str:
     """Return an id that is unique among tenants, from a request id and its tenant.
 
-    Clients choose request ids, so that one tenant must not reach another's by guessing. Without
-    tenants the id is as the client wrote it.
+    Clients choose request ids, but a tenant must not reach another's request by guessing its id.
+    Without tenants, returns the client's id.
     """
     if not tenant:
         return request_id

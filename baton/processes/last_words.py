@@ -35,10 +35,9 @@ def why_ended(code: int, log: Path, log_start: int = 0, *, ran_out: bool = False
 
 
 def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Count processes that the kernel has killed for lack of memory, here or on this machine.
+    """Count processes that the kernel has killed for lack of memory.
 
-    Of this process's control group where the kernel counts that, else of the machine; 0 where
-    neither is known.
+    Counts in this process's control group if possible, else on the whole machine; 0: unknown.
     """
     try:
         groups = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()

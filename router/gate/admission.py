@@ -267,7 +267,7 @@ class Admission:
         )
 
     def _wait_ahead_s(self, ticket: Ticket) -> float:
-        """Return the expected seconds to the request's first token, given the requests before it."""
+        """Return the expected seconds to a request's first token, after the requests before it."""
         ahead = self._queue.ahead_of(ticket)
         return self._capacity.wait_s(
             ahead.num_requests,
