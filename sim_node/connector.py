@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 TRANSPORT = "simulated"
-# The simulated link takes writes of any size: splitting them would tell nothing more.
+# The simulated link takes writes of any size, so splitting them would make no difference.
 _WHOLE_PUSHES = Portions(write_bytes=2**60, in_flight_bytes=2**60)
 
 

@@ -49,7 +49,7 @@ class SyncChannel:
     Args:
         address: ``host:port`` of the router.
         tls: TLS options; None: those of the environment.
-        tls: None: as the environment says.
+        tls: TLS options; None: those of the environment.
 
     Raises:
         ConfigError: a TLS file cannot be used.

@@ -129,7 +129,7 @@ class NodeEnd:
     def miss_beat(self) -> bool:
         """Count one of this node's beats; return whether the router is silent.
 
-        Counted in beats, not in time: a process that was stopped must not blame the router.
+        Counts beats, not time, so a pause of this process does not make the router look silent.
         """
         self._num_missed_beats += 1
         return self._num_missed_beats > MAX_MISSED_BEATS

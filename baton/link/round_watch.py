@@ -1,7 +1,7 @@
 """RoundWatch: finds threads of a node that are stuck in one round of work.
 
-A process whose engine hangs still sends beats, because other threads live. Counted in beats, not in
-seconds: a process that was stopped as a whole blames none of its threads.
+If a node's engine hangs, its process still sends beats from other threads. Rounds are measured in
+beats, not in seconds, so a pause of the whole process does not make its threads look stuck.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from baton.processes.child_processes import (
 
 _CALL_TIMEOUT_S = 10.0
 _POLL_S = 0.05
-# Ray on this machine alone grants any number of CPUs, because all processes share its cores.
+# CPUs that a Ray of this machine alone may hand out; more than it has, as processes share cores.
 _OWN_CPUS = 64
 _OWN_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
 

@@ -111,7 +111,7 @@ def _be_worker(link: socket.socket, work: Work, limits: WorkLimits) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # When memory runs out, workers can be spared.
+    # When memory runs out, the kernel shall kill workers before other processes.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     # Libraries print when they abort for lack of memory; the parent logs its own message instead.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -4,9 +4,9 @@ Parsing time depends on the number of parts, not of bytes. Megabytes of text tak
 many bytes of empty messages take most of a second, in which nothing else is served, and fifty times
 their size in memory.
 
-    [tag len [tag len text] [tag len text] ...]     one for each tag that is met
+    [tag len [tag len text] [tag len text] ...]     one for each tag
     [tag len 7 8 9 ...]                             one more for every 16 packed numbers
-    [a number of many bytes ...]                    some more: they take long to be counted
+    [a number of many bytes ...]                    some more, as they take long to count
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Loss:
     Attributes:
         at: by the pool's clock.
         num_open: attempts that were open on the node.
-        fate: what later joins tell; `LostNodes.fate` takes time into account, too.
+        fate: what later joins reveal; `LostNodes.fate` takes time into account, too.
     """
 
     at: float

@@ -184,7 +184,7 @@ class Node:
         self._fail_all(error, node_lost=True)
 
     def preempt_legs(self, why: str) -> None:
-        """End all attempts here with PREEMPTED: they are retried elsewhere, without blame."""
+        """End all attempts here with PREEMPTED; they are retried elsewhere at no penalty."""
         error = RequestError("PREEMPTED", f"{self.registration.role.value} node {self.name} {why}")
         self._fail_all(error)
 

@@ -302,7 +302,7 @@ class NodePool:
     def count_missed_beats(self) -> None:
         """Send beats and count missed ones; call once per beat interval. Removes silent nodes.
 
-        Counted in calls, not in seconds, so that a stalled router blames no node.
+        Counts calls, not seconds, so a stall of this router does not make nodes look silent.
         """
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S

@@ -116,7 +116,7 @@ def nodes_table(
 ) -> Table:
     """Return a table with a row per node."""
     numbers = ("open", "run", "wait")
-    # Without several ranks the column says nothing.
+    # The column is useless unless nodes have several ranks.
     has_ranks = any(num_ranks(one) > 1 for one in found)
     columns = ["node", "role", *(["ranks"] if has_ranks else []), "state", *numbers, "KV in use"]
     more = ["peers"] if peers else []

@@ -183,7 +183,7 @@ def run(
     """Play one load against one server and measure it.
 
     Exit codes: 0; 1: it could not be run, or nothing came through; 3: the generator could not
-    keep up, so that the numbers say nothing; 130: stopped.
+    keep up, so that the numbers are useless; 130: stopped.
     """
     # Imported here, so that `--help` is fast.
     from loadtest.drills.audit import Auditor

@@ -379,7 +379,7 @@ async def _read_in_time(request: web.Request) -> bytes:
 async def without_output(
     stream: AsyncGenerator[TextDelta, None],
 ) -> AsyncGenerator[TextDelta, None]:
-    """Yield what a one-token output says about its prompt, without the token."""
+    """Yield the prompt's part of a one-token output, without the token."""
     async with contextlib.aclosing(stream) as deltas:
         async for delta in deltas:
             yield msgspec.structs.replace(

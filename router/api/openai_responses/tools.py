@@ -55,7 +55,7 @@ class OfferedTools:
     Attributes:
         tools: functions; None: the request has no tools.
         custom: names of custom tools.
-        grammars: Lark grammars of custom tools' texts, by name; "": the pattern says all.
+        grammars: Lark grammars of custom tools' texts, by name; "": only the pattern constrains it.
         namespaces: (namespace, name) by the name that the model sees.
         dropped: names of tools without effect, for the response header.
     """

@@ -268,7 +268,7 @@ class NodeLoad:
     def stalled_s(self) -> float:
         """How long the prompts placed by this router have made no progress; 0 if there are none.
 
-        The router does not hear when other routers' prompts are computed.
+        The router is not told when other routers' prompts are computed.
         """
         return self._clock() - self.prefill_progress_at if self.num_uncomputed_requests else 0.0
 

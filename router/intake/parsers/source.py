@@ -158,7 +158,7 @@ class ScriptedParser:
 
 
 def as_text(text: str) -> Part:
-    """Return a text as a part of what the assistant says."""
+    """Return a text as part of the assistant's message."""
     return text
 
 
@@ -168,7 +168,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def rest_as_text(source: Source) -> Steps[None]:
-    """Pass on the remaining text as what the assistant says."""
+    """Pass on the remaining text as part of the assistant's message."""
     while text := (yield from source.chunk()):
         source.skip(len(text))
         yield text
