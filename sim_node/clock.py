@@ -18,7 +18,7 @@ class Timers(Protocol):
     """The part of an event loop that is needed; tests use a virtual one."""
 
     def time(self) -> float:
-        """Return seconds that never go back."""
+        """Return monotonic seconds."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Call back at a time."""

@@ -99,7 +99,7 @@ class Node:
             set when the node joins.
         health: decides whether the node should get requests.
         legs: open attempts here, by epoch.
-        clock: seconds that never go back.
+        clock: monotonic seconds.
         is_stuck: whether one of the node's threads makes no progress, though the node sends beats.
         replies: the node's answers to operators.
         identity: entries that decide which tokens the node's model makes.

@@ -71,7 +71,7 @@ class NodePool:
         engine_timeout_s: a node is stuck if one of its threads has been in one round for this long,
             and much longer than in any round before.
         vocab_size: the model's; nodes that send larger token ids are hung up on.
-        clock: seconds that never go back.
+        clock: monotonic seconds.
 
     Attributes:
         router_id: distinguishes this router's requests from other routers'.

@@ -58,7 +58,7 @@ class Rollout:
     """Divide requests among the revisions of one router's nodes.
 
     Args:
-        clock: seconds that never go back.
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

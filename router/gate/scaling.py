@@ -48,7 +48,7 @@ class ScalingSignals:
 
     Args:
         queue_s: returns the expected wait at the router.
-        clock: seconds that never go back.
+        clock: monotonic seconds.
     """
 
     def __init__(

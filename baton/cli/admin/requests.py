@@ -91,7 +91,7 @@ def abort(
     *,
     access: OperatorAccess,
 ) -> None:
-    """End an open request, also on its nodes; its client gets the status CANCELLED."""
+    """End an open request, on its nodes too; its client is told CANCELLED."""
     with connection(access) as admin:
         admin.call("Abort", request_id=request_id, tenant=tenant)
     typer.echo(f"{request_id} is ended")

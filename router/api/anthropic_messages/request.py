@@ -101,7 +101,7 @@ class OutputFormat(Constraint):
 
 
 class OutputConfig(msgspec.Struct):
-    """How the answer shall be: effort of thinking, and its format."""
+    """Effort of thinking, and format of the answer."""
 
     effort: str | None = None
     format: OutputFormat | None = None
