@@ -146,6 +146,14 @@ class SamplingParams:
             or self.min_tokens
         )
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """Return a copy that has this seed. The other values are not checked again."""
+        copied = object.__new__(SamplingParams)
+        for name in self.__slots__:
+            object.__setattr__(copied, name, getattr(self, name))
+        copied._keep("seed", seed)
+        return copied
+
     def _keep(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 

@@ -108,6 +108,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         # More threads would take too much interpreter time from the event loop.
         self._thread = ThreadPoolExecutor(1, "long-messages")
         self._held = HeldCalls()
+        # Each known method's own handler, and the one that guards it.
+        self._made: dict[str, tuple[Handler, Handler]] = {}
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
         """Return a copy with another limit for stalled clients."""
@@ -127,8 +129,19 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
     ) -> Handler:
         handler = await continuation(handler_call_details)
         method: str = handler_call_details.method
+        if handler is None:
+            return self._make_guarded(method, None)
+        made = self._made.get(method)
+        if made is None or made[0] is not handler:
+            made = self._made[method] = handler, self._make_guarded(method, handler)
+        return made[1]
+
+    def _make_guarded(self, method: str, handler: Handler | None) -> Handler:
+        """Return the handler that admits a call before the method's own handler reads it."""
         roles = ROLES_OF_CALL.get(method, _NOBODY)
-        if handler is not None and roles is OPEN:
+        if handler is None:
+            roles = ANY
+        elif roles is OPEN:
             return _open(handler)
         # Every method is handled as a stream of messages, so that this code runs before the first
         # message is read. On the wire there is no difference.
@@ -139,7 +152,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             else:
                 deserialize = patient(deserialize, MAX_LINK_PARTS if roles == JOIN else MAX_PARTS)
         return grpc.stream_stream_rpc_method_handler(
-            self._guard(method, handler, ANY if handler is None else roles),
+            self._guard(method, handler, roles),
             deserialize,
             handler.response_serializer if handler else None,
         )
@@ -157,6 +170,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         bind_contextvars(trace_id=entry.trace_id or None)
 
     def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
+        behavior = None if handler is None else _behavior(handler)
+        makes_stream = inspect.isasyncgenfunction(behavior)
+
         async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
             watch: StallWatch | None = None
             entry, principal, status = AccessEntry(call=method), None, "CANCELLED"
@@ -168,7 +184,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 principal = self._access.admit(shown, roles, method, self._anybody)
                 if Role.INFER in roles:
                     self._check_load()
-                if handler is None:
+                if handler is None or behavior is None:
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
                 context = Context(raw, principal, shown.address, entry)
@@ -180,8 +196,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 request: Any = messages
                 if not handler.request_streaming:
                     request = await self._held.only_message(caller, messages)
-                behavior = _behavior(handler)
-                if inspect.isasyncgenfunction(behavior):
+                if makes_stream:
                     watch = StallWatch(
                         shown.address, self._stall_timeout_s, functools.partial(_say_last, raw)
                     )

@@ -76,7 +76,8 @@ class HeldCalls:
             DeadlineExceededError: the message did not come in time.
             OverloadedError: too many of the caller's calls wait for a message.
         """
-        async with self.turn(caller):
+        with self._coming.hold(caller) as holder:
+            await holder.turns.acquire()
             try:
                 async with asyncio.timeout(MESSAGE_TIMEOUT_S):
                     return await anext(messages)
@@ -85,6 +86,8 @@ class HeldCalls:
                 raise DeadlineExceededError(what) from None
             except StopAsyncIteration:
                 raise InvalidRequestError("request", "no message came") from None
+            finally:
+                holder.turns.release()
 
     @contextlib.asynccontextmanager
     async def turn(self, caller: str) -> AsyncIterator[None]:

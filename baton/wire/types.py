@@ -7,7 +7,8 @@ values from a peer or client.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import (
@@ -45,22 +46,6 @@ def finish_from_proto(number: int) -> FinishReason | None:
 
 # ------------------------------------------------------------------ sampling parameters
 
-_SCALAR_PARAMS = (
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "logprobs",
-    "prompt_logprobs",
-)
-
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Convert the parameters of one output; raises InvalidRequestError for more outputs."""
@@ -96,21 +81,11 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
     """Convert sampling parameters; unset fields get our defaults. Raises InvalidRequestError."""
-    given = {name: getattr(message, name) for name in _SCALAR_PARAMS if message.HasField(name)}
-    return SamplingParams(
-        **given,
-        logit_bias=tuple(message.logit_bias.items()),
-        allowed_token_ids=tuple(message.allowed_token_ids.ids)
-        if message.HasField("allowed_token_ids")
-        else None,
-        banned_token_ids=tuple(message.banned_token_ids),
-        stop_token_ids=tuple(message.stop_token_ids),
-        stop=tuple(message.stop),
-        structured_output=_structured_output_from_proto(message.structured_output)
-        if message.HasField("structured_output")
-        else None,
-        thinking=_thinking_from_proto(message.thinking) if message.HasField("thinking") else None,
-    )
+    given = {}
+    for field, value in message.ListFields():
+        read = _READ_PARAM.get(field.name)
+        given[field.name] = value if read is None else read(value)
+    return SamplingParams(**given)
 
 
 def _thinking_to_proto(value: Thinking) -> types_pb2.Thinking:
@@ -160,6 +135,18 @@ def _structured_output_from_proto(message: types_pb2.StructuredOutput) -> Struct
     if kind == "choice":
         return StructuredOutput(choice=tuple(message.choice.texts))
     return StructuredOutput(**{kind: getattr(message, kind)})
+
+
+# Readers of the parameters that are no single number or flag.
+_READ_PARAM: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": lambda biases: tuple(biases.items()),
+    "allowed_token_ids": lambda message: tuple(message.ids),
+    "banned_token_ids": tuple,
+    "stop_token_ids": tuple,
+    "stop": tuple,
+    "structured_output": _structured_output_from_proto,
+    "thinking": _thinking_from_proto,
+}
 
 
 # ------------------------------------------------------------------ receipts

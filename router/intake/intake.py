@@ -200,7 +200,7 @@ class Intake:
             await self._check_structured_output(params.structured_output, principal)
         if params.seed is None:
             # Drawn here, so that both nodes, and retries, sample equally.
-            params = dataclasses.replace(params, seed=draw_seed())
+            params = params.with_seed(draw_seed())
         if token_ids is None:
             token_ids = await self.tokenize(prompt, principal)
         check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=self.max_model_len)

@@ -175,7 +175,8 @@ def _name(context: Context, request_id: str) -> None:
 
 def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1) -> None:
     """Put id and prompt length of an accepted request into log lines."""
-    _name(context, calls[0].request_id)
+    if calls[0].request_id != context.entry.request_id:
+        _name(context, calls[0].request_id)
     prompts = (call.prompt_token_ids for call in calls[::num_choices])
     context.entry.num_prompt_tokens = sum(map(len, prompts))
 
