@@ -110,11 +110,10 @@ def test_every_package_and_decision_of_this_house_is_on_its_page() -> None:
     assert [name for name in files if f"({name})" not in index] == []
 
 
-def test_the_walk_names_types_that_are_there() -> None:
-    """Each station's, in the room that the page says."""
-    stations = re.findall(
-        r"^\| \d+ \| `(\w+)` \| (.*?) \|", (ROOT / "docs" / "walk.md").read_text("utf-8"), re.M
-    )
+def test_the_life_of_a_request_names_types_that_exist() -> None:
+    """Find each station's types in the room that the page names."""
+    page = (ROOT / "docs" / "life_of_a_request.md").read_text("utf-8")
+    stations = re.findall(r"^\| \d+ \| `(\w+)` \| (.*?) \|", page, re.M)
     assert len(stations) >= 10
     for room, types in stations:
         for name in re.findall(r"`(\w+)`", types):
