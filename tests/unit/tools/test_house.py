@@ -44,7 +44,7 @@ def test_what_was_written_is_true(root: Path) -> None:
     assert "v1" not in text.partition("Together")[0]
     assert "[0001: First](0001-a.md)" in (root / house.DECISIONS).read_text()
     path = (root / house.DAY_PATH).read_text()
-    assert "The day is 1 files, 4 lines; the aim is 6,000: it fits." in path
+    assert "The first half has 1 files, 4 lines; the goal is 6,000 lines: it fits." in path
     assert "## 1. First\n\nOf all.\n" in path
     assert "| `baton/cli/r.py` | Reads. | 1 | 4 |" in path
 
