@@ -46,49 +46,49 @@ class Socket:
     protection: str
 
 
-_GATE = "a role for every call (API key or client certificate), decided before its body is read"
-_CONNECTIONS = "TLS; timeouts and caps of connections"
+_GATE = "before a call's body is read, the caller's key or certificate must have the role"
+_CONNECTIONS = "TLS; limits and timeouts of connections"
 SOCKETS = {
-    "public": Socket("router", "gRPC of clients", "`--listen`", f"{_GATE}: infer; {_CONNECTIONS}"),
-    "http": Socket("router", "HTTP API", "`--http-listen`", f"{_GATE}: infer; {_CONNECTIONS}"),
+    "public": Socket("router", "gRPC of clients", "`--listen`", f"{_GATE} `infer`; {_CONNECTIONS}"),
+    "http": Socket("router", "HTTP API", "`--http-listen`", f"{_GATE} `infer`; {_CONNECTIONS}"),
     "nodes": Socket(
         "router",
         "links of nodes, `baton admin`",
-        "`--node-listen` (else on `--listen`)",
-        f"{_GATE}: join, look, operate; mutual TLS",
+        "`--node-listen` (default: `--listen`)",
+        f"{_GATE} `join`, `look` or `operate`; mutual TLS",
     ),
     "node": Socket(
         "prefill, decode",
         "health and reflection of a node",
         "`--listen` of the node",
-        "health is open; nothing else answers anybody without a role; TLS",
+        "health is open; every other call needs a role; TLS",
     ),
     "private": Socket(
         "router, prefill, decode",
-        "what has passed the guard before gRPC",
-        "a Unix socket in a temporary folder of its own, for each port without client certificates",
+        "gRPC behind its guard",
+        "a Unix socket in a private temporary folder, for each port without client certificates",
         "only the user that runs the program can open the folder",
     ),
     "metrics": Socket(
         "prefill, decode",
         "Prometheus page",
         "`--metrics-listen` (none by default)",
-        "look, when credentials are set, but for `/health` and `/ready`; TLS; timeouts and caps of "
-        "connections",
+        "with credentials, the role `look` (`/health` and `/ready` are open); TLS; limits and "
+        "timeouts of connections",
     ),
     "kv": Socket(
         "prefill, decode",
         "KV by `--kv-connector nixl` (UCX over TCP)",
         "`UCX_NET_DEVICES`, `UCX_TCP_PORT_RANGE`",
-        "**UCX neither authenticates nor encrypts**: messages are sealed with a key of each pair; "
-        "on a network that is not trusted use `--kv-connector tls`, or a NetworkPolicy",
+        "**UCX neither authenticates nor encrypts**; messages are sealed with a key per pair. On an "
+        "untrusted network use `--kv-connector tls` or a NetworkPolicy",
     ),
     "kv_tls": Socket(
         "prefill, decode",
         "KV by `--kv-connector tls`",
         "`--kv-listen`",
-        "TLS 1.3, both ways: peers that the router named, by their certificate; writes only into "
-        "blocks that are granted; caps of connections and time for strangers",
+        "mutual TLS 1.3 with the certificates that the router announced; writes only into granted "
+        "blocks; limits of connections and time for strangers",
     ),
 }
 NO_SOCKETS = (
