@@ -80,8 +80,8 @@ SOCKETS = {
         "prefill, decode",
         "KV by `--kv-connector nixl` (UCX over TCP)",
         "`UCX_NET_DEVICES`, `UCX_TCP_PORT_RANGE`",
-        "**UCX neither authenticates nor encrypts**; messages are sealed with a key per pair. On an "
-        "untrusted network use `--kv-connector tls` or a NetworkPolicy",
+        "**UCX neither authenticates nor encrypts**; messages are sealed with a key per pair. On "
+        "an untrusted network use `--kv-connector tls` or a NetworkPolicy",
     ),
     "kv_tls": Socket(
         "prefill, decode",
