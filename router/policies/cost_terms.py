@@ -24,7 +24,9 @@ DECODE_WEIGHT = 0.5
 # as many as it finds before it, on average (Little's law, arrivals by chance): q; in all
 # q / (1 - utilization), taken as if nodes were busy half of the time.
 BUSY_FACTOR = 2.0
-# Local on D must be better by so much: prompts there are in the way of whoever comes next.
+# Computing a prompt on D must be faster by this margin, because the next prompt to arrive waits for
+# it. The margin shrinks with the share of the prompt that D misses: a conversation whose rest is
+# short stays where its KV is, and no prefill node computes again what D has.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 
@@ -277,7 +279,9 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
         "damage_ms": decode.damage_s,
     }
     if best_pair_s < float("inf"):
-        terms_s["margin_ms"] = LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s)
+        missing_share = decode.num_missing / terms.num_tokens
+        margin_s = LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s)
+        terms_s["margin_ms"] = missing_share * margin_s
     return Place(sum(terms_s.values()), None, decode, terms_s)
 
 

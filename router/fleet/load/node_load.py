@@ -157,6 +157,7 @@ class NodeLoad:
         self._num_uncomputed = 0  # prompt tokens to be computed here, of requests placed from here
         self.num_uncomputed_requests = 0
         self._num_foreign = 0
+        self._num_foreign_requests = 0
         self._num_decoding = 0
         self._num_decoding_tokens = 0  # of the prompts of these
         self._foreign_units = self._foreign_running_units = 0.0
@@ -290,7 +291,8 @@ class NodeLoad:
         num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
         num_held_tokens = (self.num_blocks - beat.num_free_blocks) * self.block_size
         units = REQUEST_UNITS + num_held_tokens / max(num_reported, 1)
-        self._foreign_units = units * max(0, num_reported - self.num_open_requests)
+        self._num_foreign_requests = max(0, num_reported - self.num_open_requests)
+        self._foreign_units = units * self._num_foreign_requests
         self._foreign_running_units = units * max(0, beat.num_running - self._num_decoding)
 
     def note_prefilled(
@@ -374,8 +376,7 @@ class NodeLoad:
         self.prefill_front_s = self.prefill_queue_s / max(num_requests, 1) / weight
         if not self._is_decode:
             return
-        num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
-        self.num_batch = max(self.num_open_requests, num_reported)
+        self.num_batch = self.num_open_requests + self._num_foreign_requests
         num_free = (beat.num_free_blocks if self.has_beat else self.num_blocks) * self.block_size
         self.num_free_tokens = num_free - self.num_arriving_tokens
         self.num_room_tokens = 0 if beat.num_waiting else self.num_free_tokens - self.block_size

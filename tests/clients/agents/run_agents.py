@@ -199,10 +199,11 @@ def check_interruption(system: ScriptedSystem, session: Session) -> None:
 
 
 def check_cached(system: ScriptedSystem, *, is_split: bool) -> None:
-    """What prompts share with earlier ones is found in the cache.
+    """Check that prompts find in a cache what they share with earlier ones.
 
-    A prefill node has computed earlier prompts alone, a colocated node their answers, too. Where
-    an agent asks for no usage, the router's own count of all its prompts has to do.
+    A split system may compute a prompt on its prefill node, which lacks the answers to earlier
+    prompts; a colocated node has these, too. Where an agent asks for no usage, the router's count
+    of all its prompts is checked instead.
     """
     asked = list(system.outputs.asked.values())
     usages = [exchange.usage() for exchange in system.recorder.exchanges]

@@ -107,8 +107,6 @@ class ScriptedSystem:
         command = [sys.executable, "-m", "baton", "router", "--model", str(self._folder)]
         command += ["--listen", self._grpc, "--http-listen", self._http]
         command += ["--served-model-name", NAME]
-        if self._num_prefill:
-            command += ["--no-local-prefill"]  # every prompt is handed over
         command += ["--request-defaults", f"max_tokens_limit={MAX_OUTPUT_TOKENS}"]
         self._router = subprocess.Popen(command, cwd=ROOT)
         self._thread.start()

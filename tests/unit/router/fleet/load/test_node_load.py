@@ -66,7 +66,21 @@ def test_room_is_what_is_free_without_what_is_on_its_way(book: FleetBook) -> Non
     load.note_beat(NodeBeat(num_running=1, num_free_blocks=100))
     assert load.num_free_tokens == 1600
     load.note_closed(account)
-    assert load.num_batch == 1  # as it said last; the next beat knows
+    assert load.num_batch == 0
+
+
+def test_a_request_that_ended_is_no_longer_in_the_batch_and_other_routers_requests_are(
+    book: FleetBook,
+) -> None:
+    """The last beat counted both, and the next beat comes a quarter of a second later."""
+    load = book["d0"]
+    account = load.note_opened(1200, num_arriving=1000)
+    load.note_beat(NodeBeat(num_running=3, num_free_blocks=100))
+    assert load.num_batch == 3
+    load.note_closed(account)
+    assert load.num_batch == 2
+    load.note_opened(1200, num_arriving=1000)
+    assert load.num_batch == 3
 
 
 def test_more_context_and_more_requests_make_steps_longer(book: FleetBook) -> None:
