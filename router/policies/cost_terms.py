@@ -25,8 +25,8 @@ DECODE_WEIGHT = 0.5
 # q / (1 - utilization), taken as if nodes were busy half of the time.
 BUSY_FACTOR = 2.0
 # Computing a prompt on D must be faster by this margin, because the next prompt to arrive waits for
-# it. The margin shrinks with the share of the prompt that D misses: a conversation whose rest is
-# short stays where its KV is, and no prefill node computes again what D has.
+# it. On an idle D the margin shrinks with the share of the prompt that D misses: a conversation
+# whose rest is short stays where its KV is, and no prefill node computes again what D has.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 
@@ -279,9 +279,8 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
         "damage_ms": decode.damage_s,
     }
     if best_pair_s < float("inf"):
-        missing_share = decode.num_missing / terms.num_tokens
-        margin_s = LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s)
-        terms_s["margin_ms"] = missing_share * margin_s
+        share = 1.0 if node.num_batch else decode.num_missing / terms.num_tokens
+        terms_s["margin_ms"] = share * (LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s))
     return Place(sum(terms_s.values()), None, decode, terms_s)
 
 

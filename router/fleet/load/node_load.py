@@ -72,6 +72,8 @@ class Account:
         begun_at: when its first token on this decode node came; None before.
         promise: by when it has to end here, if it decodes here.
         forecast: expected times of the prompt; None where another node computes the prompt.
+        unmeasured: tokens and seconds of a prompt that this decode node computed, until the node
+            tells its own time; None: nothing to measure.
     """
 
     num_tokens: int
@@ -81,6 +83,7 @@ class Account:
     begun_at: float | None = None
     promise: Promise | None = None
     forecast: PrefillForecast | None = None
+    unmeasured: tuple[int, float] | None = None
 
 
 class NodeLoad:
@@ -227,8 +230,7 @@ class NodeLoad:
         if account.num_uncomputed:
             busy_s = max(account.begun_at - self.prefill_progress_at, 0.0)
             self._note_forecast(account, account.begun_at, busy_s)
-            self.prefill.measure(account.num_uncomputed, busy_s)
-            self.prefill.refresh()
+            account.unmeasured = account.num_uncomputed, busy_s
         if account.promise is not None:
             self.promises.begin(account.promise)
         account.num_decoding, account.num_arriving = account.num_arriving, 0
@@ -238,8 +240,24 @@ class NodeLoad:
         self._drop_uncomputed(account)
         self._derive()
 
+    def note_prompt_time(self, account: Account, own_s: float = math.inf) -> None:
+        """Measure the prompt that this decode node computed; harmless where there is none.
+
+        The time from here has the way to the node and back. On a rest of a few tokens that is most
+        of the time, and long prompts would look as many times slower.
+
+        Args:
+            own_s: until its first token, by the node; inf where the node did not tell.
+        """
+        if account.unmeasured is not None:
+            num_tokens, seconds = account.unmeasured
+            account.unmeasured = None
+            self.prefill.measure(num_tokens, min(seconds, own_s))
+            self.prefill.refresh()
+
     def note_closed(self, account: Account) -> None:
         """Take back all that a request still counts for: it ended here."""
+        self.note_prompt_time(account)
         self.num_open_requests -= 1
         self.num_open_tokens -= account.num_tokens
         self.num_arriving_tokens -= account.num_arriving

@@ -81,7 +81,8 @@ def test_a_probe_is_one_prompt_and_the_node_is_the_choice_where_it_is_fast(
     assert not pick(book).is_probe
     for _ in range(20):  # and those that follow: it is twice as fast as the other
         book.now += 0.05
-        book["p0"].note_begun(accounts.pop())
+        book["p0"].note_begun(accounts[0])
+        book["p0"].note_closed(accounts.pop())
         accounts.append(book["p0"].note_opened(100, num_uncomputed=100))
     book["p0"].note_closed(accounts.pop())
     book["d0"].prefill_asked_at = book.now  # else it were due itself
