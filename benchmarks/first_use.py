@@ -12,6 +12,7 @@ cache, and every schema, tool and grammar is new. A ratio is the median of the s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,10 +71,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds until the first byte of a response's body, and until its last byte."""
+    """Seconds of one request.
+
+    Attributes:
+        first_s, whole_s: until the first byte of the response's body, and until its last byte.
+        cpu_s: processor time that the whole system took meanwhile. A busy machine changes this
+            least.
+    """
 
     first_s: float
     whole_s: float
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,11 @@ class Start:
     def whole_ratio(self) -> float:
         later_s = statistics.median(timing.whole_s for timing in self.timings[LATER])
         return self.timings[0].whole_s / later_s
+
+    @property
+    def cpu_ratio(self) -> float:
+        later_s = statistics.median(timing.cpu_s for timing in self.timings[LATER])
+        return self.timings[0].cpu_s / later_s
 
 
 # ---------------------------------------------------------------- kinds of requests
@@ -308,10 +321,15 @@ def fresh_system(model: str, shape: str, log: Path) -> Iterator[tuple[int, str, 
             process.wait()
 
 
-def ask(address: str, request: Request) -> Timing:
-    """Send a request on a new connection; raises RuntimeError unless it is answered well."""
+def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
+    """Send a request on a new connection; raises RuntimeError unless it is answered well.
+
+    Args:
+        pids: processes of the system, whose processor time is counted.
+    """
     connection = http.client.HTTPConnection(address, timeout=60)
     body = json.dumps({"model": NAME, **request.body})
+    cpu_before_s = _cpu_seconds(pids)
     began_at = time.perf_counter()
     connection.request("POST", request.path, body, HEADERS)
     answer = connection.getresponse()
@@ -322,7 +340,7 @@ def ask(address: str, request: Request) -> Timing:
     connection.close()
     if answer.status != 200 or b'"error":{' in text:
         raise RuntimeError(f"{request.path}: {answer.status} {text[:300]!r}")
-    return Timing(first_s, whole_s)
+    return Timing(first_s, whole_s, _cpu_seconds(pids) - cpu_before_s)
 
 
 def measure(model: str, shape: str, kind: str, log: Path) -> Start:
@@ -330,9 +348,10 @@ def measure(model: str, shape: str, kind: str, log: Path) -> Start:
     chance = random.Random(f"{kind} {time.time()}")
     requests = [KINDS[kind](chance) for _ in range(NUM_REQUESTS)]
     with fresh_system(model, shape, log) as (pid, address, ready_s):
-        first = ask(address, requests[0])
+        pids = list(family(pid))
+        first = ask(address, requests[0], pids)
         processes = list(read_processes(pid))
-        timings = [first, *(ask(address, request) for request in requests[1:])]
+        timings = [first, *(ask(address, request, pids) for request in requests[1:])]
     cpu_s = sum(process.cpu_s for process in processes)
     return Start(ready_s, cpu_s, timings, processes)
 
@@ -342,17 +361,34 @@ def measure(model: str, shape: str, kind: str, log: Path) -> Start:
 
 def read_processes(root: int) -> Iterator[Process]:
     """Yield a process and all that descend from it."""
+    for pid, name in family(root).items():
+        try:
+            yield _process(pid, name)
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
+
+
+def family(root: int) -> dict[int, str]:
+    """Return the ids and names of a process and all that descend from it."""
     parents = dict(_parents())
     names: dict[int, str] = {}
     for pid in sorted(parents):
         parent = names.get(parents[pid], "")
         if pid != root and not parent:
             continue
-        try:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             names[pid] = _name(pid, parent)
-            yield _process(pid, names[pid])
-        except (OSError, ValueError):  # it has ended meanwhile
-            continue
+    return names
+
+
+def _cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the processor time of the threads that these processes have now."""
+    nanoseconds = 0
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                nanoseconds += int(path.read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def _parents() -> Iterator[tuple[int, int]]:
@@ -394,7 +430,8 @@ def middle(starts: Sequence[Start], value: Callable[[Start], float]) -> float:
 
 def show(console: Console, shape: str, kinds: Mapping[str, Sequence[Start]]) -> None:
     table = Table(
-        *("kind", "ready s", "CPU s", "first ms", "tenth ms", "ratio", "worst", "whole ratio"),
+        *("kind", "ready s", "CPU s", "first ms", "tenth ms"),
+        *("ratio", "worst", "whole ratio", "CPU ratio"),
         title=f"{shape}: until the first byte",
         title_justify="left",
     )
@@ -409,6 +446,7 @@ def show(console: Console, shape: str, kinds: Mapping[str, Sequence[Start]]) -> 
             f"{ratio:.2f}" if ratio <= MOST_RATIO else f"[red]{ratio:.2f}[/]",
             f"{max(start.ratio for start in starts):.2f}",
             f"{middle(starts, lambda start: start.whole_ratio):.2f}",
+            f"{middle(starts, lambda start: start.cpu_ratio):.2f}",
         )
     console.print(table)
     processes = Table("process", "CPU s", "RSS MiB", "PSS MiB", "private MiB")
@@ -427,6 +465,7 @@ def as_json(starts: Sequence[Start]) -> dict[str, object]:
         "ratio": round(middle(starts, lambda start: start.ratio), 2),
         "ratios": [round(start.ratio, 2) for start in starts],
         "whole_ratio": round(middle(starts, lambda start: start.whole_ratio), 2),
+        "cpu_ratio": round(middle(starts, lambda start: start.cpu_ratio), 2),
         "starts": [_start_as_json(start) for start in starts],
         "processes": [asdict(process) for process in starts[0].processes],
     }
@@ -436,8 +475,9 @@ def _start_as_json(start: Start) -> dict[str, object]:
     return {
         "ready_s": round(start.ready_s, 2),
         "cpu_s": round(start.cpu_s, 2),
-        "first_and_whole_s": [
-            [round(one.first_s, 4), round(one.whole_s, 4)] for one in start.timings
+        "first_whole_and_cpu_s": [
+            [round(seconds, 4) for seconds in (one.first_s, one.whole_s, one.cpu_s)]
+            for one in start.timings
         ],
     }
 
@@ -448,7 +488,7 @@ def read_starts(kind: Mapping[str, Any]) -> list[Start]:
         Start(
             start["ready_s"],
             start["cpu_s"],
-            [Timing(*pair) for pair in start["first_and_whole_s"]],
+            [Timing(*three) for three in start["first_whole_and_cpu_s"]],
             [] if index else [Process(**process) for process in kind["processes"]],
         )
         for index, start in enumerate(kind["starts"])
@@ -511,7 +551,10 @@ def main() -> int:
         for _ in range(arguments.starts):  # all in turns: what others do concerns every row
             for kind in arguments.kinds:
                 for shape, kinds in found.items():
-                    kinds[kind].append(measure(model, shape, kind, Path(folder) / "up.log"))
+                    start = measure(model, shape, kind, Path(folder) / "up.log")
+                    kinds[kind].append(start)
+                    times = " ".join(f"{1e3 * one.first_s:.0f}" for one in start.timings)
+                    console.print(f"{shape} {kind}: ready after {start.ready_s:.1f} s; ms {times}")
     for shape, kinds in found.items():
         show(console, shape, kinds)
     if arguments.save:
