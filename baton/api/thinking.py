@@ -29,7 +29,8 @@ class Thinking:
             ``budget_tokens`` and ``must_open``, by the checkpoint's chat template and the prompt.
         open_marks: token sequences of which one opens the thought.
         is_open: the prompt has opened the thought.
-        must_open: the output begins with an opening mark; False: the model chooses.
+        must_open: the output begins with a thought of one token at least, unless the budget is 0;
+            False: the model chooses.
         may_reopen: a later opening mark goes on with the thought, within the rest of the budget.
         behind_token_ids: forced behind the closing mark where a ``structured_output`` follows.
         gap_token_ids: one of these may come between the closing mark and a ``structured_output``.
