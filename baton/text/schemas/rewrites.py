@@ -55,12 +55,17 @@ _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
 # Leap seconds are left out: they exist at the ends of some days alone.
 _CLOCK = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+\-]{_HOUR})"
 
+_ATOM = "[A-Za-z0-9_+\\-]"
+# At most 64 characters before the sign, as mail servers have it.
+_MAILBOX = rf"({_ATOM}{{1,31}}(\.{_ATOM}{{1,31}})?|{_ATOM}{{1,15}}(\.{_ATOM}{{1,15}}){{1,3}})"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
 
 # Formats as patterns; those of networks have full addresses only.
 _PATTERNS = {
     "date": f"^{_DAY}$",
     "time": f"^{_CLOCK}$",
     "date-time": f"^{_DAY}T{_CLOCK}$",
+    "email": rf"^{_MAILBOX}@({_LABEL}\.){{1,3}}[A-Za-z]{{2,24}}$",
     "base64": _base64_pattern("+/"),
     "byte": _base64_pattern("+/"),
     "base64url": "^[A-Za-z0-9_-]*$",
@@ -128,10 +133,10 @@ def _format(schema: Schema, root: Schema) -> None:
     kind = schema.get("format")
     if not isinstance(kind, str) or schema.get("type", "string") != "string":
         return
+    kind = _NARROWER.get(kind, kind)
+    schema["format"] = kind
     if kind in _NO_CONSTRAINT:
         del schema["format"]
-    elif kind in _NARROWER:
-        schema["format"] = _NARROWER[kind]
     elif kind in _PATTERNS:
         del schema["format"]
         if "pattern" in schema:  # both hold: zod writes the format's own pattern beside it

@@ -74,9 +74,9 @@ def draw(rng: random.Random) -> DrawnSchema:
         try:
             model.model_validate_json(text)
         except ValidationError as error:
-            for one in error.errors():
-                if one["type"] not in _NOT_SAID:
-                    return f"pydantic: {one['msg']}"
+            errors = error.errors()
+            if not any(one["type"] in _NOT_SAID for one in errors):
+                return f"pydantic: {errors[0]['msg']}"
         return ""
 
     return DrawnSchema(model.model_json_schema(), "pydantic", judge)

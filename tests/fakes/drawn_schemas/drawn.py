@@ -47,8 +47,18 @@ class DrawnSchema:
         validator = validator_class(self.schema, format_checker=validator_class.FORMAT_CHECKER)
         for error in validator.iter_errors(value):
             return f"jsonschema: {error.message[:200]}"
+        if _has_infinity(value):
+            return ""  # a number that jsonschema_rs cannot have
         second = jsonschema_rs.validator_for(self.schema, validate_formats=True)
         return "" if second.is_valid(value) else "jsonschema_rs: does not fit"
+
+
+def _has_infinity(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return True
+    return False
 
 
 def _with_first(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
