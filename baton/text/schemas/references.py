@@ -15,7 +15,7 @@ ANNOTATIONS = frozenset(
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """Follow a reference within the whole schema, once or a few times."""
+    """Follow references within the whole schema, a few steps at most."""
     for _ in range(8):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break

@@ -1,9 +1,11 @@
-"""Schema repairs: what of a JSON schema the grammar library would let through, and must not.
+"""Schema repairs: close gaps through which the grammar library would let wrong outputs pass.
 
-* A class of characters with control characters and without ``"`` or ``\\`` (such as ``[^"]``) also
-  matches the escaped form of what it excludes. It is narrowed to match no control characters.
-* Where names are open, a name may come twice; then ``minProperties`` would count it twice. Such a
-  schema is refused.
+* A class of characters that contains control characters but not ``"`` or ``\\`` (such as
+  ``[^"]``) also matches the escaped form of the excluded ones. It is narrowed to match no
+  control characters.
+* With open names, a name may come twice, and ``minProperties`` would count it twice. Such
+  a schema is refused.
+* A keyword that neither the library nor a rewriting enforces is refused with its place.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ _UNENFORCED = {
 }
 _MAX_WRITTEN = 5_000  # schemas and listed values that rewriting may add
 _MAX_PATH_CHARS = 200
-# In a class of characters: what Python's `re` reads in another way than the library.
+# Class syntax that Python's `re` reads differently than the library.
 _ANOTHER_SYNTAX = re.compile(r"\[|&&|--|~~|\\[pPhHuxQ]")
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|.)")
 _CONTROL = "".join(map(chr, range(0x20)))
 
 
 def enforceable_schema(text: str) -> str:
-    """Narrow a JSON schema to what can be enforced; raises InvalidRequestError if none is."""
+    """Narrow a JSON Schema to what can be enforced; raises InvalidRequestError if nothing can."""
     root = json.loads(text)
     try:
         found = _Repairs(root).repaired(root, "#")
@@ -143,7 +145,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
         return
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
     properties, required = schema.get("properties"), schema.get("required")
-    num_certain = 1  # the first of the others, if there are any, has a name of its own
+    num_certain = 1  # the first of the other names, if any, is unique
     if isinstance(properties, dict) and isinstance(required, list):
         num_certain += sum(isinstance(name, str) and name in properties for name in required)
     if is_open and wanted > num_certain:
@@ -156,7 +158,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
 
 
 def repair_pattern(pattern: str) -> str:
-    """Rewrite a regex so that its classes match no escaped form of what they exclude."""
+    """Narrow a regex's classes so that they match no escapes of excluded characters."""
     parts: list[str] = []
     position = 0
     while position < len(pattern):
@@ -181,7 +183,7 @@ def _narrowed(one: str) -> str:
 
 
 def end_of_class(pattern: str, start: int) -> int:
-    """Find the end of a class, behind its closing bracket; the library nests classes."""
+    """Return the end of a class, after its closing bracket; classes may be nested."""
     depth, position = 0, start
     while position < len(pattern):
         sign = pattern[position]
@@ -191,7 +193,7 @@ def end_of_class(pattern: str, start: int) -> int:
             depth += 1
             if pattern[position + 1 : position + 2] == "^":
                 position += 1
-            if pattern[position + 1 : position + 2] == "]":  # the first one is a character
+            if pattern[position + 1 : position + 2] == "]":  # a first bracket is a character
                 position += 1
         elif sign == "]":
             depth -= 1
@@ -203,7 +205,7 @@ def end_of_class(pattern: str, start: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _may_leak(one: str) -> bool:
-    """Say whether a class matches control characters, but not both of those that need escapes."""
+    """Return whether a class matches control characters but not both characters with escapes."""
     if _ANOTHER_SYNTAX.search(one, 1):
         return True
     try:
@@ -212,5 +214,5 @@ def _may_leak(one: str) -> bool:
         return True
     if matches('"') and matches("\\"):
         return False
-    # A few of them, as in `[a-z\n]`, are written out, and do no harm.
+    # A few listed ones, as in `[a-z\n]`, do no harm.
     return any(map(matches, _CONTROL)) and matches("\x7f") is not None

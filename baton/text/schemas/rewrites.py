@@ -1,7 +1,7 @@
-"""Schema rewrites: what pydantic and zod write of ordinary types, in words of the grammar library.
+"""Schema rewrites: express schemas of pydantic and zod with keywords that the library supports.
 
-A rewritten schema takes what the written one takes, or less of it: never more. A keyword with no
-such rewriting stays, and the library refuses it by name.
+A rewritten schema accepts at most what the original accepts. A keyword without a rewriting stays,
+and the library refuses it by name.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from baton.text.schemas.conditions import without_conditions
 from baton.text.schemas.lists import written_out
 from baton.text.schemas.references import ANNOTATIONS, Schema, resolved
 
-# Formats of strings that say how a value is shown or meant, and not how it is written.
+# Formats about a string's meaning or display, which do not constrain its text.
 _NO_CONSTRAINT = {
     "password", "binary", "path", "file-path", "directory-path", "text", "textarea", "multiline",
     "markdown", "html", "int32", "int64", "float", "double", "decimal",
 }  # fmt: skip
-# Formats that are as narrow as another one, or narrower by it.
+# Formats replaced by an equal or narrower one.
 _NARROWER = {
     "idn-email": "email",
     "name-email": "email",
@@ -60,7 +60,7 @@ _ATOM = "[A-Za-z0-9_+\\-]"
 _MAILBOX = rf"({_ATOM}{{1,31}}(\.{_ATOM}{{1,31}})?|{_ATOM}{{1,15}}(\.{_ATOM}{{1,15}}){{1,3}})"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
 
-# Formats as patterns; those of networks have full addresses only.
+# Formats as patterns; network formats allow full addresses only.
 _PATTERNS = {
     "date": f"^{_DAY}$",
     "time": f"^{_CLOCK}$",
@@ -91,7 +91,7 @@ _PATTERNS = {
 _SECONDS = "[0-9]+([.,][0-9]+)?S"
 _TIME = f"T([0-9]+H([0-9]+M)?({_SECONDS})?|[0-9]+M({_SECONDS})?|{_SECONDS})"
 _DATE = "([0-9]+Y([0-9]+M)?([0-9]+D)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
-# Patterns that zod writes with look-around, and equals without; a host name has three labels.
+# zod's patterns with look-around, and equivalents without; host names have three labels at most.
 _EQUAL = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+"
     r"[A-Za-z]{2,}$": r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@"
@@ -102,7 +102,7 @@ _EQUAL = {
     r"[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$": r"^[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
     r"(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?){0,2}\.?$",
 }
-# Pydantic's pattern of a Decimal; its numbers are limits of digits.
+# Pydantic's pattern of a Decimal; the numbers limit digits.
 _DECIMAL = re.compile(
     r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*(?:"
     r"(?P<free>\\d\*\\\.\?\\d\*\$)"
@@ -115,11 +115,11 @@ _MAX_DIGITS = 64
 
 
 def rewritten(schema: Schema, root: Schema, beside: Schema | None = None) -> Schema | bool:
-    """Rewrite one schema's own keywords; not those of the schemas within it.
+    """Rewrite one schema's own keywords, not those of nested schemas.
 
     Args:
-        root: the whole schema, which references are of.
-        beside: what else the value fits; see `said_beside`.
+        root: the whole schema, for references.
+        beside: the types and properties that the value has by enclosing schemas.
     """
     if schema.get("not") in ({}, True):
         return False
@@ -139,7 +139,7 @@ def _format(schema: Schema, root: Schema) -> None:
         del schema["format"]
     elif kind in _PATTERNS:
         del schema["format"]
-        if "pattern" in schema:  # both hold: zod writes the format's own pattern beside it
+        if "pattern" in schema:  # zod writes the format's own pattern too; both must hold
             schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PATTERNS[kind]}]
         else:
             schema["pattern"] = _PATTERNS[kind]
@@ -152,13 +152,13 @@ def _pattern(schema: Schema, root: Schema) -> None:
     if pattern in _EQUAL:
         schema["pattern"] = _EQUAL[pattern]
     elif (found := _DECIMAL.fullmatch(pattern)) and (numbers := _decimal(found.groupdict())):
-        # A digit at least: the look-ahead refuses signs and points alone.
+        # At least one digit is needed, as the look-ahead demanded.
         schema["pattern"] = f"^[+-]?{numbers}$"
         schema["allOf"] = [*schema.get("allOf", ()), {"pattern": "[0-9]"}]
 
 
 def _decimal(limits: Mapping[str, str | None]) -> str:
-    """Write a number without sign, within limits of digits; empty if they are too many."""
+    """Return a pattern of an unsigned number within digit limits; empty if they are too large."""
     given = {name: int(value) for name, value in limits.items() if value and value.isdigit()}
     if max(given.values(), default=0) > _MAX_DIGITS:
         return ""
@@ -175,7 +175,7 @@ def _decimal(limits: Mapping[str, str | None]) -> str:
 
 
 def _names(schema: Schema, root: Schema) -> None:
-    """Rewrite what is said of the names of properties."""
+    """Rewrite ``propertyNames``."""
     names = resolved(schema.get("propertyNames"), root)
     if names is None or names is True:
         schema.pop("propertyNames", None)
@@ -204,7 +204,7 @@ def _names(schema: Schema, root: Schema) -> None:
 
 
 def _name_pattern(said: Mapping[str, Any]) -> str | None:
-    """Return a pattern that says the same of a name; None if there is none."""
+    """Return a pattern equivalent to constraints on a name, or None."""
     if set(said) == {"pattern"}:
         return str(said["pattern"])
     if set(said) == {"format"}:
@@ -216,14 +216,14 @@ def _name_pattern(said: Mapping[str, Any]) -> str | None:
 
 
 def _unevaluated(schema: Schema, root: Schema) -> None:
-    """Rewrite ``unevaluatedProperties`` where nothing but the schema itself names properties."""
+    """Rewrite ``unevaluatedProperties`` if only the schema itself names properties."""
     others = {"allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef"}
     if "unevaluatedProperties" in schema and others.isdisjoint(schema):
         schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
 
 
 def _alternatives(schema: Schema, root: Schema) -> None:
-    """Have alternatives that a tag tells apart need the tag; a default made the tag optional."""
+    """Require the tag of tagged alternatives; a default had made it optional."""
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or len(ways) < 2:
         return
@@ -242,7 +242,7 @@ def _alternatives(schema: Schema, root: Schema) -> None:
 
 
 def _tags(way: Any, root: Schema) -> dict[str, frozenset[str]]:
-    """Return the listed values of each property of an alternative that has such."""
+    """Return the enumerated values of an alternative's properties."""
     found = resolved(way, root)
     properties = found.get("properties") if isinstance(found, Mapping) else None
     if not isinstance(properties, Mapping):
