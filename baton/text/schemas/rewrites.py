@@ -124,9 +124,23 @@ def rewritten(schema: Schema, root: Schema, beside: Schema | None = None) -> Sch
     if schema.get("not") in ({}, True):
         return False
     schema = written_out(without_conditions(schema, root, beside or {}), root)
-    for rewrite in (_format, _pattern, _names, _unevaluated, _alternatives):
+    for rewrite in (_multiple, _format, _pattern, _names, _unevaluated, _alternatives):
         rewrite(schema, root)
     return schema
+
+
+def _multiple(schema: Schema, root: Schema) -> None:
+    """Have multiples of a whole number be integers.
+
+    The library panics where a special token follows a number of this kind, written ``95.0`` or not.
+    """
+    step, kind = schema.get("multipleOf"), schema.get("type")
+    if isinstance(step, bool) or not isinstance(step, int | float) or step != step // 1:
+        return
+    if kind == "number":
+        schema["type"] = "integer"
+    elif isinstance(kind, list) and "number" in kind:
+        schema["type"] = sorted({*kind, "integer"} - {"number"})
 
 
 def _format(schema: Schema, root: Schema) -> None:

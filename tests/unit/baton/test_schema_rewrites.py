@@ -83,6 +83,8 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
         ["YQ"],
         ["%"],
     ),
+    ("z.number().multipleOf(5)", {**NUMBER, "multipleOf": 5, "minimum": 0}, [0, 5, 95], [7, 5.5]),
+    ("number or null, of a step", {"type": ["number", "null"], "multipleOf": 2}, [4, None], [3]),
     ("date", string(format="date"), ["2024-02-29", "2000-02-29", "1999-12-31"],
      ["2023-02-29", "1900-02-29", "0000-01-01", "2024-04-31", "2024-1-1"]),
     ("email", string(format="email"),

@@ -42,7 +42,7 @@ ODD: dict[str, Any] = {
     "$defs": {"Item": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}},
                        "required": ["n"], "additionalProperties": False}},
 }  # fmt: skip
-# What was refused, or read as another type: empty texts, exponents, references with needs.
+# What was refused, read as another type, or made the library panic.
 RARE: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -52,8 +52,9 @@ RARE: dict[str, Any] = {
         "base": {"$ref": "#/components/schemas/Base"},
         "both": {"allOf": [{"$ref": "#/components/schemas/Base"}, {"required": ["n"]}]},
         "other": {"type": "string", "maxLength": 3, "not": {"enum": ["", "no"]}},
+        "step": {"type": "number", "multipleOf": 5, "minimum": 0, "maximum": 100},
     },
-    "required": ["empty", "large", "numbers", "both", "other"],
+    "required": ["empty", "large", "numbers", "both", "other", "step"],
     "additionalProperties": False,
     "components": {"schemas": {"Base": {
         "type": "object", "properties": {"n": {"type": "boolean"}}, "additionalProperties": False,
@@ -110,7 +111,7 @@ def test_a_forced_call_fits_its_schema_or_its_grammar(
     assert num_calls
 
 
-@forms(False)
+@forms(True)
 def test_what_is_rare_in_schemas_is_held_in_the_forms_of_families(
     tmp_path: Path, form: str, are_special: bool
 ) -> None:
