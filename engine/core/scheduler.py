@@ -125,12 +125,17 @@ class Scheduler:
     def grant(self, request_id: str) -> GrantedBlocks | None:
         """Give a parked request what the prefix cache has, blocks for the rest, a decode block.
 
-        None when too few are free or others wait for them: who was preempted comes first.
+        None when too few blocks are free besides those that waiting requests need. Requests that
+        wait for their turn in a step, and not for blocks, delay no grant.
         """
-        if self._room.num_waiting:
-            return None
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if self._room.num_waiting:
+            needed = [manager.num_tokens_to_grant(request)]
+            needed += [waiting.num_tokens + 1 for waiting in self._room.waiting()]
+            num_blocks = sum(map(manager.num_blocks_for, needed)) + self._watermark_blocks
+            if num_blocks > manager.block_pool.num_free:
+                return None
         if not manager.allocate_for_handoff(request, manager.num_tokens_to_grant(request)):
             return None
         request.num_cached_tokens = request.num_cached_blocks * manager.block_size
@@ -234,7 +239,9 @@ class Scheduler:
         """Whether any that runs is drafted for."""
         return any(request.is_drafted_for for request in self._running)
 
-    def schedule(self, num_drafts: int = 0, num_draft_for: int = ALL) -> SchedulerOutput:
+    def schedule(
+        self, num_drafts: int = 0, num_draft_for: int = ALL, num_beside_decodes: int = ALL
+    ) -> SchedulerOutput:
         """Choose what the next step computes, and give it blocks.
 
         May be called while a step runs (between `begin` and `update`): each request that samples
@@ -246,6 +253,8 @@ class Scheduler:
             num_drafts: how many the step is to guess behind what each request samples. Requests get
                 blocks for them, in so far as there are any.
             num_draft_for: of how many requests that begin now the drafter reads what it must.
+            num_beside_decodes: most tokens of prompts if a request decodes; a second limit beside
+                that of this scheduler.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
@@ -253,7 +262,10 @@ class Scheduler:
         if not self._num_steps_in_flight:
             self._masks.wait()
         is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
-        self._num_prefill_tokens_left = self._prefill_tokens_beside_decodes if is_mixed else ALL
+        num_allowed = ALL
+        if is_mixed:
+            num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
+        self._num_prefill_tokens_left = num_allowed
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
@@ -270,7 +282,10 @@ class Scheduler:
         if not scheduled and self._running and not self._num_steps_in_flight:
             self.awaits_masks = True
             self._masks.wait_for_any()  # no other request can run: wait here, and run it next
-        return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts, num_drafts)
+        num_prompt_tokens = num_allowed - self._num_prefill_tokens_left
+        return SchedulerOutput(
+            tuple(scheduled), num_tokens, has_drafts, num_drafts, is_mixed, num_prompt_tokens
+        )
 
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Return a step that was scheduled ahead, without requests whose masks are not ready.

@@ -33,6 +33,9 @@ _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
 _LONG_PROMPT = 4  # steps of most tokens: so long a prompt is part of a profile, too
+# Seconds of a prompt while others decode on its node, over its seconds there alone: until measured,
+# the highest that counts, and the weight of the newest measurement.
+_FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2
 _FADING = 0.05  # of averages, per measurement
 _LONG_FADING = 0.01
 
@@ -69,6 +72,7 @@ class Account:
         num_uncomputed: prompt tokens that are to be computed here.
         num_arriving: prompt tokens whose KV takes room here and may come from elsewhere.
         num_decoding: of these, since it decodes here.
+        is_beside: whether others were on this decode node when the request was placed.
         begun_at: when its first token on this decode node came; None before.
         promise: by when it has to end here, if it decodes here.
         forecast: expected times of the prompt; None where another node computes the prompt.
@@ -78,6 +82,7 @@ class Account:
     num_uncomputed: int = 0
     num_arriving: int = 0
     num_decoding: int = 0
+    is_beside: bool = False
     begun_at: float | None = None
     promise: Promise | None = None
     forecast: PrefillForecast | None = None
@@ -108,6 +113,8 @@ class NodeLoad:
         prefill_progress_at: when the last one was done, by the clock; of a node that was idle,
             when it got one.
         prefill_asked_at: when it got its last one; before the first, when it joined.
+        beside_factor: seconds of a prompt while others decode there, over its seconds alone; above
+            1, because its chunks are small and each shares a step with decodes.
         step: seconds per decode step, by `step_units`.
         step_units: context in tokens, and some more for each request.
         step_base_s, step_s_per_unit: of a step with one more request of so many units, and what
@@ -144,6 +151,7 @@ class NodeLoad:
             num_kept=_STEPS_KEPT,
             shared_units=_SHARED_UNITS,
         )
+        self.beside_factor, self._num_beside = _FIRST_BESIDE, 0
         self.prefill_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
@@ -186,12 +194,12 @@ class NodeLoad:
         promise: Promise | None = None,
     ) -> Account:
         """Count a request that was placed here; see `Account`."""
-        forecast = None
+        forecast, is_beside = None, self.num_batch > 0
         if num_uncomputed:
             self.prefill_asked_at = now = self._clock()
             if not self.num_uncomputed_requests:
                 self.prefill_progress_at = now
-            forecast = self._forecast(num_uncomputed, now)
+            forecast = self._forecast(num_uncomputed, now, self.beside_factor if is_beside else 1.0)
             self._num_uncomputed += num_uncomputed
             self.num_uncomputed_requests += 1
         self.num_open_requests += 1
@@ -199,12 +207,20 @@ class NodeLoad:
         self.num_placed_tokens += num_tokens
         self.num_arriving_tokens += num_arriving
         self._derive()
-        return Account(num_tokens, num_uncomputed, num_arriving, promise=promise, forecast=forecast)
+        return Account(
+            num_tokens,
+            num_uncomputed,
+            num_arriving,
+            is_beside=is_beside,
+            promise=promise,
+            forecast=forecast,
+        )
 
-    def _forecast(self, num_tokens: int, now: float) -> PrefillForecast:
-        begun_s = min(now - self.prefill_progress_at, self.prefill_front_s)
-        wait_s = max(self.prefill_queue_s - begun_s, 0.0)
-        return PrefillForecast(num_tokens, wait_s, self.prefill.seconds(num_tokens), now)
+    def _forecast(self, num_tokens: int, now: float, factor: float) -> PrefillForecast:
+        """Return what is expected of a prompt, if computing takes so many times its own time."""
+        begun_s = min(now - self.prefill_progress_at, factor * self.prefill_front_s)
+        wait_s = max(factor * self.prefill_queue_s - begun_s, 0.0)
+        return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_tokens), now)
 
     def _note_forecast(self, account: Account, now: float, compute_s: float) -> None:
         forecast, account.forecast = account.forecast, None
@@ -226,8 +242,11 @@ class NodeLoad:
         if account.num_uncomputed:
             busy_s = max(account.begun_at - self.prefill_progress_at, 0.0)
             self._note_forecast(account, account.begun_at, busy_s)
-            self.prefill.measure(account.num_uncomputed, busy_s)
-            self.prefill.refresh()
+            if account.is_beside:
+                self._note_beside(busy_s / self.prefill.seconds(account.num_uncomputed))
+            else:
+                self.prefill.measure(account.num_uncomputed, busy_s)
+                self.prefill.refresh()
         if account.promise is not None:
             self.promises.begin(account.promise)
         account.num_decoding, account.num_arriving = account.num_arriving, 0
@@ -236,6 +255,11 @@ class NodeLoad:
         self.num_arriving_tokens -= account.num_decoding
         self._drop_uncomputed(account)
         self._derive()
+
+    def _note_beside(self, factor: float) -> None:
+        self._num_beside += 1
+        part = max(1 / (1 + self._num_beside), _BESIDE_FADING)
+        self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
 
     def note_closed(self, account: Account) -> None:
         """Take back all that a request still counts for: it ended here."""
