@@ -1,9 +1,10 @@
-"""Schema repairs: what of a JSON schema the grammar library would let through, and must not.
+"""Schema repairs: close gaps through which the grammar library would let wrong outputs pass.
 
-* A class of characters with control characters and without ``"`` or ``\\`` (such as ``[^"]``) also
-  matches the escaped form of what it excludes. It is narrowed to match no control characters.
-* Where names are open, a name may come twice; then ``minProperties`` would count it twice. Such a
-  schema is refused.
+* A class of characters that contains control characters but not ``"`` or ``\\`` (such as
+  ``[^"]``) also matches the escaped form of the excluded ones. It is narrowed to match no
+  control characters.
+* With open names, a name may come twice, and ``minProperties`` would count it twice. Such
+  a schema is refused.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from baton.text.schema_rewrites import rewritten
 
 _OF_NAMES = ("properties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples")
-# In a class of characters: what Python's `re` reads in another way than the library.
+# Class syntax that Python's `re` reads differently than the library.
 _ANOTHER_SYNTAX = re.compile(r"\[|&&|--|~~|\\[pPhHuxQ]")
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|.)")
 _CONTROL = "".join(map(chr, range(0x20)))
 
 
 def enforceable_schema(text: str) -> str:
-    """Narrow a JSON schema to what can be enforced; raises InvalidRequestError if none is."""
+    """Narrow a JSON Schema to what can be enforced; raises InvalidRequestError if nothing can."""
     root = json.loads(text)
     try:
         found = _repair(root, root)
-    except (TypeError, AttributeError) as error:  # a keyword has a value of another type
+    except (TypeError, AttributeError) as error:  # a keyword has a value of a wrong type
         problem = f"is no JSON schema: {error}"
         raise InvalidRequestError("structured_output.json_schema", problem) from None
     if found is False:
@@ -67,7 +68,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
         return
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
     properties, required = schema.get("properties"), schema.get("required")
-    num_certain = 1  # the first of the others, if there are any, has a name of its own
+    num_certain = 1  # the first of the other names, if any, is unique
     if isinstance(properties, dict) and isinstance(required, list):
         num_certain += sum(isinstance(name, str) and name in properties for name in required)
     if is_open and wanted > num_certain:
@@ -80,7 +81,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
 
 
 def repair_pattern(pattern: str) -> str:
-    """Rewrite a regex so that its classes match no escaped form of what they exclude."""
+    """Narrow a regex's classes so that they match no escapes of excluded characters."""
     parts: list[str] = []
     position = 0
     while position < len(pattern):
@@ -105,7 +106,7 @@ def _narrowed(one: str) -> str:
 
 
 def end_of_class(pattern: str, start: int) -> int:
-    """Find the end of a class, behind its closing bracket; the library nests classes."""
+    """Return the end of a class, after its closing bracket; classes may be nested."""
     depth, position = 0, start
     while position < len(pattern):
         sign = pattern[position]
@@ -115,7 +116,7 @@ def end_of_class(pattern: str, start: int) -> int:
             depth += 1
             if pattern[position + 1 : position + 2] == "^":
                 position += 1
-            if pattern[position + 1 : position + 2] == "]":  # the first one is a character
+            if pattern[position + 1 : position + 2] == "]":  # a first bracket is a character
                 position += 1
         elif sign == "]":
             depth -= 1
@@ -127,7 +128,7 @@ def end_of_class(pattern: str, start: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _may_leak(one: str) -> bool:
-    """Say whether a class matches control characters, but not both of those that need escapes."""
+    """Return whether a class matches control characters but not both characters with escapes."""
     if _ANOTHER_SYNTAX.search(one, 1):
         return True
     try:
@@ -136,5 +137,6 @@ def _may_leak(one: str) -> bool:
         return True
     if matches('"') and matches("\\"):
         return False
-    # A few of them, as in `[a-z\n]`, are written out, and do no harm.
+    # A few listed ones, as in `[a-z
+    # ]`, do no harm.
     return any(map(matches, _CONTROL)) and matches("\x7f") is not None

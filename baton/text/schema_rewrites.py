@@ -1,7 +1,7 @@
-"""Schema rewrites: what pydantic and zod write of ordinary types, in words of the grammar library.
+"""Schema rewrites: express schemas of pydantic and zod with keywords that the library supports.
 
-A rewritten schema takes what the written one takes, or less of it: never more. A keyword with no
-such rewriting stays, and the library refuses it by name.
+A rewritten schema accepts at most what the original accepts. A keyword without a rewriting stays,
+and the library refuses it by name.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-# Formats of strings that say how a value is shown or meant, and not how it is written.
+# Formats about a string's meaning or display, which do not constrain its text.
 _NO_CONSTRAINT = {
     "password", "binary", "path", "file-path", "directory-path", "text", "textarea", "multiline",
     "markdown", "html", "int32", "int64", "float", "double", "decimal",
 }  # fmt: skip
-# Formats that are as narrow as another one, or narrower by it.
+# Formats replaced by an equal or narrower one.
 _NARROWER = {
     "idn-email": "email",
     "name-email": "email",
@@ -43,7 +43,7 @@ def _uuid_pattern(version: str) -> str:
     return f"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}$"
 
 
-# Formats as patterns; those of networks have full addresses only.
+# Formats as patterns; network formats allow full addresses only.
 _PATTERNS = {
     "base64": _base64_pattern("+/"),
     "byte": _base64_pattern("+/"),
@@ -70,7 +70,7 @@ _PATTERNS = {
 _SECONDS = "[0-9]+([.,][0-9]+)?S"
 _TIME = f"T([0-9]+H([0-9]+M)?({_SECONDS})?|[0-9]+M({_SECONDS})?|{_SECONDS})"
 _DATE = "([0-9]+Y([0-9]+M)?([0-9]+D)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
-# Patterns that zod writes with look-around, and equals without; a host name has three labels.
+# zod's patterns with look-around, and equivalents without; host names have three labels at most.
 _EQUAL = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+"
     r"[A-Za-z]{2,}$": r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@"
@@ -81,7 +81,7 @@ _EQUAL = {
     r"[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$": r"^[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
     r"(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?){0,2}\.?$",
 }
-# Pydantic's pattern of a Decimal; its numbers are limits of digits.
+# Pydantic's pattern of a Decimal; the numbers limit digits.
 _DECIMAL = re.compile(
     r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*(?:"
     r"(?P<free>\\d\*\\\.\?\\d\*\$)"
@@ -95,10 +95,10 @@ _ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "exampl
 
 
 def rewritten(schema: Schema, root: Schema) -> Schema | bool:
-    """Rewrite one schema's own keywords; not those of the schemas within it.
+    """Rewrite one schema's own keywords, not those of nested schemas.
 
     Args:
-        root: the whole schema, which references are of.
+        root: the whole schema, for references.
     """
     if schema.get("not") in ({}, True):
         return False
@@ -118,7 +118,7 @@ def _format(schema: Schema, root: Schema) -> None:
         schema["format"] = _NARROWER[kind]
     elif kind in _PATTERNS:
         del schema["format"]
-        if "pattern" in schema:  # both hold: zod writes the format's own pattern beside it
+        if "pattern" in schema:  # zod writes the format's own pattern too; both must hold
             schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PATTERNS[kind]}]
         else:
             schema["pattern"] = _PATTERNS[kind]
@@ -131,13 +131,13 @@ def _pattern(schema: Schema, root: Schema) -> None:
     if pattern in _EQUAL:
         schema["pattern"] = _EQUAL[pattern]
     elif (found := _DECIMAL.fullmatch(pattern)) and (numbers := _decimal(found.groupdict())):
-        # A digit at least: the look-ahead refuses signs and points alone.
+        # At least one digit is needed, as the look-ahead demanded.
         schema["pattern"] = f"^[+-]?{numbers}$"
         schema["allOf"] = [*schema.get("allOf", ()), {"pattern": "[0-9]"}]
 
 
 def _decimal(limits: Mapping[str, str | None]) -> str:
-    """Write a number without sign, within limits of digits; empty if they are too many."""
+    """Return a pattern of an unsigned number within digit limits; empty if they are too large."""
     given = {name: int(value) for name, value in limits.items() if value and value.isdigit()}
     if max(given.values(), default=0) > _MAX_DIGITS:
         return ""
@@ -154,7 +154,7 @@ def _decimal(limits: Mapping[str, str | None]) -> str:
 
 
 def _names(schema: Schema, root: Schema) -> None:
-    """Rewrite what is said of the names of properties."""
+    """Rewrite ``propertyNames``."""
     names = _resolved(schema.get("propertyNames"), root)
     if names is None or names is True:
         schema.pop("propertyNames", None)
@@ -183,7 +183,7 @@ def _names(schema: Schema, root: Schema) -> None:
 
 
 def _name_pattern(said: Mapping[str, Any]) -> str | None:
-    """Return a pattern that says the same of a name; None if there is none."""
+    """Return a pattern equivalent to constraints on a name, or None."""
     if set(said) == {"pattern"}:
         return str(said["pattern"])
     if set(said) == {"format"}:
@@ -195,21 +195,21 @@ def _name_pattern(said: Mapping[str, Any]) -> str | None:
 
 
 def _unique(schema: Schema, root: Schema) -> None:
-    """Drop ``uniqueItems`` where a list has one item at most."""
+    """Drop ``uniqueItems`` if a list has at most one item."""
     most = schema.get("maxItems")
     if schema.get("uniqueItems") is False or (isinstance(most, int) and most <= 1):
         schema.pop("uniqueItems", None)
 
 
 def _unevaluated(schema: Schema, root: Schema) -> None:
-    """Rewrite ``unevaluatedProperties`` where nothing but the schema itself names properties."""
+    """Rewrite ``unevaluatedProperties`` if only the schema itself names properties."""
     others = {"allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef"}
     if "unevaluatedProperties" in schema and others.isdisjoint(schema):
         schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
 
 
 def _alternatives(schema: Schema, root: Schema) -> None:
-    """Have alternatives that a tag tells apart need the tag; a default made the tag optional."""
+    """Require the tag of tagged alternatives; a default had made it optional."""
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or len(ways) < 2:
         return
@@ -228,7 +228,7 @@ def _alternatives(schema: Schema, root: Schema) -> None:
 
 
 def _tags(way: Any, root: Schema) -> dict[str, frozenset[str]]:
-    """Return the listed values of each property of an alternative that has such."""
+    """Return the enumerated values of an alternative's properties."""
     found = _resolved(way, root)
     properties = found.get("properties") if isinstance(found, Mapping) else None
     if not isinstance(properties, Mapping):
@@ -259,7 +259,7 @@ def _are_apart(sets: Iterable[frozenset[str]]) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Any:
-    """Follow a reference within the whole schema, once or a few times."""
+    """Follow references within the whole schema, a few steps at most."""
     for _ in range(8):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break

@@ -1,8 +1,8 @@
-"""Probes: places that are taken to be measured again, although another place is cheaper.
+"""Probes: sometimes pick a more expensive place in order to measure its node again.
 
-A node that looks slow gets no prompts, so that nothing corrects how slow it looks. Its estimate may
-be of one bad prompt, or of a time when others used the machine. So a node that was not asked for
-long gets a prompt that is cheap there, and the longer ago, the more the prompt may cost.
+A node that looks slow gets no prompts, so nothing corrects its estimate, which may stem from one
+bad prompt or a busy machine. So a node without prompts for long gets one that is cheap there; the
+longer ago, the more it may cost.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from router.policies.cost_terms import (
 )
 
 PROBE_AFTER_S = 30.0
-# What a probe costs more than the best place, by estimate, is at most this part of the time since
-# the node was asked: so much of all time is lost to probes of one node.
+# A probe may cost more than the best place by this share of the time since the node got its last
+# prompt, which bounds the time lost to probes of one node.
 PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
-DEADLINE_SHARE = 0.1  # of what is left until the request's deadline
+DEADLINE_SHARE = 0.1  # of the time until the request's deadline
 MAX_LOOKED_AT = 4  # nodes of each role, per request
 
 
 def find_probe(terms: CostTerms, best: Place) -> Place | None:
-    """Return the cheapest place that is due to be measured and costs more than ``best``, or None.
+    """Return the cheapest place that is due for a measurement and worse than ``best``, or None.
 
     Args:
-        best: the place that is taken otherwise.
+        best: the place to use otherwise.
     """
     if not terms.now or terms.leaves_room:
         return None
@@ -52,7 +52,7 @@ def find_probe(terms: CostTerms, best: Place) -> Place | None:
 
 
 def _due(terms: CostTerms, nodes: Sequence[NodeLoad]) -> list[NodeLoad]:
-    """Return the idle nodes, of a few that change from request to request, not asked for long."""
+    """Return idle nodes without a prompt for long, among a few that vary with each request."""
     if len(nodes) > MAX_LOOKED_AT:
         first = hash(terms.now) % len(nodes)
         nodes = nodes[first : first + MAX_LOOKED_AT]
