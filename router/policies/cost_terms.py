@@ -24,7 +24,9 @@ DECODE_WEIGHT = 0.5
 # arrive as it found queued (Little's law, random arrivals): q. In all, q / (1 - utilization) are
 # delayed, assuming a utilization of one half.
 BUSY_FACTOR = 2.0
-# Local on D must be better by this much: prompts there delay all that come next.
+# Computing a prompt on D must be faster by this margin, because the next prompt to arrive waits for
+# it. On an idle D the margin shrinks with the share of the prompt that D misses: a conversation
+# whose rest is short stays where its KV is, and no prefill node computes again what D has.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 
@@ -265,19 +267,25 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
 
 
 def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Place:
-    """Return the place where D computes the prompt, while all that decode there pause."""
+    """Return the place where D computes the prompt in chunks, between which others decode.
+
+    Each of the others waits as long as computing takes. The prompt waits for their decodes.
+    """
     node = decode.node
     compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight
-    wait_s = max(decode.stall_s, decode.room_s)
+    factor = node.beside_factor if node.num_batch else 1.0
+    wait_s = max(factor * decode.stall_s, decode.room_s)
     terms_s = {
         "local_queue_ms": wait_s,
         "prefill_ms": compute_s,
+        "beside_ms": (factor - 1) * compute_s,
         "stall_ms": compute_s * node.num_batch,
         "decode_ms": decode.steps_s,
         "damage_ms": decode.damage_s,
     }
     if best_pair_s < float("inf"):
-        terms_s["margin_ms"] = LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s)
+        share = 1.0 if node.num_batch else decode.num_missing / terms.num_tokens
+        terms_s["margin_ms"] = share * (LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s))
     return Place(sum(terms_s.values()), None, decode, terms_s)
 
 
@@ -287,7 +295,8 @@ def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
     O(requests there): not for every node.
     """
     compute_s, node = place.terms_s["prefill_ms"], place.decode.node
-    needed_s = place.terms_s["local_queue_ms"] + compute_s + terms.most_steps * node.step_base_s
+    own_s = sum(place.terms_s[name] for name in ("local_queue_ms", "prefill_ms", "beside_ms"))
+    needed_s = own_s + terms.most_steps * node.step_base_s
     return needed_s <= terms.timeout_s and compute_s <= node.slack_s(terms.now)
 
 

@@ -342,13 +342,27 @@ def _text(message: Message, field: str) -> str:
         return message.content or ""
     texts = []
     for i, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
+        shown = part.type[:MAX_SHOWN_CHARS]
+        if message.role == "tool" and part.type != "text":
+            texts.append(f"[{shown}: not shown, because you read text only]")
+        elif part.type != "text" or part.text is None:
             raise InvalidRequestError(
-                f"{field}.content[{i}]",
-                f"must be of type text with a text, got {part.type[:MAX_SHOWN_CHARS]!r}",
+                f"{field}.content[{i}]", f"must be of type text with a text, got {shown!r}"
             )
-        texts.append(part.text)
+        else:
+            texts.append(part.text)
     return "\n".join(texts)
+
+
+def unseen_results(request: ChatRequest) -> list[str]:
+    """Name the kinds of parts in results of tools that the model does not see, such as images.
+
+    An agent sends a result again with each later request. A refusal would end the conversation,
+    so the model is told that the part is not shown.
+    """
+    contents = (message.content for message in request.messages if message.role == "tool")
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return sorted({f"messages.tool.{part.type}" for part in parts if part.type != "text"})
 
 
 def _without_none(tool: Tool) -> dict[str, Any]:

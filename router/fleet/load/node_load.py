@@ -33,6 +33,9 @@ _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
 _LONG_PROMPT = 4  # times the largest step: a prompt of this length is added to a profile
+# Seconds of a prompt while others decode on its node, over its seconds there alone: until measured,
+# the highest that counts, and the weight of the newest measurement.
+_FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2
 _FADING = 0.05  # weight of a new value in running averages
 _LONG_FADING = 0.01
 
@@ -69,18 +72,23 @@ class Account:
         num_uncomputed: prompt tokens to compute here.
         num_arriving: prompt tokens whose KV needs room here and has not arrived.
         num_decoding: prompt tokens of a request that decodes here; 0 before.
+        is_beside: whether others were on this decode node when the request was placed.
         begun_at: when its first token came from this decode node; None before.
         promise: its deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes it.
+        unmeasured: tokens and seconds of a prompt that this decode node computed, until the node
+            tells its own time; None: nothing to measure.
     """
 
     num_tokens: int
     num_uncomputed: int = 0
     num_arriving: int = 0
     num_decoding: int = 0
+    is_beside: bool = False
     begun_at: float | None = None
     promise: Promise | None = None
     forecast: PrefillForecast | None = None
+    unmeasured: tuple[int, float] | None = None
 
 
 class NodeLoad:
@@ -109,6 +117,8 @@ class NodeLoad:
         prefill_progress_at: when the last prompt was done, by the clock; for an idle node, when the
             next one came.
         prefill_asked_at: when the last prompt was placed there; before the first, when it joined.
+        beside_factor: seconds of a prompt while others decode there, over its seconds alone; above
+            1, because its chunks are small and each shares a step with decodes.
         step: seconds per decode step, by `step_units`.
         step_units: size of a step: context tokens, plus `REQUEST_UNITS` per request.
         step_base_s, step_s_per_unit: line of the cost per step of one more request, by its units:
@@ -146,6 +156,7 @@ class NodeLoad:
             num_kept=_STEPS_KEPT,
             shared_units=_SHARED_UNITS,
         )
+        self.beside_factor, self._num_beside = _FIRST_BESIDE, 0
         self.prefill_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
@@ -159,6 +170,7 @@ class NodeLoad:
         self._num_uncomputed = 0  # prompt tokens to compute here, of this router's requests
         self.num_uncomputed_requests = 0
         self._num_foreign = 0
+        self._num_foreign_requests = 0
         self._num_decoding = 0
         self._num_decoding_tokens = 0  # prompt tokens of the decoding requests
         self._foreign_units = self._foreign_running_units = 0.0
@@ -188,12 +200,12 @@ class NodeLoad:
         promise: Promise | None = None,
     ) -> Account:
         """Count a request that was placed here and return its `Account`."""
-        forecast = None
+        forecast, is_beside = None, self.num_batch > 0
         if num_uncomputed:
             self.prefill_asked_at = now = self._clock()
             if not self.num_uncomputed_requests:
                 self.prefill_progress_at = now
-            forecast = self._forecast(num_uncomputed, now)
+            forecast = self._forecast(num_uncomputed, now, self.beside_factor if is_beside else 1.0)
             self._num_uncomputed += num_uncomputed
             self.num_uncomputed_requests += 1
         self.num_open_requests += 1
@@ -201,12 +213,20 @@ class NodeLoad:
         self.num_placed_tokens += num_tokens
         self.num_arriving_tokens += num_arriving
         self._derive()
-        return Account(num_tokens, num_uncomputed, num_arriving, promise=promise, forecast=forecast)
+        return Account(
+            num_tokens,
+            num_uncomputed,
+            num_arriving,
+            is_beside=is_beside,
+            promise=promise,
+            forecast=forecast,
+        )
 
-    def _forecast(self, num_tokens: int, now: float) -> PrefillForecast:
-        begun_s = min(now - self.prefill_progress_at, self.prefill_front_s)
-        wait_s = max(self.prefill_queue_s - begun_s, 0.0)
-        return PrefillForecast(num_tokens, wait_s, self.prefill.seconds(num_tokens), now)
+    def _forecast(self, num_tokens: int, now: float, factor: float) -> PrefillForecast:
+        """Return what is expected of a prompt, if computing takes so many times its own time."""
+        begun_s = min(now - self.prefill_progress_at, factor * self.prefill_front_s)
+        wait_s = max(factor * self.prefill_queue_s - begun_s, 0.0)
+        return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_tokens), now)
 
     def _note_forecast(self, account: Account, now: float, compute_s: float) -> None:
         forecast, account.forecast = account.forecast, None
@@ -228,8 +248,10 @@ class NodeLoad:
         if account.num_uncomputed:
             busy_s = max(account.begun_at - self.prefill_progress_at, 0.0)
             self._note_forecast(account, account.begun_at, busy_s)
-            self.prefill.measure(account.num_uncomputed, busy_s)
-            self.prefill.refresh()
+            if account.is_beside:
+                self._note_beside(busy_s / self.prefill.seconds(account.num_uncomputed))
+            else:
+                account.unmeasured = account.num_uncomputed, busy_s
         if account.promise is not None:
             self.promises.begin(account.promise)
         account.num_decoding, account.num_arriving = account.num_arriving, 0
@@ -239,8 +261,29 @@ class NodeLoad:
         self._drop_uncomputed(account)
         self._derive()
 
+    def note_prompt_time(self, account: Account, own_s: float = math.inf) -> None:
+        """Measure the prompt that this decode node computed; harmless where there is none.
+
+        The time from here has the way to the node and back. On a rest of a few tokens that is most
+        of the time, and long prompts would look as many times slower.
+
+        Args:
+            own_s: until its first token, by the node; inf where the node did not tell.
+        """
+        if account.unmeasured is not None:
+            num_tokens, seconds = account.unmeasured
+            account.unmeasured = None
+            self.prefill.measure(num_tokens, min(seconds, own_s))
+            self.prefill.refresh()
+
+    def _note_beside(self, factor: float) -> None:
+        self._num_beside += 1
+        part = max(1 / (1 + self._num_beside), _BESIDE_FADING)
+        self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
+
     def note_closed(self, account: Account) -> None:
         """Remove everything that an ended request still counts for."""
+        self.note_prompt_time(account)
         self.num_open_requests -= 1
         self.num_open_tokens -= account.num_tokens
         self.num_arriving_tokens -= account.num_arriving
@@ -292,7 +335,8 @@ class NodeLoad:
         num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
         num_held_tokens = (self.num_blocks - beat.num_free_blocks) * self.block_size
         units = REQUEST_UNITS + num_held_tokens / max(num_reported, 1)
-        self._foreign_units = units * max(0, num_reported - self.num_open_requests)
+        self._num_foreign_requests = max(0, num_reported - self.num_open_requests)
+        self._foreign_units = units * self._num_foreign_requests
         self._foreign_running_units = units * max(0, beat.num_running - self._num_decoding)
 
     def note_prefilled(
@@ -376,8 +420,7 @@ class NodeLoad:
         self.prefill_front_s = self.prefill_queue_s / max(num_requests, 1) / weight
         if not self._is_decode:
             return
-        num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
-        self.num_batch = max(self.num_open_requests, num_reported)
+        self.num_batch = self.num_open_requests + self._num_foreign_requests
         num_free = (beat.num_free_blocks if self.has_beat else self.num_blocks) * self.block_size
         self.num_free_tokens = num_free - self.num_arriving_tokens
         self.num_room_tokens = 0 if beat.num_waiting else self.num_free_tokens - self.block_size
