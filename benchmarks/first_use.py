@@ -193,7 +193,7 @@ def lark(chance: random.Random) -> Request:
 
 
 def sampled(chance: random.Random) -> Request:
-    filters = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+    filters: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
     return chat(chance, **filters, frequency_penalty=0.2, repetition_penalty=1.1)
 
 

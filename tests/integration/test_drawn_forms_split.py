@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from baton import Client, SamplingParams, Thinking
@@ -71,9 +72,11 @@ def alone(forms: DrawnForms, asked: list[Asked]) -> list[Said]:
 
 def post(deployment: LocalDeployment, body: dict[str, Any]) -> Said:
     url = f"http://{deployment.config.http_listen}/v1/chat/completions"
-    answer = httpx.post(url, json=body, timeout=300)
-    assert answer.status_code == 200, answer.text
-    message = answer.json()["choices"][0]["message"]
+    asked = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=300) as answer:  # raises for any other status
+        message = json.load(answer)["choices"][0]["message"]
     calls = [one["function"] for one in message.get("tool_calls") or ()]
     return Said(
         message.get("reasoning_content") or "",
@@ -89,7 +92,9 @@ def post_all(deployment: LocalDeployment, asked: list[Asked]) -> list[Said]:
 
 
 def num_attempts(deployment: LocalDeployment) -> float:
-    text = httpx.get(f"http://{deployment.config.http_listen}/metrics").text
+    url = f"http://{deployment.config.http_listen}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text = answer.read().decode()
     found = re.search(r"^baton_router_attempts_total (\S+)", text, re.MULTILINE)
     assert found, text
     return float(found[1])

@@ -392,8 +392,10 @@ def test_a_thought_that_must_begin_has_a_token(
 ) -> None:
     """A model could close the thought, or end the output, before the first token."""
 
-    def begun(**more: int) -> GrammarState:
-        marks = Thinking(close_token_ids=(CLOSE,), is_open=True, must_open=True, **more)
+    def begun(budget_tokens: int | None = None) -> GrammarState:
+        marks = Thinking(
+            budget_tokens=budget_tokens, close_token_ids=(CLOSE,), is_open=True, must_open=True
+        )
         given = choosing(*texts) if texts else SamplingParams()
         return compiler.compile_now(dataclasses.replace(given, thinking=marks))
 
