@@ -96,6 +96,7 @@ class DecodeNode:
         self._jobs: dict[str, _Job] = {}
         self._deltas: list[RequestDelta] = []
         self._expire_at = 0.0
+        self._prefill_nodes = set[str]()  # engine ids of those that are connected
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
@@ -177,6 +178,7 @@ class DecodeNode:
                     if job is not None and job.command.epoch == command.epoch:
                         self._end(command.request_id)
                 case PeerUpdate(removed=True):
+                    self.note_prefill_node(command.engine_id, is_connected=False)
                     for reservation in self.reservations.lose_peer(command.engine_id):
                         self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
                 case PeerUpdate():
@@ -224,6 +226,17 @@ class DecodeNode:
         told = RequestError(status_name(error), str(error))
         self._deltas.append(failed_delta(command.request_id, command.epoch, told))
 
+    def note_prefill_node(self, engine_id: str, *, is_connected: bool) -> None:
+        """Bound steps with prompts while another node could compute prompts.
+
+        Called on this node's thread only.
+        """
+        had_any = bool(self._prefill_nodes)
+        (self._prefill_nodes.add if is_connected else self._prefill_nodes.discard)(engine_id)
+        limit, has_any = self._options.max_step_stretch, bool(self._prefill_nodes)
+        if limit and has_any != had_any:
+            self.engine.limit_stretch(limit if has_any else None)
+
     def _connect(self, update: PeerUpdate) -> None:
         try:
             peer = PeerInfo.decode(update.peer_info, engine_id=update.engine_id)
@@ -235,9 +248,11 @@ class DecodeNode:
 
     def _settle(self, event: TransferEvent) -> None:
         if event.kind is TransferEventKind.PEER_CONNECTED:
+            self.note_prefill_node(event.engine_id, is_connected=True)
             rate = event.bandwidth_bytes_per_s
             self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
         elif event.kind is TransferEventKind.PEER_FAILED:
+            self.note_prefill_node(event.engine_id, is_connected=False)
             self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             for lost in self.reservations.end_all_of(event.engine_id):
                 self._fail(lost, "UNAVAILABLE", "its prefill node cannot be reached")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.options import check_limits, group, option
 from node_runtime.options import NodeOptions
@@ -28,9 +29,21 @@ class DecodeOptions:
         help="Compute a request here, without receiving KV, if the prefix cache has all of it but "
         "at most this many tokens and it can begin at once. 0: never.",
     )
+    max_step_stretch: float = option(
+        1.5,
+        least=0.0,
+        help="While a prefill node is connected: a step that decodes and computes a prompt, too, "
+        "may take so many times as long as steps that only decode, as they are measured. Lower "
+        "keeps the gaps between a stream's tokens even, higher ends prompts sooner; 0: only "
+        "--prefill-tokens-beside-decodes bounds steps.",
+    )
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if 0 < self.max_step_stretch <= 1:
+            raise ConfigError(
+                f"max_step_stretch: must be 0 or above 1, got {self.max_step_stretch:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

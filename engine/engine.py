@@ -24,13 +24,18 @@ from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import ALL, Scheduler
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor, PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
+from engine.step_stretch import StepStretch
 from models.work import model_work
+
+# Of the most prompt tokens beside decodes: so many are computed although a step becomes too long.
+# Each step reads all weights, so that fewer tokens would be paid for several times.
+_LEAST_PART = 8
 
 _NOBODYS: Mapping[str, str] = MappingProxyType({})
 AfterLayer = Callable[[int], None]
@@ -130,6 +135,7 @@ class Engine:
         self.last_scheduled: SchedulerOutput | None = None
         self._in_flight: _StepInFlight | None = None
         self._busy_until = 0.0  # when the device finished the previous step
+        self._stretch: StepStretch | None = None
 
     # ------------------------------------------------------------------ requests
 
@@ -272,6 +278,18 @@ class Engine:
         """
         return self._scheduler.awaits_masks
 
+    def limit_stretch(self, limit: float | None) -> None:
+        """Bound steps that decode and compute a prompt, by the time of steps that only decode.
+
+        Steps with drafts are not measured.
+
+        Args:
+            limit: times that such a step may take, above 1. None: only the engine's
+                ``prefill_tokens_beside_decodes`` bounds them.
+        """
+        least = max(self.executor.config.prefill_tokens_beside_decodes // _LEAST_PART, 1)
+        self._stretch = None if limit is None else StepStretch(limit, least)
+
     def step(self) -> StepResult:
         """Run one step: schedule, execute, update."""
         return self.execute(self.schedule())
@@ -282,11 +300,12 @@ class Engine:
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
         scheduler, speculation = self._scheduler, self._speculation
+        num_beside = ALL if self._stretch is None else self._stretch.num_tokens()
         if speculation is None:
-            scheduled = scheduler.schedule()
+            scheduled = scheduler.schedule(num_beside_decodes=num_beside)
         else:
             num_drafts = speculation.num_to_guess(scheduler.num_competing, scheduler.drafts_for_any)
-            scheduled = scheduler.schedule(num_drafts, speculation.num_to_read())
+            scheduled = scheduler.schedule(num_drafts, speculation.num_to_read(), num_beside)
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
 
@@ -354,6 +373,8 @@ class Engine:
             seconds = output.ended_at - self._busy_until
             self._speculation.note_step(scheduled, seconds, output.drafting_s)
         self._busy_until = output.ended_at
+        if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
+            self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
         self.num_steps += 1
         counters, num_tokens = self._scheduler.counters, scheduled.num_scheduled_tokens
         counters.note_step(num_tokens)

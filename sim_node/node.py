@@ -304,6 +304,8 @@ class Simulation:
     def _report(self, update: PeerUpdate) -> None:
         problem = self._network.problem(update.peer_info)
         rate = 0.0 if problem else self._options.timing.link_bytes_per_s
+        if isinstance(self.node, DecodeNode):
+            self.node.note_prefill_node(update.engine_id, is_connected=not problem)
         self._emit(PeerReport(update.engine_id, not problem, TRANSPORT, problem, rate))
 
     # ------------------------------------------------------------------ stepping

@@ -37,12 +37,16 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     Attributes:
         has_drafts: whether any request may have drafts, so that most steps need not look for them.
         num_drafts: number of drafts to make behind each sampled token.
+        decodes: whether a request decodes in this step.
+        num_prompt_tokens: prompt tokens in this step.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
     has_drafts: bool = False
     num_drafts: int = 0
+    decodes: bool = False
+    num_prompt_tokens: int = 0
 
     @property
     def may_run_ahead(self) -> bool:
@@ -70,7 +74,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         """Return this step without the parts that a predicate leaves out."""
         left = tuple(item for item in self.scheduled if not is_left_out(item))
         num_tokens = sum(item.num_scheduled_tokens for item in left)
-        return SchedulerOutput(left, num_tokens, self.has_drafts, self.num_drafts)
+        return msgspec.structs.replace(self, scheduled=left, num_scheduled_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

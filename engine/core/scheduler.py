@@ -126,13 +126,17 @@ class Scheduler:
     def grant(self, request_id: str) -> GrantedBlocks | None:
         """Give a parked request its cached blocks, new blocks for the rest, and one decode block.
 
-        Returns None if too few blocks are free, or if other requests wait for blocks: preempted
-        ones come first.
+        Returns None if too few blocks are free besides those that waiting requests need. Requests
+        that wait for their turn in a step, and not for blocks, delay no grant.
         """
-        if self._room.num_waiting:
-            return None
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if self._room.num_waiting:
+            needed = [manager.num_tokens_to_grant(request)]
+            needed += [waiting.num_tokens + 1 for waiting in self._room.waiting()]
+            num_blocks = sum(map(manager.num_blocks_for, needed)) + self._watermark_blocks
+            if num_blocks > manager.block_pool.num_free:
+                return None
         if not manager.allocate_for_handoff(request, manager.num_tokens_to_grant(request)):
             return None
         request.num_cached_tokens = request.num_cached_blocks * manager.block_size
@@ -236,7 +240,9 @@ class Scheduler:
         """Return whether any running request is drafted for."""
         return any(request.is_drafted_for for request in self._running)
 
-    def schedule(self, num_drafts: int = 0, num_draft_for: int = ALL) -> SchedulerOutput:
+    def schedule(
+        self, num_drafts: int = 0, num_draft_for: int = ALL, num_beside_decodes: int = ALL
+    ) -> SchedulerOutput:
         """Choose what the next step computes, and allocate blocks for it.
 
         May be called while a step runs (between `begin` and `update`). Each request that samples in
@@ -249,6 +255,8 @@ class Scheduler:
                 for these drafts as long as enough blocks are free.
             num_draft_for: most starting requests that the drafter will read from their first token
                 on.
+            num_beside_decodes: most prompt tokens if a request decodes; a second limit beside the
+                scheduler's own.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
@@ -256,7 +264,10 @@ class Scheduler:
         if not self._num_steps_in_flight:
             self._masks.wait()
         is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
-        self._num_prefill_tokens_left = self._prefill_tokens_beside_decodes if is_mixed else ALL
+        num_allowed = ALL
+        if is_mixed:
+            num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
+        self._num_prefill_tokens_left = num_allowed
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
@@ -273,7 +284,10 @@ class Scheduler:
         if not scheduled and self._running and not self._num_steps_in_flight:
             self.awaits_masks = True
             self._masks.wait_for_any()  # no other request can run: wait here, and run it next
-        return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts, num_drafts)
+        num_prompt_tokens = num_allowed - self._num_prefill_tokens_left
+        return SchedulerOutput(
+            tuple(scheduled), num_tokens, has_drafts, num_drafts, is_mixed, num_prompt_tokens
+        )
 
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Return a step that was scheduled ahead, without requests whose masks are not ready.

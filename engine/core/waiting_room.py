@@ -13,7 +13,7 @@ Refuses to know: steps, budgets, blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from engine.core.request import Request, RequestStatus
 
@@ -57,6 +57,10 @@ class WaitingQueue:
     def pop(self) -> Request:
         """Remove the request that `peek` returned."""
         return self._requests.popleft()
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the requests that wait, in their order."""
+        return (request for request in self._requests if not request.status.is_finished)
 
 
 class WaitingRoom:
@@ -123,6 +127,10 @@ class WaitingRoom:
             self.num_waiting -= 1
 
     # ------------------------------------------------------------------ whose turn it is
+
+    def waiting(self) -> Iterator[Request]:
+        """Iterate over the requests in line without blocks, in their order."""
+        return iter(self._waiting)
 
     def peek_arrived(self) -> Request | None:
         """Return the next request that holds blocks, or None."""

@@ -267,13 +267,18 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
 
 
 def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Place:
-    """Return the place where D computes the prompt, while all that decode there pause."""
+    """Return the place where D computes the prompt in chunks, between which others decode.
+
+    Each of the others waits as long as computing takes. The prompt waits for their decodes.
+    """
     node = decode.node
     compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight
-    wait_s = max(decode.stall_s, decode.room_s)
+    factor = node.beside_factor if node.num_batch else 1.0
+    wait_s = max(factor * decode.stall_s, decode.room_s)
     terms_s = {
         "local_queue_ms": wait_s,
         "prefill_ms": compute_s,
+        "beside_ms": (factor - 1) * compute_s,
         "stall_ms": compute_s * node.num_batch,
         "decode_ms": decode.steps_s,
         "damage_ms": decode.damage_s,
@@ -290,7 +295,8 @@ def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
     O(requests there): not for every node.
     """
     compute_s, node = place.terms_s["prefill_ms"], place.decode.node
-    needed_s = place.terms_s["local_queue_ms"] + compute_s + terms.most_steps * node.step_base_s
+    own_s = sum(place.terms_s[name] for name in ("local_queue_ms", "prefill_ms", "beside_ms"))
+    needed_s = own_s + terms.most_steps * node.step_base_s
     return needed_s <= terms.timeout_s and compute_s <= node.slack_s(terms.now)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.api.errors import InvalidRequestError
-from baton.api.structured_output import StructuredOutput
+from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from baton.api.thinking import Thinking, check_budget
 from baton.text.chat_template import ChatTemplate
 from router.api.http.sampling import asked_format, asks_for_output
@@ -232,7 +232,7 @@ def _forced_calls(
     # Small models repeat calls, so several are allowed only on request.
     several = request.parallel_tool_calls is True and not is_named
     grammar, is_common = parsers.forced_calls(functions, several=several)
-    return HeldOutput(StructuredOutput(grammar=grammar), is_common_call=is_common)
+    return HeldOutput(_grammar_of_calls(grammar), is_common_call=is_common)
 
 
 def _answer_or_calls(
@@ -253,7 +253,7 @@ def _answer_or_calls(
         [_function(tool, grammars, is_held=bool(tool.function.strict)) for tool in tools],
         several=several,
     )
-    return HeldOutput(StructuredOutput(grammar=grammar), is_either=True) if grammar else None
+    return HeldOutput(_grammar_of_calls(grammar), is_either=True) if grammar else None
 
 
 def _text_or_calls(
@@ -275,7 +275,19 @@ def _text_or_calls(
         raise InvalidRequestError(
             "tools", "must not be strict: no calls are looked for in this model's outputs"
         )
-    return HeldOutput(StructuredOutput(grammar=grammar), is_free=True) if grammar else None
+    return HeldOutput(_grammar_of_calls(grammar), is_free=True) if grammar else None
+
+
+def _grammar_of_calls(grammar: str) -> StructuredOutput:
+    """Return what holds an output to calls; raises InvalidRequestError of the tools' size."""
+    num_bytes = len(grammar.encode(errors="surrogatepass"))
+    if num_bytes > MAX_TEXT_BYTES:
+        raise InvalidRequestError(
+            "tools",
+            f"need a grammar of at most {MAX_TEXT_BYTES} bytes, got {num_bytes}: offer fewer "
+            "functions that are strict or must be called, or smaller parameters",
+        )
+    return StructuredOutput(grammar=grammar)
 
 
 def open_formats(request: ChatRequest, grammars: Grammars) -> list[str]:

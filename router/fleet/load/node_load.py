@@ -33,6 +33,9 @@ _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
 _LONG_PROMPT = 4  # times the largest step: a prompt of this length is added to a profile
+# Seconds of a prompt while others decode on its node, over its seconds there alone: until measured,
+# the highest that counts, and the weight of the newest measurement.
+_FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2
 _FADING = 0.05  # weight of a new value in running averages
 _LONG_FADING = 0.01
 
@@ -69,6 +72,7 @@ class Account:
         num_uncomputed: prompt tokens to compute here.
         num_arriving: prompt tokens whose KV needs room here and has not arrived.
         num_decoding: prompt tokens of a request that decodes here; 0 before.
+        is_beside: whether others were on this decode node when the request was placed.
         begun_at: when its first token came from this decode node; None before.
         promise: its deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes it.
@@ -80,6 +84,7 @@ class Account:
     num_uncomputed: int = 0
     num_arriving: int = 0
     num_decoding: int = 0
+    is_beside: bool = False
     begun_at: float | None = None
     promise: Promise | None = None
     forecast: PrefillForecast | None = None
@@ -112,6 +117,8 @@ class NodeLoad:
         prefill_progress_at: when the last prompt was done, by the clock; for an idle node, when the
             next one came.
         prefill_asked_at: when the last prompt was placed there; before the first, when it joined.
+        beside_factor: seconds of a prompt while others decode there, over its seconds alone; above
+            1, because its chunks are small and each shares a step with decodes.
         step: seconds per decode step, by `step_units`.
         step_units: size of a step: context tokens, plus `REQUEST_UNITS` per request.
         step_base_s, step_s_per_unit: line of the cost per step of one more request, by its units:
@@ -149,6 +156,7 @@ class NodeLoad:
             num_kept=_STEPS_KEPT,
             shared_units=_SHARED_UNITS,
         )
+        self.beside_factor, self._num_beside = _FIRST_BESIDE, 0
         self.prefill_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
@@ -192,12 +200,12 @@ class NodeLoad:
         promise: Promise | None = None,
     ) -> Account:
         """Count a request that was placed here and return its `Account`."""
-        forecast = None
+        forecast, is_beside = None, self.num_batch > 0
         if num_uncomputed:
             self.prefill_asked_at = now = self._clock()
             if not self.num_uncomputed_requests:
                 self.prefill_progress_at = now
-            forecast = self._forecast(num_uncomputed, now)
+            forecast = self._forecast(num_uncomputed, now, self.beside_factor if is_beside else 1.0)
             self._num_uncomputed += num_uncomputed
             self.num_uncomputed_requests += 1
         self.num_open_requests += 1
@@ -205,12 +213,20 @@ class NodeLoad:
         self.num_placed_tokens += num_tokens
         self.num_arriving_tokens += num_arriving
         self._derive()
-        return Account(num_tokens, num_uncomputed, num_arriving, promise=promise, forecast=forecast)
+        return Account(
+            num_tokens,
+            num_uncomputed,
+            num_arriving,
+            is_beside=is_beside,
+            promise=promise,
+            forecast=forecast,
+        )
 
-    def _forecast(self, num_tokens: int, now: float) -> PrefillForecast:
-        begun_s = min(now - self.prefill_progress_at, self.prefill_front_s)
-        wait_s = max(self.prefill_queue_s - begun_s, 0.0)
-        return PrefillForecast(num_tokens, wait_s, self.prefill.seconds(num_tokens), now)
+    def _forecast(self, num_tokens: int, now: float, factor: float) -> PrefillForecast:
+        """Return what is expected of a prompt, if computing takes so many times its own time."""
+        begun_s = min(now - self.prefill_progress_at, factor * self.prefill_front_s)
+        wait_s = max(factor * self.prefill_queue_s - begun_s, 0.0)
+        return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_tokens), now)
 
     def _note_forecast(self, account: Account, now: float, compute_s: float) -> None:
         forecast, account.forecast = account.forecast, None
@@ -232,7 +248,10 @@ class NodeLoad:
         if account.num_uncomputed:
             busy_s = max(account.begun_at - self.prefill_progress_at, 0.0)
             self._note_forecast(account, account.begun_at, busy_s)
-            account.unmeasured = account.num_uncomputed, busy_s
+            if account.is_beside:
+                self._note_beside(busy_s / self.prefill.seconds(account.num_uncomputed))
+            else:
+                account.unmeasured = account.num_uncomputed, busy_s
         if account.promise is not None:
             self.promises.begin(account.promise)
         account.num_decoding, account.num_arriving = account.num_arriving, 0
@@ -256,6 +275,11 @@ class NodeLoad:
             account.unmeasured = None
             self.prefill.measure(num_tokens, min(seconds, own_s))
             self.prefill.refresh()
+
+    def _note_beside(self, factor: float) -> None:
+        self._num_beside += 1
+        part = max(1 / (1 + self._num_beside), _BESIDE_FADING)
+        self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
 
     def note_closed(self, account: Account) -> None:
         """Remove everything that an ended request still counts for."""

@@ -190,6 +190,28 @@ def test_the_way_to_a_decode_node_is_no_part_of_the_time_of_its_prompts(
     assert is_slower == (own_s == math.inf)
 
 
+def test_prompts_beside_decodes_move_a_factor_and_not_the_line_of_prompts(book: FleetBook) -> None:
+    load = book["d0"]
+    alone_s = load.prefill.seconds(100)
+    decoding = load.note_opened(120, num_arriving=100)
+    load.note_begun(decoding)
+    for _ in range(20):
+        account = load.note_opened(120, num_uncomputed=100, num_arriving=100)
+        book.now += 3 * alone_s
+        load.note_begun(account)
+        load.note_closed(account)
+    assert load.prefill.seconds(100) == alone_s
+    assert load.beside_factor == pytest.approx(3, rel=0.02)
+    beside = load.note_opened(120, num_uncomputed=100, num_arriving=100)
+    assert beside.forecast is not None
+    assert beside.forecast.compute_s == pytest.approx(3 * alone_s, rel=0.02)
+    load.note_closed(beside)
+    load.note_closed(decoding)
+    alone = load.note_opened(120, num_uncomputed=100, num_arriving=100)
+    assert alone.forecast is not None
+    assert alone.forecast.compute_s == pytest.approx(alone_s)
+
+
 def test_a_node_begins_with_the_step_times_that_it_told(book: FleetBook) -> None:
     registration = dataclasses.replace(
         make_registration("p9", NodeRole.PREFILL, max_model_len=10_000),
