@@ -54,7 +54,7 @@ _NUDGED = (
 _CLOSING = ('"', '",', '"}', "]", "}", "]}", "}}", '"]', ", ", ",")
 
 # What draws the tokens of answers.
-WRITERS: Registry[type[AnswerWriter]] = Registry(
+WRITERS: Registry[Callable[[Path], AnswerWriter]] = Registry(
     "writer of answers",
     {
         "engine": "tests.fuzz.answer_writers.engine:EngineWriter",

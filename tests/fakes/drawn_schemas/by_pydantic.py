@@ -143,12 +143,8 @@ def _plain(rng: random.Random, depth: int) -> Any:
 
 def _list(rng: random.Random, depth: int) -> Any:
     item, low = draw_type(rng, depth - 1), rng.choice((None, 0, 1))
-    return Annotated[
-        list[item],
-        Field(  # type: ignore[valid-type]
-            min_length=low, max_length=rng.randint(1, 3)
-        ),
-    ]
+    size = Field(min_length=low, max_length=rng.randint(1, 3))
+    return Annotated[list[item], size]  # type: ignore[valid-type]
 
 
 def _open_list(rng: random.Random, depth: int) -> Any:
