@@ -155,16 +155,17 @@ class GrammarState:
         """Advance by a token of the output; return False if the grammar forbids the token."""
         if self.problem:
             return False
-        if not self._may_come(token_id):
+        thought = self.thought  # most requests have none, and pay for none in each step
+        if thought is not None and not self._may_come(token_id):
             self.problem = f"structured_output: token {token_id} is no part of the thought's form"
-        elif self._is_of_answer(token_id) and self._matcher is not None:
+        elif (thought is None or not thought.accept(token_id)) and self._matcher is not None:
             began_at = time.thread_time()
             if not self._matcher.consume_token(token_id):
                 self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
             self._spent_s += time.thread_time() - began_at
         self.has_mask = False
         self.num_accepted += 1
-        if self.num_free:
+        if thought is not None and self.num_free:
             self.compute_mask()  # there is none to compute
         return not self.problem
 
@@ -195,9 +196,10 @@ class GrammarState:
 
     def _next_bits(self) -> NDArray[np.uint8] | None:
         """Compute the mask of the next token; None where the token is free."""
-        if self.num_free:
+        thought = self.thought
+        if thought is not None and self.num_free:
             return None
-        bits, thought = np.zeros_like(self._permitted), self.thought
+        bits = np.zeros_like(self._permitted)
         if self._matcher is not None and (thought is None or thought.may_answer):
             self._add_grammar_bits(self._matcher, bits)
         if thought is not None:
