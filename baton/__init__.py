@@ -1,15 +1,14 @@
-"""Baton: the names that users import. What is heavy is imported when it is first asked for.
+"""Baton: the names that users import. Heavy modules are imported when first used.
 
     from baton import LLM, Client, SamplingParams
 
-Below it is the ground that every program and every client stands on. Only `LLM` needs torch.
+The rest of `baton` is shared by all programs and clients. Only `LLM` needs torch.
 """
 
 import os
 from typing import TYPE_CHECKING, Any
 
-# Else gRPC's core writes a line of its own for every TLS handshake that fails, at both ends. It is
-# read when gRPC is imported.
+# Keeps gRPC's core from printing a line for every failed TLS handshake. Read when gRPC is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from baton.api.errors import BatonError
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from baton.client.client import AsyncClient, Client
     from engine import LLM as LLM
 
-# Without LLM: `from baton import *` works without torch.
+# Without LLM, so that `from baton import *` works without torch.
 __all__ = [
     "AsyncClient",
     "BatonError",
@@ -40,7 +39,7 @@ __all__ = [
 
 
 def _import_llm() -> Any:
-    """Import our engine, and no `engine.py` that lies where Python looks first."""
+    """Import Baton's engine, even if the user's folder has an `engine.py`."""
     from baton.own_packages import prefer_own_packages, warn_of_hidden_files
 
     prefer_own_packages()
@@ -50,13 +49,13 @@ def _import_llm() -> Any:
     return LLM
 
 
-if not TYPE_CHECKING:  # a checker knows the names of above, and that there are no others
+if not TYPE_CHECKING:  # type checkers know the names above, and that there are no others
 
     def __getattr__(name: str) -> Any:
-        """Import what is heavy when somebody asks for it: gRPC for clients, torch for `LLM`.
+        """Import a heavy module on first use: gRPC for clients, torch for `LLM`.
 
         Raises:
-            ModuleNotFoundError: `LLM` without the extra that it needs, which the message names.
+            ModuleNotFoundError: `LLM` lacks an extra, which the message names.
         """
         if name == "LLM":
             return globals().setdefault(name, _import_llm())

@@ -1,4 +1,4 @@
-"""`python -m baton`: the same as the `baton` command."""
+"""Run the `baton` command by `python -m baton`."""
 
 from baton.cli.app import main
 

@@ -1,4 +1,4 @@
-"""Where a router listens, and where its clients look for it, unless told otherwise."""
+"""Default addresses of a router and of its HTTP API."""
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"

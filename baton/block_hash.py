@@ -1,15 +1,15 @@
-"""Block hashes: names for full KV blocks that say everything their content depends on.
+"""Block hashes: identify full KV blocks by everything that their content depends on.
 
-    namespace    what the KV of equal tokens depends on in a node: model, weights, dtypes, layout
-    extra keys   and in a request: who shares its KV
+    namespace    what equal tokens' KV depends on in a node: model, weights, dtypes, layout
+    extra keys   what it depends on in a request: the group that shares its KV
 
     hash[-1] = H(namespace, extra keys)        hash[i] = H(hash[i - 1], tokens of block i)
 
-Chained, so that equal hashes mean equal prefixes of one model under equal extra keys: with another
-cache salt no block of a prompt has the same name, and with other weights neither. All that names
-cached KV comes from here: nodes' caches, what they tell routers, a router's index. The router
-computes the same hashes to find the node that has a prefix, so this file is torch-free and its
-result is part of the contract.
+Hashes are chained, so equal hashes mean equal prefixes of one model under equal extra keys. With
+another cache salt or other weights all hashes of a prompt differ. All code that identifies cached
+KV uses this file: nodes' caches, their events to routers, and a router's index. The router computes
+the same hashes to find nodes that have a prefix, so this file is torch-free and its result is part
+of the protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import xxhash
 from baton.api.errors import ConfigError
 
 BlockHash = bytes
-ShortHash = int  # 64 bits of a BlockHash: enough to place a request by, too little to reuse KV by
+ShortHash = int  # the first 64 bits: enough to choose a node by, too few to reuse KV by
 
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
     "blake2b": lambda data: hashlib.blake2b(data, digest_size=32).digest(),
@@ -37,25 +37,25 @@ _ROOT = b"baton/2"
 def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
     """Cut each hash to its first 8 bytes.
 
-    That any two of a million blocks share one is a chance of 1 in 30 million. It is harmless: a
-    router then misjudges how much of a prompt a node has; the node itself goes by whole hashes.
-    Who looks for two prompts of its own that share one finds them after some 2**32 hashes, and
-    wins a wrong guess about its own requests. It cannot aim at another tenant's: their names come
-    of a salt that it does not know.
+    The chance that any two of a million blocks collide is 1 in 30 million. A collision is harmless:
+    the router misjudges how much of a prompt a node has, while the node compares whole hashes. An
+    attacker can find two colliding prompts of its own after some 2**32 hashes, but gains only a
+    wrong estimate for its own requests. It cannot target other tenants, whose hashes use an unknown
+    salt.
     """
     parts = [block_hash[:8] for block_hash in hashes]
     return struct.unpack(f"<{len(parts)}Q", b"".join(parts))
 
 
-# What nodes say of themselves (`NodeRegistration.compatibility`) on which the KV of equal tokens
-# depends. Scales and kinds of layers are in the layout; the number of ranks is in none of them.
+# Entries of `NodeRegistration.compatibility` that equal tokens' KV depends on. Scales and layer
+# kinds are part of the layout; the number of ranks does not matter.
 CACHE_KEYS = (
     "model", "weights", "dtype", "linear_weights", "kv_cache_dtype", "kv_layout", "drafter",
 )  # fmt: skip
 
 
 def cache_namespace(entries: Mapping[str, str]) -> bytes:
-    """Digest what the KV of equal tokens depends on in a node, for `BlockHasher`.
+    """Return a digest of what equal tokens' KV depends on in a node.
 
     Args:
         entries: compatibility entries; a missing one counts as empty.
@@ -65,21 +65,21 @@ def cache_namespace(entries: Mapping[str, str]) -> bytes:
 
 
 def extra_keys_of(cache_salt: bytes) -> tuple[bytes, ...]:
-    """Return what a request's KV depends on besides its tokens, for `BlockHasher.extend`.
+    """Return what a request's KV depends on besides its tokens.
 
     Args:
-        cache_salt: salt of the tenant or group that shares the cache; empty: everybody shares.
+        cache_salt: salt of the group that shares the cache; empty: everybody shares.
     """
     return (b"cache_salt", cache_salt) if cache_salt else ()
 
 
 class BlockHasher:
-    """Hashes of the full blocks of token sequences.
+    """Compute the hashes of full blocks of token sequences.
 
     Args:
         block_size: tokens per block.
-        algorithm: a name in HASH_ALGORITHMS. blake2b and sha256 stand up to an attacker who
-            chooses prompts to collide with another user's; xxh3_128 does not.
+        algorithm: a name in HASH_ALGORITHMS. blake2b and sha256 resist an attacker who chooses
+            prompts to collide with another user's; xxh3_128 does not.
         namespace: the cache namespace of the blocks' node; see `cache_namespace`.
     """
 
@@ -95,7 +95,7 @@ class BlockHasher:
         self.block_size = block_size
         self._digest = HASH_ALGORITHMS[algorithm]
         self._namespace = namespace
-        self._pack = struct.Struct(f"<{block_size}I").pack  # 32 bits each, low bytes first
+        self._pack = struct.Struct(f"<{block_size}I").pack  # 32 bits each, little-endian
 
     def extend(
         self, hashes: list[BlockHash], token_ids: Sequence[int], extra_keys: Sequence[bytes] = ()
@@ -103,7 +103,7 @@ class BlockHasher:
         """Append the hashes of the full blocks of ``token_ids`` that ``hashes`` lacks.
 
         Args:
-            hashes: hashes of the first ``len(hashes)`` blocks of the same sequence.
+            hashes: hashes of the sequence's first ``len(hashes)`` blocks.
             extra_keys: other facts that the KV depends on; see `extra_keys_of`.
         """
         size = self.block_size
@@ -116,5 +116,5 @@ class BlockHasher:
 
 
 def _framed(fields: Iterable[bytes]) -> bytes:
-    """Length-prefixed, so that ("ab", "c") and ("a", "bc") differ."""
+    """Join fields with length prefixes, so that ("ab", "c") and ("a", "bc") differ."""
     return b"".join(len(field).to_bytes(4, "little") + field for field in fields)

@@ -1,4 +1,4 @@
-"""EngineConfig: the options of an engine. Nothing found at run time is stored here."""
+"""EngineConfig: the options of an engine. Values found at run time are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from baton.options import check_limits, option, parse_bytes
 
 PREEMPTION = ("recompute", "hand-back")
 SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
-# Drafters with weights; they draft inside the model's step.
+# drafters with weights, which draft within the model's step
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
-_READERS = ("draft_model", "eagle", "mtp")  # drafters that keep KV of what they read
+_READERS = ("draft_model", "eagle", "mtp")  # drafters that keep KV of the tokens they read
 DRAFT_ACCEPTANCE = ("equality", "rejection")
 MAX_SPECULATIVE_TOKENS = 32
 DEFAULT_SPECULATIVE_TOKENS = 5
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4", "fp8")
-NUMA = "numa"  # in place of a list of cores
+NUMA = "numa"  # instead of a list of cores
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
-MAX_BATCHED_TOKENS = 2**20  # more would only make one step take for ever
+MAX_BATCHED_TOKENS = 2**20  # larger steps would take too long
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]+)?")
 
 _BATCH_LIMITS = {
@@ -47,9 +47,9 @@ _BATCH_LIMITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Checked when made; raises ConfigError naming the field.
+    """Hold an engine's options, checked when created; raises ConfigError naming the field.
 
-    None is what the machine and the model make of it; so is 0 where a limit of a batch may be 0.
+    None means that machine and model decide; so does 0 for batch limits that may be 0.
     """
 
     dtype: str = option(
@@ -297,51 +297,51 @@ class EngineConfig:
 
     @property
     def executor_name(self) -> str:
-        """Return the executor's name in the registry."""
+        """The executor's name in the registry."""
         if self.executor == "ray" and self.num_ranks == 1:
-            return "uniproc"  # of a fleet that Ray places: nobody else is to be started
+            return "uniproc"  # in a fleet placed by Ray: no further process is needed
         if self.executor != "auto":
             return self.executor
         return "uniproc" if self.num_ranks == 1 else "multiproc"
 
     @property
     def num_ranks(self) -> int:
-        """Workers that share the model."""
+        """Number of workers that share the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def leader(self) -> int:
-        """The rank that the engine is with: the first of the last stage, which samples."""
+        """Rank of the worker beside the engine: the first of the last stage, which samples."""
         return self.num_ranks - self.tensor_parallel_size
 
     @property
     def max_num_drafts(self) -> int:
-        """Return the most drafts of a request per step; 0: no drafts."""
+        """Most drafts of a request per step; 0: no drafts."""
         if self.speculative_method == "none":
             return 0
         return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
 
     @property
     def num_lookahead_drafts(self) -> int:
-        """Return the most drafts that the step itself computes; 0: others make the drafts."""
+        """Most drafts that the step itself computes; 0: drafts are made elsewhere."""
         return self.max_num_drafts if self.speculative_method in DRAFTERS else 0
 
     @property
     def drafter_reads(self) -> bool:
-        """Return whether the drafter keeps KV of all computed tokens, and so must read all."""
+        """Whether the drafter keeps KV of all computed tokens, and so must read all."""
         return self.speculative_method in _READERS
 
     @property
     def max_decode_rows(self) -> int:
-        """Most tokens of a step that only decodes: one of each request, and its drafts."""
+        """Most tokens of a pure decode step: each request's token and its drafts."""
         most = self.max_num_requests * (1 + self.max_num_drafts)
         return max(min(most, self.max_num_batched_tokens), self.max_num_requests)
 
     def for_device(self, device_type: str) -> EngineConfig:
-        """Return a copy with a number for every limit of a batch, see `_BATCH_LIMITS`.
+        """Return a copy with all batch limits set; see `_BATCH_LIMITS`.
 
-        A GPU's steps cost much the same until they are large, so its limits are higher. A limit
-        that is given moves the others that do not fit it.
+        A GPU's steps cost about the same until they are large, so its limits are higher. A given
+        limit adjusts others that conflict with it.
         """
         limits = _BATCH_LIMITS[device_type]
         tokens = self.max_num_batched_tokens or max(
@@ -359,7 +359,7 @@ class EngineConfig:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """``0-3,8`` -> {0, 1, 2, 3, 8}; raises ConfigError."""
+    """Return ``0-3,8`` as {0, 1, 2, 3, 8}; raises ConfigError."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

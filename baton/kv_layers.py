@@ -1,7 +1,7 @@
-"""What one layer of a model keeps of the tokens before: keys and values, a latent, or a state.
+"""KV layers: what one layer keeps of earlier tokens: keys and values, a latent, or a state.
 
-A model says it of each layer (`CausalLM.kv_layers`); KV cache groups, memory and manifest follow
-from it. Refuses to know: tensors, how layers share memory.
+A model declares it per layer (`CausalLM.kv_layers`); KV cache groups, memory and manifest are
+derived from it. Knows neither tensors nor how layers share memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class PagedKV:
     """A key and a value per head and token.
 
     Attributes:
-        sliding_window: tokens, itself included, that a token looks back at; None: all of them.
-        is_replicated: of several ranks each has all heads.
+        sliding_window: tokens, including itself, that a token attends to; None: all.
+        is_replicated: whether every rank has all heads.
     """
 
     num_kv_heads: int
@@ -27,26 +27,26 @@ class PagedKV:
 
     @property
     def kind(self) -> KVKind:
-        """What a unit of such layers is."""
+        """Kind of these layers' units."""
         return KVKind.PAGED if self.sliding_window is None else KVKind.WINDOW
 
     @property
     def handoff(self) -> HandOffRule:
-        """When a unit may travel."""
+        """When a unit may be transferred."""
         return HandOffRule.AS_IT_FILLS
 
     @property
     def retained_tokens(self) -> int | None:
-        """Newest tokens whose blocks are kept, the next one included; None: all."""
+        """Number of newest tokens whose blocks are kept, including the next one; None: all."""
         return self.sliding_window
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
-        """What it keeps in a unit.
+        """Return the arrays that a layer keeps in a unit.
 
         Args:
-            block_size: tokens of a unit.
-            dtype: of keys and values, by name.
-            compute_dtype: of activations.
+            block_size: tokens per unit.
+            dtype: dtype name of keys and values.
+            compute_dtype: dtype name of activations.
         """
         shape = (2, self.num_kv_heads, block_size, self.head_dim)
         axis = None if self.is_replicated else 1
@@ -55,10 +55,10 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """One vector per token, of which all heads' keys and values are made (MLA, arXiv:2405.04434).
+    """One vector per token, from which all heads' keys and values are made (MLA, 2405.04434).
 
     Attributes:
-        width: numbers of the vector, those that carry the position included.
+        width: size of the vector, including the positional part.
     """
 
     width: int
@@ -88,9 +88,9 @@ class StateArray:
     """One array of a layer's state.
 
     Attributes:
-        shape: such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks divide the
-            first axis.
-        dtype: name of the dtype; empty: that of activations.
+        shape: its axes, such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks
+            split the first one.
+        dtype: dtype name; empty: that of activations.
     """
 
     shape: tuple[int, ...]
@@ -99,14 +99,14 @@ class StateArray:
 
 @dataclass(frozen=True, slots=True)
 class StateKV:
-    """A state behind the last token, of a size that does not grow: convolutions, recurrences.
+    """A state of constant size after the last token, for convolutions and recurrences.
 
-    A unit holds what was behind the last of its block's tokens; so a full block's is never written
-    again, and a sequence goes on from the newest.
+    A unit holds the state after the last of its block's tokens. So a full block's state is final,
+    and a sequence continues from the newest one.
 
     Attributes:
-        state: its arrays.
-        is_replicated: of several ranks each has all of it.
+        state: arrays of the state.
+        is_replicated: whether every rank has all of it.
     """
 
     state: tuple[StateArray, ...]
@@ -124,11 +124,11 @@ class StateKV:
 
     @property
     def retained_tokens(self) -> int | None:
-        """See `PagedKV`: the next token, and the one whose state it begins with."""
+        """See `PagedKV`: the next token, and the one whose state it starts from."""
         return 2
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
-        """See `PagedKV`; as large for any number of tokens."""
+        """See `PagedKV`; the size does not depend on the number of tokens."""
         axis = None if self.is_replicated else 0
         return tuple(
             KVArray(shape=one.shape, dtype=one.dtype or compute_dtype, shard_axis=axis)
@@ -140,5 +140,5 @@ LayerKV = PagedKV | LatentKV | StateKV
 
 
 def as_replicated(kv: LayerKV) -> LayerKV:
-    """Return a copy of which every rank keeps the whole."""
+    """Return a copy that every rank keeps whole."""
     return kv if isinstance(kv, LatentKV) else replace(kv, is_replicated=True)

@@ -1,15 +1,14 @@
-"""KVManifest: what lies in a unit of KV, and which rank writes which bytes of it to whom.
+"""KVManifest: layout of a unit of KV, and which rank writes which bytes to which rank.
 
-A *unit* is what a node allocates and hands over: a block of one group of layers. A manifest
-describes the units of a whole model, as if one rank held them. Each rank holds its part:
+A *unit* is what a node allocates and transfers: a block of one group of layers. A manifest
+describes the units of a whole model as if one rank held them. Each rank holds a part:
 
     unit          layers x [2, 8 heads, tokens, head_dim]         shard axis: heads
     4 ranks       heads 0 1 | 2 3 | 4 5 | 6 7
-    16 ranks      head  0 | 0 | 1 | 1 | ...                       replicated, where there are more
+    16 ranks      head  0 | 0 | 1 | 1 | ...                       replicated: more ranks than heads
 
-Ranks may also be divided into stages, each of which has some of the layers. From two manifests
-follows who writes what: `unit_copies`. Knows no memory, no address and no transport; refuses to
-know: tensors.
+Ranks may also form stages, each with some of the layers. `unit_copies` derives from two manifests
+which rank writes what. Knows neither memory nor addresses nor transports nor tensors.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ MAX_GROUPS = 64
 MAX_AXES = 8
 MAX_ARRAYS = 8
 MAX_RANKS = 1024
-MAX_STAGE_SIZE = 64  # as of --tensor-parallel-size: who writes what to whom takes their square
+MAX_STAGE_SIZE = 64  # limit of --tensor-parallel-size: the number of copies grows with its square
 _MAX_UNIT_BYTES = 2**31
 _ALIGNMENT = 16  # bytes
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
-# A peer may claim anything.
+# Values from peers are not trusted.
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 _Layers = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=4096)
@@ -44,35 +43,35 @@ _Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class KVKind(enum.StrEnum):
-    """What a group's units hold, and so how long they are kept."""
+    """What a group's units hold, which decides how long they are kept."""
 
-    PAGED = "paged"  # keys and values of so many tokens; all are kept
-    WINDOW = "window"  # the same; what slid out of the window is let go
-    LATENT = "latent"  # one vector for each of so many tokens; all are kept
-    STATE = "state"  # what is behind the last of so many tokens; the newest is kept
+    PAGED = "paged"  # keys and values of a block's tokens; all blocks are kept
+    WINDOW = "window"  # likewise, but blocks that left the window are freed
+    LATENT = "latent"  # one vector per token; all blocks are kept
+    STATE = "state"  # the state after a block's last token; the newest is kept
 
 
 class HandOffRule(enum.StrEnum):
-    """When a unit may travel."""
+    """When a unit may be transferred."""
 
-    AS_IT_FILLS = "as it fills"  # a unit that is full never changes
-    AT_BOUNDARY = "at a boundary"  # only the one that a prompt ends in, and whole
+    AS_IT_FILLS = "as it fills"  # a full unit never changes
+    AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends, as a whole
 
 
 class KVOrder(enum.StrEnum):
-    """What lies together in a unit."""
+    """The order of a unit's bytes, which decides what is contiguous."""
 
-    LAYERS = "layers"  # a layer of all heads: what a layer has written travels as one range
-    HEADS = "heads"  # a head of all layers: what a rank has travels as one range
+    LAYERS = "layers"  # all heads of a layer: a computed layer is one range
+    HEADS = "heads"  # all layers of a head: a rank's part is one range
 
 
 class KVArray(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that one layer keeps in a unit.
+    """An array that one layer keeps in a unit.
 
     Attributes:
         shape: shape over all ranks together.
-        dtype: name of the numbers' dtype.
-        shard_axis: axis of ``shape`` along which ranks divide; None: each rank has all of it.
+        dtype: name of the dtype.
+        shard_axis: axis of ``shape`` that ranks split; None: each rank has all of it.
     """
 
     shape: _Shape
@@ -80,7 +79,7 @@ class KVArray(msgspec.Struct, frozen=True, kw_only=True):
     shard_axis: Annotated[int, msgspec.Meta(ge=0, lt=MAX_AXES)] | None = None
 
     def rank_shape(self, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """The shape of one rank's part."""
+        """Return the shape of one rank's part."""
         if self.shard_axis is None:
             return self.shape
         first, end = shard(self.shape[self.shard_axis], rank, num_ranks)
@@ -88,14 +87,14 @@ class KVArray(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.shape[:axis], end - first, *self.shape[axis + 1 :])
 
     def num_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
-        """Bytes of one rank's part."""
+        """Return the size of one rank's part in bytes."""
         return math.prod(self.rank_shape(rank, num_ranks)) * _DTYPE_BYTES[self.dtype]
 
 
 def array_offsets(arrays: Sequence[KVArray], rank: int = 0, num_ranks: int = 1) -> list[int]:
-    """Where each array begins in what a layer keeps, in bytes, and where the last one ends.
+    """Return the byte offsets of a layer's arrays, and the end of the last one.
 
-    Of several arrays each takes whole 16 bytes, which are what vector loads and views want.
+    If there are several, each is padded to 16 bytes, as vector loads and views need.
     """
     offsets = [0]
     for array in arrays:
@@ -109,20 +108,20 @@ def _round_up(num_bytes: int) -> int:
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers that share a unit.
+    """A group of layers that share units.
 
     Attributes:
         kind: what a unit holds.
-        layers: the model's layers, in the order in which they lie in a unit.
-        arrays: what each layer keeps in a unit, one behind the other; layer lies behind layer.
-        num_places: for layers in a unit: there may be more than ``layers``, so that units of all
-            groups are alike.
-        block_size: tokens in a unit.
-        scales: digest of what makes keys and values of the numbers; empty: they are.
-        window: tokens that a token looks back at, itself included; 0: all of them.
-        handoff: when a unit may travel.
-        order: of layers and heads; by heads only where each layer keeps one array, whose second
-            axis they are.
+        layers: the model's layers, in their order within a unit.
+        arrays: arrays that each layer keeps in a unit, in order; layers follow each other.
+        num_places: layer slots in a unit; may exceed ``layers``, so that units of all groups have
+            one size.
+        block_size: tokens per unit.
+        scales: digest of the scales of quantized keys and values; empty: unscaled.
+        window: tokens, including itself, that a token attends to; 0: all.
+        handoff: when a unit may be transferred.
+        order: order of layers and heads. HEADS requires one array per layer with heads as its
+            second axis.
     """
 
     kind: KVKind
@@ -136,21 +135,21 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     order: KVOrder = KVOrder.LAYERS
 
     def layer_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
-        """Bytes of one layer in one rank's part of a unit."""
+        """Return the bytes of one layer in one rank's part of a unit."""
         return array_offsets(self.arrays, rank, num_ranks)[-1]
 
     def unit_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
-        """Bytes of one rank's part of a unit, without what pads it to the others'."""
+        """Return the bytes of one rank's part of a unit, without padding."""
         return self.num_places * self.layer_bytes(rank, num_ranks)
 
 
 class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node's KV memory holds.
+    """Layout of a node's KV memory.
 
     Attributes:
-        groups: all of them.
-        num_ranks: workers that the node's model is divided over, stage by stage.
-        num_stages: that its layers are divided over, each of so many ranks as the others.
+        groups: all groups of layers.
+        num_ranks: workers that share the node's model, stage by stage.
+        num_stages: pipeline stages, each with equally many ranks.
     """
 
     groups: Annotated[tuple[KVGroup, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
@@ -159,35 +158,35 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> str:
-        """A digest, equal where units mean the same, however many ranks they are divided over."""
+        """Digest of the units' layout, independent of the number of ranks."""
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.groups))
 
     @property
     def layers_per_unit(self) -> int:
-        """Parts of equal bytes that all units have: layers, where groups are alike, else one."""
+        """Number of equal parts that each unit has: its layers if all groups are alike, else 1."""
         layouts = {(group.num_places, group.layer_bytes(), group.order) for group in self.groups}
         is_cut = len(layouts) == 1 and self.groups[0].order is KVOrder.LAYERS
         return self.groups[0].num_places if is_cut else 1
 
     @property
     def block_size(self) -> int:
-        """Tokens in a unit."""
+        """Tokens per unit."""
         return self.groups[0].block_size
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one stage, which divide what each of its layers keeps."""
+        """Ranks of one stage, which split each of its layers."""
         return self.num_ranks // self.num_stages
 
     @property
     def leader(self) -> int:
-        """The rank that speaks for the node: the first of the last stage."""
+        """Rank that represents the node: the first of the last stage."""
         return self.num_ranks - self.stage_size
 
     def places(self, group: KVGroup, stage: int) -> Sequence[int]:
-        """Which of a group's places for layers a stage has, in the order in which they lie there.
+        """Return a stage's layer slots in a group, in their order.
 
-        With one stage also those that no layer has, which make units of all groups alike.
+        With one stage this includes unused slots, which make units of all groups alike.
         """
         if self.num_stages == 1:
             return range(group.num_places)
@@ -195,13 +194,13 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         return [place for place, layer in enumerate(group.layers) if layer in own]
 
     def num_places(self, stage: int) -> int:
-        """For layers, in a unit of a stage; one at least. Of the group that has the most."""
+        """Return the layer slots in a stage's units: as many as its largest group needs."""
         return max(1, *(len(self.places(group, stage)) for group in self.groups))
 
     def unit_bytes(self, rank: int = 0) -> int:
-        """Bytes of one rank's part of a unit, the same in all groups: they share a pool.
+        """Return the bytes of one rank's part of a unit, equal in all groups, which share a pool.
 
-        Units of a group that needs less are padded.
+        Units of smaller groups are padded.
         """
         stage, place = divmod(rank, self.stage_size)
         num_bytes = max(
@@ -212,7 +211,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         return num_bytes if is_plain else _round_up(num_bytes)
 
     def check(self) -> None:
-        """Raises TransferError for what no node of ours can have."""
+        """Raise TransferError for a manifest that no node can have."""
         num_layers = sum(len(group.layers) for group in self.groups)
         if self.num_ranks % self.num_stages or self.num_stages > max(1, num_layers):
             raise TransferError(
@@ -239,9 +238,9 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def difference(own: KVManifest, other: KVManifest) -> str:
-    """Say in which field units differ, so that none can be copied; empty: in none.
+    """Return the first field in which units differ, so that none can be copied; empty if none.
 
-    The number of ranks is no difference.
+    Different numbers of ranks are allowed.
     """
     if len(own.groups) != len(other.groups):
         return f"{len(other.groups)} KV groups, not {len(own.groups)}"
@@ -256,22 +255,22 @@ def difference(own: KVManifest, other: KVManifest) -> str:
 
 
 def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """What a rank has of an axis: from the first place up to, not including, the second.
+    """Return a rank's range of an axis: first index and end.
 
-    Equal shares where they divide. With more ranks than places several have the same one.
+    Shares are equal if divisible. With more ranks than indexes, several ranks share one.
     """
     first = rank * size // num_ranks
     return first, max(first + 1, (rank + 1) * size // num_ranks)
 
 
 class RankCopy(NamedTuple):
-    """One range of bytes that a rank of the sender writes into each unit of a rank of the receiver.
+    """A byte range that a rank of the sender writes into each unit of a rank of the receiver.
 
     Attributes:
         writer: rank of the sender.
         reader: rank of the receiver.
-        source: where the range begins in the writer's part of a unit, in bytes.
-        target: where in the reader's.
+        source: offset of the range in the writer's part of a unit, in bytes.
+        target: offset in the reader's part, in bytes.
     """
 
     writer: int
@@ -288,15 +287,14 @@ class RankCopy(NamedTuple):
 def unit_copies(
     writers: KVManifest, readers: KVManifest, group: int, layers: tuple[int, int] | None = None
 ) -> tuple[RankCopy, ...]:
-    """Which rank of a node writes which bytes of a unit of a group to which rank of another one.
+    """Return which rank of one node writes which bytes of a group's unit to which of another.
 
-    Each byte that a rank of the other node has is written once. Where several writers have what a
-    reader wants, readers are spread over them.
+    Each byte of a reader is written once. If several writers have it, readers are spread over them.
 
     Args:
         writers: manifest of the writing node.
-        readers: manifest of the reading node; equal but for ranks and stages.
-        layers: the layers, counted as if one rank had the whole unit; None: all layers.
+        readers: manifest of the reading node; equal except for ranks and stages.
+        layers: range of layers as if one rank had the whole unit; None: all.
     """
     one = writers.groups[group]
     sizes = writers.stage_size, readers.stage_size
@@ -335,10 +333,10 @@ def _head_copies(
     moves: Sequence[tuple[int, int, int]],
     reader: int,
 ) -> Iterator[RankCopy]:
-    """What a reader gets of units that are ordered by heads, in the order of its bytes.
+    """Yield a reader's copies of units in HEADS order, in the order of its bytes.
 
     Args:
-        moves: stage and place of each layer at the writers, and its place at the reader.
+        moves: each layer's stage and slot at the writers, and its slot at the reader.
     """
     array = group.arrays[0]
     inner = math.prod(array.shape[2:]) * _DTYPE_BYTES[array.dtype]
@@ -364,7 +362,7 @@ def _head_copies(
 def rank_copies(
     group: KVGroup, num_writers: int, num_readers: int, layers: tuple[int, int] | None = None
 ) -> tuple[RankCopy, ...]:
-    """Return copies between ranks that all have all layers of one group."""
+    """Return copies between ranks that each have all layers of one group."""
     writers, readers = (
         KVManifest(groups=(group,), num_ranks=num_ranks) for num_ranks in (num_writers, num_readers)
     )
@@ -372,7 +370,7 @@ def rank_copies(
 
 
 def _append(copies: list[RankCopy], copy: RankCopy) -> None:
-    """Add a copy; adjoining ones are one."""
+    """Add a copy, merged with an adjacent one."""
     last = copies[-1] if copies else None
     if last and (last.writer, last.reader) == (copy.writer, copy.reader):
         ends = (last.source + last.num_bytes, last.target + last.num_bytes)
@@ -385,12 +383,12 @@ def _append(copies: list[RankCopy], copy: RankCopy) -> None:
 def _array_copies(
     group: KVGroup, index: int, places: tuple[int, int], reader: int, sizes: tuple[int, int]
 ) -> Iterator[RankCopy]:
-    """What a reader gets of one array of one layer, in the order of its bytes.
+    """Yield a reader's copies of one array of one layer, in the order of its bytes.
 
     Args:
-        places: places of the layer in the writers' units and in the reader's.
-        reader: rank in its stage.
-        sizes: number of ranks in a writers' stage and in a readers' stage.
+        places: slots of the layer in the writers' units and in the reader's.
+        reader: rank within its stage.
+        sizes: ranks per stage of writers and of readers.
     """
     array = group.arrays[index]
     axis = 0 if array.shard_axis is None else array.shard_axis
@@ -412,7 +410,7 @@ def _array_copies(
 def _place(
     group: KVGroup, index: int, layer: int, rank: int, num_ranks: int
 ) -> tuple[int, tuple[int, int]]:
-    """Where an array begins in a rank's part of a unit, and what of its shard axis is there."""
+    """Return an array's offset in a rank's part of a unit, and its range of the shard axis."""
     array = group.arrays[index]
     before = array_offsets(group.arrays, rank, num_ranks)[index]
     if array.shard_axis is None:
@@ -425,7 +423,7 @@ def _place(
 def _parts(
     array: KVArray, reader: int, num_writers: int, num_readers: int
 ) -> list[tuple[int, int, int]]:
-    """(writer, first, end): runs of places of the shard axis that a reader gets of one writer."""
+    """Return (writer, first, end): ranges of the shard axis that a reader gets of each writer."""
     if array.shard_axis is None:
         return [(reader % num_writers, 0, array.shape[0])]
     size = array.shape[array.shard_axis]

@@ -1,14 +1,14 @@
-"""Limits and figures that more than one room goes by, so that each is written once."""
+"""Limits and figures shared by several packages."""
 
 from __future__ import annotations
 
 from baton.api.errors import ConfigError
 
-# It goes to every node of the other role. Ours have a kilobyte; each network device adds some 100
+# It goes to every node of the other role. Ours take a kilobyte; each network device adds some 100
 # bytes, each registered memory some dozens.
 MAX_PEER_INFO_BYTES = 2**17
 
-# Parts in which the last chunk of a prompt is sent, layer-wise; routers reckon with it.
+# Parts in which the last chunk of a prompt is sent; routers estimate with it.
 NUM_LAYER_GROUPS = 4
 
 MAX_REVISION_CHARS = 128
@@ -19,7 +19,7 @@ REVISION_HELP = (
 
 
 def parse_revision(name: str, text: str) -> str:
-    """Check a revision's name; raises ConfigError."""
+    """Return a revision's name unchanged; raises ConfigError if it is invalid."""
     if len(text) > MAX_REVISION_CHARS or not (text.isprintable() or not text):
         raise ConfigError(
             f"{name}: must have at most {MAX_REVISION_CHARS} printable characters, got {len(text)}"

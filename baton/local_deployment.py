@@ -1,9 +1,9 @@
-"""LocalDeployment: a router and its nodes as processes of this machine.
+"""LocalDeployment: a router and its nodes as processes on this machine.
 
-Nodes may be where Ray puts them, too. Builds the native kernels before it starts the nodes, so that
-one process builds and none waits for the build. Starts the processes, waits until every pair is
-connected, and ends all of them whatever happens: they hold a pipe of ours, so that even kill -9 of
-this process ends them.
+Nodes may also run where Ray places them. Builds native kernels before starting nodes, so that one
+process builds them and none waits. Starts the processes, waits until all pairs are connected, and
+ends all processes in any case: they hold a pipe of this process, so that even kill -9 of it ends
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _AUDIT_LOG = "BATON_AUDIT_LOG"
-STOP_GRACE_S = 6.0  # beyond the time that open requests have
+STOP_GRACE_S = 6.0  # beyond the time for open requests
 _POLL_S = 0.1
 
 
@@ -48,21 +48,21 @@ class LocalDeploymentConfig:
     """The processes to start, and their options.
 
     Attributes:
-        listen: of the router.
-        http_listen: of its HTTP API; empty: none.
-        router_args: more arguments of `baton router`.
-        node_args: more arguments of every `baton prefill` and `baton decode`.
-        prefill_args, decode_args: more arguments of every `baton prefill`, `baton decode`.
-        log_folder: where each process's log goes; None: a temporary folder.
-        admin_token: of the router; empty: none, but where the router has other keys, one is
-            made up, as is what its nodes join with.
-        drain_timeout_s: for open requests to end when all is stopped.
-        tls_folder: of certificates as `baton certs dev` makes them, which then everybody needs;
-            None: no TLS.
-        insecure: listen beyond loopback also where TLS or authentication is missing.
-        ray_address: of a Ray cluster that places the nodes, and their ranks if they are told so;
-            empty: that of RAY_ADDRESS, or a new one on this machine; None: all run here.
-        lend_cores: nodes compute on each other's cores while these have nothing to do.
+        listen: address of the router.
+        http_listen: address of its HTTP API; empty: none.
+        router_args: additional arguments of `baton router`.
+        node_args: additional arguments of every `baton prefill` and `baton decode`.
+        prefill_args, decode_args: additional arguments of nodes of one role.
+        log_folder: folder for logs; None: a temporary one.
+        admin_token: the router's; empty: none, or random if the router has other keys. The nodes'
+            token is chosen likewise.
+        drain_timeout_s: time for open requests to end at a stop.
+        tls_folder: certificates as `baton certs dev` makes them, required of all callers; None: no
+            TLS.
+        insecure: whether to listen beyond loopback without TLS or authentication.
+        ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: from
+            RAY_ADDRESS, or a new one on this machine; None: all run here.
+        lend_cores: whether nodes compute on each other's idle cores.
     """
 
     model: str
@@ -83,7 +83,7 @@ class LocalDeploymentConfig:
     lend_cores: bool = False
 
     def tls_of(self, name: str) -> TlsOptions:
-        """Return the certificate of this name in the folder."""
+        """Return the certificate options of this name in the folder."""
         if self.tls_folder is None:
             return NO_TLS
         own = str(self.tls_folder / name)
@@ -91,12 +91,12 @@ class LocalDeploymentConfig:
 
     @property
     def router_address(self) -> str:
-        """Where processes of this machine reach the router: nothing is dialled at a wildcard."""
+        """Address for processes on this machine to connect to, never a wildcard."""
         host, port = split_address("listen", self.listen)
         return f"{_LOCAL.get(host, host)}:{port}"
 
     def router_address_on(self, cluster: RayCluster) -> str:
-        """Where nodes that Ray places reach the router; raises ConfigError if they cannot."""
+        """Return the router's address for nodes placed by Ray, or raise ConfigError."""
         host, port = split_address("listen", self.listen)
         if host in _LOCAL:
             return f"{cluster.own_host}:{port}"
@@ -112,7 +112,7 @@ _LOCAL = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 class Process(Protocol):
-    """A `subprocess.Popen`, or what is like it; see there."""
+    """The part of `subprocess.Popen` that is used."""
 
     pid: int
     returncode: int | None
@@ -131,8 +131,8 @@ class Child:
     """One started process.
 
     Attributes:
-        log_start: bytes that were in the log before this process began.
-        oom_kills: processes that the kernel had killed for lack of memory before.
+        log_start: bytes in the log before this process began.
+        oom_kills: number of the kernel's out-of-memory kills before its start.
     """
 
     name: str
@@ -146,14 +146,14 @@ class Child:
 
 
 class LocalDeployment:
-    """Runs the processes while it is used as a context manager; none is left after it.
+    """Run the processes as a context manager; none is left afterwards.
 
     Args:
-        on_build: called before native kernels are built, which takes about a minute.
+        on_build: called before native kernels are built, which takes a minute.
 
     Attributes:
-        kernels: what there is of native kernels for this machine's CPU.
-        log_folder: where the logs of the processes are.
+        kernels: state of native kernels for this machine's CPU.
+        log_folder: folder of the processes' logs.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class LocalDeployment:
         self._cluster: RayCluster | None = None
 
     def __enter__(self) -> LocalDeployment:
-        # Or our nodes would join whoever is there, before our router says that it is in use.
+        # Otherwise the nodes might join a foreign router before ours reports the conflict.
         check_is_free("listen", self.config.listen)
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
@@ -205,7 +205,7 @@ class LocalDeployment:
 
     @property
     def admin_token(self) -> str:
-        """What the router takes of operators (who may send prompts, too); empty: nothing."""
+        """Token for operators, which also allows prompts; empty: none needed."""
         return self._tokens["BATON_ADMIN_TOKEN"]
 
     # ------------------------------------------------------------------ life
@@ -213,10 +213,10 @@ class LocalDeployment:
     def wait_ready(
         self, timeout_s: float, on_progress: Callable[[list[Child]], None] | None = None
     ) -> None:
-        """Wait until each node has joined and each pair is connected.
+        """Wait until all nodes have joined and all pairs are connected.
 
         Raises:
-            ConfigError: a process ended; the message says why.
+            ConfigError: a process ended, with the reason.
             NodeUnavailableError: the time is up.
         """
         give_up_at = time.monotonic() + timeout_s
@@ -245,7 +245,7 @@ class LocalDeployment:
         """Raise ConfigError if a process has ended.
 
         Args:
-            may_leave: a node that ended well was removed by an operator, and is no longer ours.
+            may_leave: whether nodes that ended well count as removed by an operator.
         """
         for child in self.ended(may_leave=may_leave):
             raise ConfigError(f"{child.name} ended: {self.why_ended(child)}")
@@ -254,7 +254,7 @@ class LocalDeployment:
         """Return the processes that have ended.
 
         Args:
-            may_leave: a node that ended well was removed by an operator, and is no longer ours.
+            may_leave: whether nodes that ended well count as removed by an operator.
         """
         found = []
         for child in list(self.children):
@@ -266,7 +266,7 @@ class LocalDeployment:
         return found
 
     def why_ended(self, child: Child) -> str:
-        """Say why a process ended and where its log is; the log is kept after `stop`."""
+        """Return why a process ended and where its log is; the log is then kept after `stop`."""
         self.keep_logs()
         ran_out = num_oom_kills() > child.oom_kills
         code = child.process.poll()
@@ -274,19 +274,19 @@ class LocalDeployment:
         return why_ended(code, child.log, child.log_start, ran_out=ran_out)
 
     def keep_logs(self) -> None:
-        """Keep a temporary folder of logs after `stop`, until the next deployment makes its own."""
+        """Keep a temporary log folder after `stop`, until the next deployment makes one."""
         if self._held_logs is not None:
-            self._stack.callback(self._held_logs.leave)  # runs before what removes the folder
+            self._stack.callback(self._held_logs.leave)  # runs before the folder would be removed
 
     def child(self, name: str) -> Child:
         """Return the process of that name: "router", "p0", "d1" and so on."""
         return next(child for child in self.children if child.name == name)
 
     def restart(self, name: str, *more_arguments: str) -> Child:
-        """End a process as kill -9 does, if it still runs, and start it again.
+        """Kill a process if it runs, and start it again.
 
         Args:
-            more_arguments: of this start only, such as ``"--listen", address``.
+            more_arguments: for this start only, such as ``"--listen", address``.
         """
         old = self.child(name)
         old.process.kill()
@@ -296,7 +296,7 @@ class LocalDeployment:
         return new
 
     def stop(self) -> None:
-        """End every process; a second Ctrl-C ends the waiting for those that take long."""
+        """End all processes; a second Ctrl-C kills those that take long."""
         try:
             self._stop_gracefully()
         except KeyboardInterrupt:
@@ -312,7 +312,7 @@ class LocalDeployment:
     # ------------------------------------------------------------------ inside
 
     def _stop_gracefully(self) -> None:
-        """Stop the router first: it takes nothing new, and its nodes end what is open."""
+        """Stop the router first, so that nothing new comes and nodes finish open requests."""
         grace_s = self.config.drain_timeout_s + STOP_GRACE_S
         for group in (self.children[:1], self.children[1:]):
             for child in group:
@@ -328,13 +328,13 @@ class LocalDeployment:
                     child.process.wait()
 
     def _prepare_kernels(self) -> None:
-        """Build native kernels if a node of this machine will need them; a failure ends nothing.
+        """Build native kernels if a node on this machine needs them; a failure is not fatal.
 
-        Raises ModelLoadError for a model that is none, before a minute of building.
+        Raises ModelLoadError for an invalid model, before a minute of building.
         """
         has_nodes = self.config.num_prefill + self.config.num_decode > 0
         if not has_nodes or self.config.ray_address is not None or has_nvidia_gpu():
-            return  # nodes build where they run, if at all
+            return  # nodes build where they run, if needed
         self.kernels = find_kernels()
         if self.kernels.can_be_built:
             find_model_folder(self.config.model, weights=False)
@@ -342,7 +342,7 @@ class LocalDeployment:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[grpc.Channel]:
-        """Open a channel to the router for an operator's calls."""
+        """Open a channel to the router for operators' calls."""
         operator = read_tls(self.config.tls_of("operator"))
         with open_sync_channel(self.config.router_address, operator) as channel:
             yield channel
@@ -386,10 +386,10 @@ class LocalDeployment:
             )  # fmt: skip
 
     def _core_locks(self, cores: Sequence[Sequence[int]], num_ranks: Sequence[int]) -> str:
-        """Return the folder of the locks by which nodes lend cores; empty: they do not.
+        """Return the folder of locks by which nodes lend cores; empty if they do not.
 
         Args:
-            cores: of each node; they lend what no other has, too.
+            cores: each node's cores.
         """
         config = self.config
         arguments = [*config.node_args, *config.prefill_args, *config.decode_args]
@@ -418,7 +418,7 @@ class LocalDeployment:
         environment = {
             **fleet_environment(),
             PARENT_PIPE_VARIABLE: str(self._read_end),
-            **self._tokens,  # not where `ps` shows them
+            **self._tokens,  # in the environment, because `ps` shows arguments
         }
         if self._cluster is not None and name != "router":
             arguments_now = [*arguments, *more_arguments]
@@ -426,12 +426,12 @@ class LocalDeployment:
             return Child(name, placed, log, arguments, cores, log_start=log_start)
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
-        if not _chooses_audit_log(arguments):  # else JSON would stand among the log's lines
+        if not _chooses_audit_log(arguments):  # otherwise JSON lines would mix with the log
             environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
         lends = "--core-locks" in arguments
-        if lends:  # threads look for work so often before they sleep: briefly, on lent cores
+        if lends:  # threads spin this long for work before they sleep: briefly on lent cores
             environment.setdefault("GOMP_SPINCOUNT", "50000")
-        with log.open("ab") as output:  # after a restart the log goes on
+        with log.open("ab") as output:  # a restart appends to the log
             process = subprocess.Popen(
                 [*PYTHON_MODULE, "baton", *arguments, *more_arguments],
                 stdin=subprocess.DEVNULL,
@@ -439,10 +439,10 @@ class LocalDeployment:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 pass_fds=(self._read_end,),
-                # Ctrl-C reaches the whole foreground group; the children are ended by us, in order.
+                # Ctrl-C reaches the whole foreground group, but children are ended here, in order.
                 start_new_session=True,
             )
-        if cores is not None and not lends:  # else it finds its place itself
+        if cores is not None and not lends:  # otherwise the node places itself
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.pid, cores)
         return Child(name, process, log, arguments, cores, log_start=log_start, oom_kills=oom_kills)
@@ -469,7 +469,7 @@ class LocalDeployment:
 
 
 def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
-    """Choose the tokens for router and nodes: both, if the router asks for keys."""
+    """Return tokens for router and nodes; random ones if the router has other keys."""
     given = {
         "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
         "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),
@@ -481,14 +481,14 @@ def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
 
 
 def divide_cores(cores: Sequence[int], num_ranks: Sequence[int]) -> Iterator[list[int]]:
-    """Share the cores out to nodes: disjoint while there are enough, else one a rank in turn.
+    """Divide the cores among nodes: disjoint if there are enough, else one per rank in turn.
 
     Args:
-        num_ranks: of each node. Ranks compute side by side, so each counts as a node of its own.
+        num_ranks: ranks of each node. Ranks compute in parallel, so each gets a share.
     """
     in_all = sum(num_ranks)
     size, extra = divmod(len(cores), max(1, in_all))
-    first = 0  # rank of all nodes' ranks
+    first = 0  # number of the next rank, over all nodes
     for own in num_ranks:
         ranks = range(first, first + own)
         first += own
@@ -500,18 +500,18 @@ def divide_cores(cores: Sequence[int], num_ranks: Sequence[int]) -> Iterator[lis
 
 
 def num_ranks_of(arguments: Sequence[str]) -> int:
-    """Return how many ranks a node of these options has; 1 where they do not say it well."""
+    """Return the number of ranks that a node's options ask for; 1 if unclear."""
     sizes = [_last_number(arguments, f"--{kind}-parallel-size") for kind in ("tensor", "pipeline")]
     return math.prod(sizes)
 
 
 def threads_of(arguments: Sequence[str]) -> int:
-    """Return what the last ``--num-threads`` says; 1 where it leaves that to the machine."""
+    """Return the last ``--num-threads``; 1 if the machine decides."""
     return _last_number(arguments, "--num-threads")
 
 
 def _last_number(arguments: Sequence[str], option: str) -> int:
-    """Return what an option says the last time; 1 where that is no number above."""
+    """Return an option's last value; 1 if that is no positive number."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument(option, default="1", dest="value")
     found: str = parser.parse_known_args(list(arguments))[0].value
@@ -519,14 +519,14 @@ def _last_number(arguments: Sequence[str], option: str) -> int:
 
 
 def _options_of(tls: TlsOptions) -> list[str]:
-    """Return TLS options as arguments of a program; none without TLS."""
+    """Return TLS options as arguments of a program; empty without TLS."""
     if not tls:
         return []
     return ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]
 
 
 def _chooses_audit_log(arguments: Sequence[str]) -> bool:
-    """Say whether the user has said where audit logs go: by variable, option or file."""
+    """Return whether the user chose an audit log, by variable, option or file."""
     if _AUDIT_LOG in os.environ:
         return True
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
@@ -534,12 +534,12 @@ def _chooses_audit_log(arguments: Sequence[str]) -> bool:
         if name == "--audit-log":
             return True
         if name == "--config":
-            with contextlib.suppress(OSError, ValueError):  # the program tells what is wrong
+            with contextlib.suppress(OSError, ValueError):  # the program will report what is wrong
                 if "audit_log" in Path(value or following).read_text(encoding="utf-8"):
                     return True
     return False
 
 
 def has_nvidia_gpu() -> bool:
-    """Say whether this machine has a GPU of NVIDIA's with its driver loaded."""
+    """Return whether this machine has an NVIDIA GPU with its driver loaded."""
     return Path("/dev/nvidiactl").exists()

@@ -1,4 +1,4 @@
-"""NodeAdmin: what operators may ask of a node, and change. Asked by routers, over its links."""
+"""NodeAdmin: answers operators' questions to a node, which routers pass on over links."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class AskedNode(Protocol):
 
 
 class NodeAdmin:
-    """Answers `NodeAdminRequest`s.
+    """Answer `NodeAdminRequest`s.
 
     Args:
-        num_blocks: of the node.
-        access: hears who asked for what.
+        num_blocks: the node's number of KV blocks.
+        access: logs operators' requests.
     """
 
     def __init__(self, node: AskedNode, num_blocks: int, access: Access | None = None) -> None:
@@ -50,7 +50,7 @@ class NodeAdmin:
         self._access = access or Access()
 
     async def answer(self, call: AdminCall) -> Sequence[bytes]:
-        """Yield `NodeAdminResponse`s, which merged are the answer; raises BatonError."""
+        """Return `NodeAdminResponse`s, which merged are the answer; raises BatonError."""
         try:
             request = admin_pb2.NodeAdminRequest.FromString(call.request)
         except DecodeError:
@@ -63,7 +63,7 @@ class NodeAdmin:
                 response = admin_pb2.NodeAdminResponse(list_requests=self._list_requests())
             case "list_blocks":
                 ledger = await asyncio.wrap_future(self._node.ledger())
-                # It may be large: on a thread, so that beats and tokens go on meanwhile.
+                # On a thread, because it may be large, and beats and tokens must go on.
                 return await asyncio.to_thread(_ledger_parts, ledger)
             case "flush_cache":
                 response = admin_pb2.NodeAdminResponse(flush_cache=await self._flush_cache())
@@ -78,7 +78,7 @@ class NodeAdmin:
         return [response.SerializeToString()]
 
     def _list_requests(self) -> admin_pb2.ListRequestsResponse:
-        """Open requests with their status and transfer state, and the state of the cache."""
+        """Return open requests with status and transfer state, and the state of the cache."""
         beat = self._node.beat()
         return admin_pb2.ListRequestsResponse(
             requests=[wire.request_view_to_proto(view) for view in self._node.requests()],
@@ -100,7 +100,7 @@ class NodeAdmin:
 
 
 def _ledger_parts(ledger: Ledger) -> Sequence[bytes]:
-    """Yield the ledger in small messages: one of megabytes would hold up all threads."""
+    """Return the ledger in small messages: one of megabytes would block all threads."""
     return [
         admin_pb2.NodeAdminResponse(list_blocks=blocks).SerializeToString()
         for blocks in wire_ledger.ledger_to_protos(ledger, PART_BYTES)

@@ -1,7 +1,7 @@
-"""A node's asyncio side: its own gRPC server, its link to the router, signals, and the end.
+"""NodeProgram: a node's asyncio side: gRPC server, router links, signals, and shutdown.
 
-Both kinds of node run this. The node itself (its engine and connector) lives on its own thread;
-here are only queues to and from it.
+Nodes of both roles run this. The node itself (engine and connector) runs on its own thread; here
+are only queues to and from it.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Health checks are told of a thread that has been in one round for so long.
+# Health checks fail once a thread has been in one round for this long.
 STALLED_S = 10.0
 
 
 class NodeProgram(Protocol):
-    """What this file needs of a node; all of it may be called from any thread."""
+    """The part of a node that this file needs, callable from any thread."""
 
     def compute_first_steps(self) -> Future[None]:
-        """Compute steps before there are requests, on the thread that will compute all steps.
+        """Compute steps before requests come, on the thread that will compute all steps.
 
-        Call this once, before `registration`, which tells what the steps took.
+        Call once, before `registration`, which reports what the steps took.
         """
 
     def registration(self, address: str) -> NodeRegistration:
-        """What the node tells the router of itself, given the address of its own server."""
+        """Return the node's registration, given the address of its own server."""
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Take a command and wake the engine's thread."""
@@ -70,19 +70,19 @@ class NodeProgram(Protocol):
     def requests(self) -> Iterable[RequestView]: ...
 
     def ledger(self) -> Future[Ledger]:
-        """Who holds which blocks, taken between two steps."""
+        """Return which requests hold which blocks, as of between two steps."""
 
     def flush_prefix_cache(self) -> Future[int]:
-        """Forget all cached prefixes between two steps; how many that were."""
+        """Forget all cached prefixes between two steps; return their number."""
 
     def rounds(self) -> Mapping[str, Rounds]:
-        """Of its threads, by their names."""
+        """Return the rounds of its threads, by name."""
 
     def dump(self, error: Exception) -> None:
-        """Write down what state the engine is in, whatever its thread does."""
+        """Write down the engine's state, whatever its thread does."""
 
     def collector(self) -> Collector:
-        """What is on the node's metrics page."""
+        """Return the collector for the node's metrics page."""
 
     def close(self) -> None:
         """End the engine's and the connector's threads."""
@@ -106,20 +106,20 @@ async def run_node_program(
     """Run a node until it is told to stop.
 
     Args:
-        make_node: given where events go and what to call when the engine dies, loads the model
-            and starts the node's threads. Runs before anything is registered.
+        make_node: loads the model and starts the node's threads; called with a function for events
+            and one to call when the engine dies. Runs before anything is registered.
         routers: ``host:port`` of each router to join.
-        listen: ``host:port`` of the node's own server; port 0 is any free one.
+        listen: ``host:port`` of the node's own server; port 0: any free one.
         join_timeout_s: how long to wait for a router that does not answer.
-        drain_timeout_s: how long open requests have to end when the node is told to stop.
-        ready_with_peer: health checks say yes only while a peer is reached.
-        engine_timeout_s: the process ends itself when a thread has been in one round for so long;
+        drain_timeout_s: time for open requests to end when the node is told to stop.
+        ready_with_peer: whether health checks succeed only while a peer is connected.
+        engine_timeout_s: the process ends itself once a thread has been in one round for this long;
             0: never.
-        node_token: shows routers that this node may join.
-        metrics_listen: ``host:port`` of its Prometheus page, likewise; none if empty.
-        access: who may look at its metrics page and its reflection; has its audit log.
-        tls: shows routers who this node is, and guards its own server and metrics page.
-        insecure: listen beyond loopback also where TLS or authentication is missing.
+        node_token: authorizes this node to join.
+        metrics_listen: ``host:port`` of its Prometheus page; empty: no page.
+        access: decides who may use its metrics page and reflection; has its audit log.
+        tls: this node's certificates, also for its own server and metrics page.
+        insecure: whether to listen beyond loopback without TLS or authentication.
 
     Raises:
         BatonError: the node could not start or join, or its engine died.
@@ -147,7 +147,7 @@ async def run_node_program(
 
     node = await _make_or_stop(lambda: make_node(emit, on_death), stopping, death)
     await _compute_first_steps(node)
-    # Health, and reflection: what operators ask of the node comes over its links.
+    # Health and reflection only: operators' questions come over the links.
     server = RpcServer(
         [],
         lambda grpc_server: None,
@@ -194,10 +194,10 @@ async def run_node_program(
 
 
 async def _compute_first_steps(node: NodeProgram) -> None:
-    """Raises EngineDeadError if a step fails."""
+    """Wait for the first steps; raises EngineDeadError if one fails."""
     try:
         await asyncio.wrap_future(node.compute_first_steps())
-    except Exception as error:  # whatever a step may raise; the engine's thread has logged it
+    except Exception as error:  # any error of a step; the engine's thread has logged it
         raise _died_of(error) from error
 
 
@@ -206,13 +206,13 @@ def _died_of(error: Exception) -> EngineDeadError:
 
 
 def _read_again(access: Access) -> None:
-    """On SIGHUP: the keys, and the audit log's file, which may have been moved away."""
+    """Reload keys, and reopen the audit log in case it was moved; called on SIGHUP."""
     access.reload()
     access.audit.reopen()
 
 
 def _tls_files(tls: TlsOptions) -> TlsFiles | None:
-    """Of the node's own server; a node that has only CAs listens without TLS."""
+    """Return the TLS files of the node's own server; None without a certificate."""
     if not tls.cert:
         return None
     files = TlsFiles(tls)
@@ -223,7 +223,7 @@ def _tls_files(tls: TlsOptions) -> TlsFiles | None:
 def _make_page(
     node: NodeProgram, access: Access, tls: TlsFiles | None, is_ready: Callable[[], bool]
 ) -> MetricsPage:
-    # Imported here: most nodes have no page, and aiohttp takes its time.
+    # Imported here, because most nodes have no page and aiohttp is slow to import.
     from baton.serving.metrics_page import MetricsPage
 
     return MetricsPage(node.collector(), access=access, tls=tls, is_ready=is_ready)
@@ -237,7 +237,7 @@ def _emit_to(links: Sequence[RouterLinks], event: NodeEvent) -> None:
 async def _drained(
     stopping: asyncio.Event, drain: Drain, death: Sequence[Exception], timeout_s: float
 ) -> None:
-    """Wait for the end: a stop signal, and then until what is open has ended, or for a while."""
+    """Wait for a stop signal, and then until open requests have ended or the time is up."""
     await stopping.wait()
     if death:
         return
@@ -251,7 +251,7 @@ async def _drained(
 
 
 def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
-    """What a node's listeners have, and so where they may be."""
+    """Return how a node's listeners are protected, which decides where they may listen."""
     return Exposure(
         authentication="--tls-ca or --api-keys-file",
         is_authenticated=not access.is_open,
@@ -263,13 +263,12 @@ def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
 async def _make_or_stop(
     make: Callable[[], NodeProgram], stopping: asyncio.Event, death: Sequence[Exception]
 ) -> NodeProgram:
-    """Load the node in a thread, and end that thread before returning.
+    """Load the node in a thread, which has ended on return.
 
-    A thread that called a kernel keeps a team of OpenMP threads while it lives. With more such
-    threads than cores, the OpenMP runtime sleeps in every barrier, and decodes are up to three
-    times as slow.
+    A living thread that called a kernel keeps a team of OpenMP threads. With more such threads than
+    cores, the OpenMP runtime sleeps in every barrier, and decodes take up to three times as long.
 
-    A stop signal or a death meanwhile ends the process, as loading cannot be interrupted.
+    A stop signal or a death meanwhile ends the process, because loading cannot be interrupted.
     """
     loader = ThreadPoolExecutor(1, thread_name_prefix="load-model")
     making = asyncio.get_running_loop().run_in_executor(loader, make)
@@ -288,14 +287,14 @@ async def _make_or_stop(
 
 
 async def _wait_remote_stop(leaving: asyncio.Event, drain: Drain) -> None:
-    """Wait for an operator's stop by way of a router, then for the drain, however long."""
+    """Wait for an operator's stop through a router, and then for the drain."""
     await leaving.wait()
     logger.info("told to leave by an operator; stops when no request is open")
     await drain.drained.wait()
 
 
 class _Serving:
-    """What health checks are told: a router has the node, its threads get on, it has a peer."""
+    """Compute health: joined to a router, no thread stalled, a peer connected if required."""
 
     def __init__(self, tell: Callable[[bool], Awaitable[None]], *, needs_peer: bool) -> None:
         self._tell = tell
@@ -312,7 +311,7 @@ class _Serving:
         await self._tell(self.is_ready)
 
     async def set_reaching(self, has_peer: bool) -> None:
-        """Say whether a node of the other role is reached."""
+        """Note whether a node of the other role is connected."""
         if has_peer is not self._has_peer:
             self._has_peer = has_peer
             await self._tell(self.is_ready)
@@ -324,8 +323,8 @@ class _Serving:
 
 
 def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
-    """End a process that a thread of it keeps from ending well: leave what tells why."""
-    end_within(END_AFTER_DEATH_S)  # the dump may hang, too
+    """End a process that a stalled thread keeps from shutting down, after writing dumps."""
+    end_within(END_AFTER_DEATH_S)  # the dump may hang too
     error = EngineDeadError(
         f"the {watch.stalled_thread} thread has been in one round for {watch.stalled_s:g} s"
     )
@@ -361,7 +360,7 @@ async def _run_until(
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            task.result()  # raises what the task raised
+            task.result()  # raises the task's error
     finally:
         for task in tasks:
             task.cancel()

@@ -1,8 +1,8 @@
 """Options: each is declared once, on the field of the frozen dataclass that owns it.
 
-A declaration is what dataclasses keep as a field's metadata, so an owner stays a plain dataclass.
-The command line, ``BATON_*`` variables, configuration files, `baton config show` and
-docs/options.md are made of it. Knows no command line and no file: see `baton/cli/declared.py`.
+A declaration is kept in the dataclass field's metadata, so owners stay plain dataclasses. The
+command line, ``BATON_*`` variables, configuration files, `baton config show` and docs/options.md
+are made from it. Knows no command line and no file: see `baton/cli/declared.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from baton.api.errors import ConfigError
 
 T = TypeVar("T")
 
-# Options of which each process of a fleet has its own, or none: no environment and no part of a
-# file that several processes read says them.
+# Options that each process of a fleet sets for itself: never read from a shared environment or a
+# shared part of a file.
 OF_ONE_PROCESS = frozenset(
     {
         "name", "listen", "node_listen", "metrics_listen", "kv_listen", "reuse_port", "cpu_list",
         "tls_cert", "tls_key", "tls_ca", "tls_require_client_certs",
     }
 )  # fmt: skip
-# The largest number that an option takes: no machine has a larger size, rate or count.
+# Largest number that an option accepts: no machine has a larger size, rate or count.
 LARGEST_NUMBER = 1e18
-# The longest time in seconds that an option takes: nothing can wait longer.
+# Longest time in seconds that an option accepts.
 LONGEST_S = 1e9
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _KEY = "baton.options"
@@ -35,17 +35,17 @@ _KEY = "baton.options"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What is said of an option, besides its field's name, type and default.
+    """An option's declaration, besides its field's name, type and default.
 
     Attributes:
-        help: what it does.
-        name: of the option, where that is not the field's.
-        least, above, most: limits of a number: the smallest one, the one below, the largest one.
-        choices: all values that there are; none: any.
+        help: help text.
+        name: the option's name, if it differs from the field's.
+        least, above, most: limits of a number: inclusive minimum, exclusive minimum, maximum.
+        choices: allowed values; empty: any.
         unset: what users write for None.
-        parse: makes a value of what users write; given the option's name for its ConfigError.
-        variable: of the environment that says it, too, besides that of its name.
-        is_secret: never shown.
+        parse: converts a user's text, given the option's name for ConfigError.
+        variable: an additional environment variable for it.
+        is_secret: whether the value is never shown.
     """
 
     help: str
@@ -69,7 +69,7 @@ class Declaration:
         )
         if not is_wrong:
             is_number = isinstance(value, int | float)
-            if is_number and not abs(value) <= LARGEST_NUMBER:  # NaN fails, too
+            if is_number and not abs(value) <= LARGEST_NUMBER:  # false for NaN
                 return f"must be a number up to {LARGEST_NUMBER:g}, got {value!r:.30}"
             return ""
         shown = f"{value:g}" if isinstance(value, float) else f"{value!r:.100}"
@@ -80,7 +80,7 @@ class Declaration:
 
     @property
     def limits(self) -> str:
-        """Which values are allowed, as words; empty: all of its type."""
+        """Allowed values in words; empty if all of the type are."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.above is not None and self.most is not None:
@@ -100,8 +100,8 @@ class Option:
 
     Attributes:
         name: as users write it: ``max_model_len`` is ``--max-model-len``.
-        type: of what users write.
-        default: what they would write for it; `dataclasses.MISSING`: it must be given.
+        type: type of the users' value.
+        default: default as users would write it; `dataclasses.MISSING`: required.
         path: names of the fields that lead to its value.
     """
 
@@ -112,7 +112,7 @@ class Option:
     declaration: Declaration
 
     def read(self, value: Any) -> Any:
-        """The field's value of what users write; raises ConfigError."""
+        """Return the field's value for a user's value; raises ConfigError."""
         declaration = self.declaration
         if value is None or (declaration.unset is not None and value == declaration.unset):
             return None
@@ -122,23 +122,23 @@ class Option:
 
 
 def option(default: Any = dataclasses.MISSING, /, *, help: str, **more: Any) -> Any:
-    """A field that is an option; see `Declaration`. Without a default it must be given."""
+    """Declare a field as an option; see `Declaration`. Without default it is required."""
     declaration = Declaration(help=help, **more)
     return field(default=default, repr=not declaration.is_secret, metadata={_KEY: declaration})
 
 
 def group(make_default: Callable[[], Any], *, without: tuple[str, ...] = ()) -> Any:
-    """A field whose value's own options are options of its owner, too, but for some.
+    """Declare a field whose own options become options of its owner, except some.
 
-    Their defaults are those of the value that `make_default` returns.
+    Defaults are those of the value that `make_default` returns.
     """
     return field(default_factory=make_default, metadata={_KEY: frozenset(without)})
 
 
 def same_option(kind: type[Any], name: str) -> Any:
-    """A field that is an option of another dataclass, as users write it: to be passed on.
+    """Declare a field as a copy of another dataclass's option, to be passed on.
 
-    Of what that one parses, or has None for, it alone knows the limits.
+    If the other parses values or maps one to None, limits are left to it.
     """
     one = next(one for one in options_of(kind) if one.name == name)
     plain = dataclasses.replace(one.declaration, name="", unset=None, parse=None)
@@ -148,19 +148,19 @@ def same_option(kind: type[Any], name: str) -> Any:
 
 
 def has_options(kind: Any) -> bool:
-    """Whether a class is a dataclass with options."""
+    """Return whether a class is a dataclass with options."""
     return dataclasses.is_dataclass(kind) and any(
         _KEY in one.metadata for one in dataclasses.fields(kind)
     )
 
 
 def options_of(kind: type[Any]) -> list[Option]:
-    """All options of a dataclass and of its groups, in the order of their declarations."""
+    """Return all options of a dataclass and its groups, in order of declaration."""
     return list(_options_of(kind, None, ()))
 
 
 def _options_of(kind: type[Any], owner: Any, path: tuple[str, ...]) -> Iterator[Option]:
-    """Those of a class; the defaults are an owner's values if there is one."""
+    """Yield a class's options; defaults come from ``owner`` if given."""
     types = get_type_hints(kind)
     for one in dataclasses.fields(kind):
         said = one.metadata.get(_KEY)
@@ -183,13 +183,13 @@ def _options_of(kind: type[Any], owner: Any, path: tuple[str, ...]) -> Iterator[
 
 
 def make(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Make a dataclass of what users wrote, by names of options; raises ConfigError."""
+    """Make a dataclass from users' values by option name; raises ConfigError."""
     given = {one.path: one.read(values[one.name]) for one in options_of(kind) if one.name in values}
     return kind(**_fields(kind, None, given))
 
 
 def _fields(kind: type[Any], owner: Any, given: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Values of fields by their names; groups are made anew where something of them is given."""
+    """Return field values by name; groups with given options are rebuilt."""
     found: dict[str, Any] = {path[0]: value for path, value in given.items() if len(path) == 1}
     of_groups: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, value in given.items():
@@ -204,7 +204,7 @@ def _fields(kind: type[Any], owner: Any, given: Mapping[tuple[str, ...], Any]) -
 
 
 def check_limits(owner: Any) -> None:
-    """Raise ConfigError that names the field, for the first value that its declaration forbids."""
+    """Raise ConfigError naming the first field whose value violates its declaration."""
     for one in dataclasses.fields(owner):
         said, value = one.metadata.get(_KEY), getattr(owner, one.name)
         if not isinstance(said, Declaration) or value is None:
@@ -217,7 +217,7 @@ def check_limits(owner: Any) -> None:
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """``512M``, ``2GiB``, ``1000000``; raises ConfigError naming the option."""
+    """Return bytes of ``512M``, ``2GiB`` or ``1000000``; raises ConfigError."""
     match = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ConfigError(

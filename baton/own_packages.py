@@ -1,7 +1,7 @@
-"""Finds Baton's own packages beside `baton`, whatever else the path has of their names.
+"""Own packages: find Baton's packages beside `baton`, whatever else the path contains.
 
-Baton is installed as several packages (`engine`, `models`, `router`, ...). A user may well have a
-file of such a name in the folder where Python looks first.
+Baton is installed as several packages (`engine`, `models`, `router`, ...). The folder where Python
+looks first may have a user's file with one of these names.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-# All that the distribution installs beside `baton`.
+# All packages that the distribution installs beside `baton`.
 NAMES = (
     "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
     "engine", "kvconnector", "models", "baton_kernels",
 )  # fmt: skip
 _HOME = Path(__file__).absolute().parents[1]
-# In a checkout the kernels' package lies in a folder of its own.
+# In a checkout the kernels' package is in a folder of its own.
 _PLACES = (_HOME, _HOME / "kernels")
 
 
 class _OwnPackages(MetaPathFinder):
-    """Finds Baton's packages, and no others."""
+    """Find Baton's packages, and no others."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a package of ours where we lie."""
+        """Find one of Baton's packages in Baton's own location."""
         if path is not None or fullname not in NAMES:
             return None
         return PathFinder.find_spec(fullname, [str(place) for place in _PLACES])
 
 
 def prefer_own_packages() -> None:
-    """Import Baton's packages from now on from where `baton` was imported from.
+    """Import Baton's packages from the location of `baton` from now on.
 
     Raises:
-        ImportError: something else was imported under one of their names.
+        ImportError: another module was imported under one of their names.
     """
     for name in NAMES:
         if (module := sys.modules.get(name)) is None:
@@ -56,7 +56,7 @@ def prefer_own_packages() -> None:
 
 
 def warn_of_hidden_files() -> None:
-    """Warn of each file of the user that cannot be imported beside Baton, as we have its name."""
+    """Warn of each of the user's modules that Baton's packages hide."""
     for name in NAMES:
         if (other := _other_origin(PathFinder.find_spec(name))) is not None:
             warnings.warn(
@@ -67,7 +67,7 @@ def warn_of_hidden_files() -> None:
 
 
 def _other_origin(spec: ModuleSpec | None) -> str | None:
-    """Return the file or folder that a name stands for, unless it is ours."""
+    """Return the origin of a module unless it is Baton's, else None."""
     if spec is None:
         return None
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), spec.name)

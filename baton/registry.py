@@ -1,7 +1,7 @@
-"""Registry: a name -> "module:attribute" table whose entries are imported on first use.
+"""Registry: a table name -> "module:attribute" whose entries are imported on first use.
 
-Strings keep imports lazy (nothing is imported that is not chosen) and easy to grep for. An entry
-that costs no import may be the thing itself.
+Strings keep imports lazy and easy to grep for. An entry that costs no import may be the object
+itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A read-only table of lazily imported things of one kind.
+    """A read-only table of lazily imported objects of one kind.
 
     Args:
-        kind: what the entries are, for error messages ("attention backend").
-        entries: name -> ``"package.module:attribute"``, or what is registered.
+        kind: kind of the entries, for error messages ("attention backend").
+        entries: name -> ``"package.module:attribute"``, or the object itself.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, str] | Mapping[str, T]) -> None:
@@ -28,17 +28,17 @@ class Registry(Generic[T]):
         self._entries: dict[str, str | T] = {**entries}
 
     def names(self) -> list[str]:
-        """List all registered names, in the order they were written down."""
+        """Return all registered names in order."""
         return list(self._entries)
 
     def check(self, name: str) -> None:
-        """Raise ConfigError that lists the names if this one is unknown."""
+        """Raise ConfigError listing the names if this one is unknown."""
         if name not in self._entries:
             known = ", ".join(self._entries)
             raise ConfigError(f"unknown {self.kind} {name!r}; known: {known}")
 
     def load(self, name: str) -> T:
-        """Import and return the entry; raises ConfigError that lists the names if unknown."""
+        """Import and return the entry; raises ConfigError listing the names if unknown."""
         self.check(name)
         entry = self._entries[name]
         if not isinstance(entry, str):

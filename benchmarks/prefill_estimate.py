@@ -160,7 +160,7 @@ class Player:
         assert first_s is not None
         [decision] = self._dispatcher.placer.decisions.get(call.scoped_id)
         terms = decision.candidates[0].terms
-        names = ("prefill_queue_ms", "local_queue_ms", "prefill_ms")
+        names = ("prefill_queue_ms", "local_queue_ms", "prefill_ms", "beside_ms")
         self.placed.append(
             Placed(
                 turn,

@@ -65,7 +65,7 @@ print(1000 * statistics.median(times))
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Milliseconds between two tokens of a stream: half of them, and 99 of 100, are shorter."""
+    """Milliseconds, as between two tokens: half of them, and 99 of 100, are at most so long."""
 
     p50: float
     p99: float
@@ -85,34 +85,47 @@ def step_alone(model: str, threads: int) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-async def stream_gaps(client: AsyncClient, prompt: list[int], num_tokens: int) -> list[float]:
-    """Return the milliseconds between the tokens of one stream."""
+async def stream_times(client: AsyncClient, prompt: list[int], num_tokens: int) -> list[float]:
+    """Return when one stream was asked for and when each token came, in milliseconds."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    times = list[float]()
+    times = [1000 * time.perf_counter()]
     async for delta in client.stream(prompt, params):
-        times += [time.perf_counter()] * len(delta.token_ids)
-    return [1000 * (after - before) for before, after in itertools.pairwise(times)]
+        times += [1000 * time.perf_counter()] * len(delta.token_ids)
+    return times
+
+
+def gaps_of(times: list[float]) -> list[float]:
+    """Return the milliseconds between two tokens."""
+    return [after - before for before, after in itertools.pairwise(times[1:])]
 
 
 async def measure(address: str, seed: int) -> dict[str, Gaps]:
-    """Return the gaps of a stream alone, and of several users at a time."""
+    """Return the gaps of a stream alone and of several users at a time, and the users' TTFT.
+
+    "later" are the users' gaps without the one behind token 1 of each stream, where token 2 waits
+    for a step of the decode node that has begun.
+    """
     prompts = iter(range(seed, seed + 10_000))
     async with AsyncClient(address) as client:
         for _ in range(2):
-            await stream_gaps(client, draw_prompt(next(prompts), PROMPT_TOKENS), 16)
+            await stream_times(client, draw_prompt(next(prompts), PROMPT_TOKENS), 16)
         alone = list[float]()
         for _ in range(3):
             prompt = draw_prompt(next(prompts), PROMPT_TOKENS)
-            alone += await stream_gaps(client, prompt, OUTPUT_TOKENS)
-        busy = list[float]()
+            alone += gaps_of(await stream_times(client, prompt, OUTPUT_TOKENS))
+        busy, later, ttfts = list[float](), list[float](), list[float]()
 
         async def use() -> None:
             for _ in range(NUM_REQUESTS // NUM_USERS):
                 prompt = draw_prompt(next(prompts), BUSY_PROMPT_TOKENS)
-                busy.extend(await stream_gaps(client, prompt, BUSY_OUTPUT_TOKENS))
+                times = await stream_times(client, prompt, BUSY_OUTPUT_TOKENS)
+                ttfts.append(times[1] - times[0])
+                busy.extend(gaps_of(times))
+                later.extend(gaps_of(times)[1:])
 
         await asyncio.gather(*(use() for _ in range(NUM_USERS)))
-    return {"alone": percentiles(alone), "busy": percentiles(busy)}
+    found = {"alone": alone, "busy": busy, "later": later, "ttft": ttfts}
+    return {name: percentiles(times) for name, times in found.items()}
 
 
 def percentiles(gaps: list[float]) -> Gaps:
@@ -121,12 +134,14 @@ def percentiles(gaps: list[float]) -> Gaps:
     return Gaps(statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))])
 
 
-def serve(model: str, shape: str, threads: int, node_args: list[str], seed: int) -> dict[str, Gaps]:
+def serve(options: argparse.Namespace, shape: str, threads: int, seed: int) -> dict[str, Gaps]:
     """Start a deployment, and measure its streams."""
     num_prefill, num_decode = SHAPES[shape]
     config = LocalDeploymentConfig(
-        model=model, listen=free_address(), num_prefill=num_prefill, num_decode=num_decode,
-        node_args=["--num-threads", str(threads), *node_args], lend_cores=False,
+        model=options.model, listen=free_address(), num_prefill=num_prefill, num_decode=num_decode,
+        node_args=["--num-threads", str(threads), *options.node_args.split()],
+        decode_args=options.decode_args.split(), router_args=options.router_args.split(),
+        lend_cores=False,
     )  # fmt: skip
     with LocalDeployment(config) as deployment:
         deployment.wait_ready(READY_TIMEOUT_S)
@@ -148,6 +163,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--node-args", default="", help="more options of all nodes, as one string")
+    parser.add_argument("--decode-args", default="", help="more options of decode nodes")
+    parser.add_argument("--router-args", default="", help="more options of the router")
     parser.add_argument("--save", action="store_true", help="write JSON in benchmarks/results")
     options = parser.parse_args()
     environment = record_environment()
@@ -160,26 +177,30 @@ def main() -> None:
     for number, threads in itertools.product(range(options.rounds), counts):
         steps[threads].append(step_alone(options.model, threads))
         for shape in shapes:
-            found = serve(
-                options.model, shape, threads, options.node_args.split(), 1000 * number + threads
-            )
+            found = serve(options, shape, threads, 1000 * number + threads)
             served.setdefault((shape, threads), []).append(found)
-    table = Table("threads", "shape", "step ms", "ITL alone", "over step", "4 users p50", "p99")
+    names = ("threads", "shape", "step ms", "ITL alone", "over step", "4 users p50", "p99")
+    table = Table(*names, "p99 from token 2 on", "TTFT p50", "p99")
     rows, is_slow = list[dict[str, object]](), False
     for (shape, threads), rounds in served.items():
         step = statistics.median(steps[threads])
-        alone, busy = median_of(rounds, "alone"), median_of(rounds, "busy")
+        alone, busy, later, ttft = (
+            median_of(rounds, load) for load in ("alone", "busy", "later", "ttft")
+        )
         ratio = alone.p50 / step
         is_slow = is_slow or ratio > MOST
         rows.append({
             "threads": threads, "shape": shape, "step_ms": step, "itl_alone_ms": alone.p50,
             "itl_over_step": ratio, "busy_itl_p50_ms": busy.p50, "busy_itl_p99_ms": busy.p99,
+            "busy_later_itl_p99_ms": later.p99, "busy_ttft_p50_ms": ttft.p50,
+            "busy_ttft_p99_ms": ttft.p99,
         })  # fmt: skip
         table.add_row(
             str(threads), shape, f"{step:.2f}", f"{alone.p50:.2f}", f"{ratio:.2f}",
-            f"{busy.p50:.1f}", f"{busy.p99:.1f}",
+            f"{busy.p50:.1f}", f"{busy.p99:.1f}", f"{later.p99:.1f}",
+            f"{ttft.p50:.0f}", f"{ttft.p99:.0f}",
         )  # fmt: skip
-    Console().print(table)
+    Console(width=120).print(table)
     if len(counts) < len(wanted):
         print(f"left out, as the machine has {num_cores} cores: more threads")
     if options.save:

@@ -1,12 +1,12 @@
-"""GrantQueue: which parked request gets blocks next.
+"""GrantQueue: decides which parked request gets blocks next.
 
-First come first served, but for one that would receive what is on its way here already:
+First come, first served, except for requests whose next missing block is arriving already:
 
-    waiting   [ c b a ]  ->  receiving     until its transfer ends; a budget of its own
+    waiting   [ c b a ]  ->  receiving     until its transfer ends, within a budget
        ^           |
-       '-- behind: waits for another's transfer that brings the next block it lacks
+       '-- behind: waits for another transfer that brings its next missing block
 
-Who waits holds no block, so nobody waits for ever. Knows no peer and no message.
+Waiting requests hold no blocks, so they cannot block each other. Refuses to know: peers, messages.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Key = tuple[str, int]  # (request_id, epoch)
 
 @dataclass(slots=True)
 class _Transfer:
-    """A granted request whose KV is on its way.
+    """A granted request whose KV is arriving.
 
     Attributes:
-        num_tokens: of the budget.
-        hashes: of the full blocks that nobody else brings.
-        behind: who waits for them, first come first.
+        num_tokens: tokens that count against the budget.
+        hashes: hashes of the full blocks that only this transfer brings.
+        behind: requests that wait for these blocks, in order of arrival.
     """
 
     num_tokens: int
@@ -38,13 +38,13 @@ class _Transfer:
 
 
 class GrantQueue:
-    """Requests that want blocks for KV to arrive in.
+    """Requests that wait for blocks to receive KV into.
 
     Args:
-        engine: gives the blocks.
-        max_requests: most that receive at a time.
-        max_tokens: most tokens that are received at a time, but for one request alone, which may
-            have more; 0: half of the KV cache.
+        engine: allocates the blocks.
+        max_requests: most requests that receive at a time.
+        max_tokens: most tokens received at a time; a request that receives alone may have more.
+            0: half of the KV cache.
     """
 
     def __init__(self, engine: Engine, *, max_requests: int, max_tokens: int) -> None:
@@ -57,8 +57,8 @@ class GrantQueue:
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
         self._coming: dict[BlockHash, Key] = {}
-        # The head that got nothing when it was looked up, and how many blocks were free and how
-        # many requests in line then. To look it up takes time for each block of its prompt.
+        # The request at the front, if it was refused, with the numbers of free blocks and of
+        # requests in line then. Looking a request up takes time for each block of its prompt.
         self._refused: tuple[Key, int, int] | None = None
 
     def add(self, key: Key, request: Request) -> None:
@@ -66,10 +66,10 @@ class GrantQueue:
         self._waiting.append((key, request))
 
     def take(self) -> tuple[Key, GrantedBlocks] | None:
-        """The next request that has blocks now; None while there are none, or no budget."""
+        """Grant the next request its blocks; None if blocks or budget are lacking."""
         while self._waiting:
             key, request = self._waiting[0]
-            if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:  # it ended meanwhile
+            if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:  # ended meanwhile
                 self._waiting.popleft()
                 continue
             if self._is_refused(key):
@@ -94,7 +94,10 @@ class GrantQueue:
         return None
 
     def end(self, key: Key) -> None:
-        """A transfer ended, well or not: who waited for it is next; harmless if there was none."""
+        """End a transfer, well or not, and put the requests behind it first in line.
+
+        Does nothing for an unknown key.
+        """
         transfer = self._receiving.pop(key, None)
         if transfer is None:
             return
@@ -106,7 +109,7 @@ class GrantQueue:
         self._waiting.extendleft(reversed(transfer.behind))
 
     def _is_refused(self, key: Key) -> bool:
-        """Whether the head would get nothing again: no transfer ended since, and none was freed."""
+        """Return whether the first request would be refused again, as nothing has changed since."""
         if self._refused is None:
             return False
         refused, num_free, num_waiting = self._refused

@@ -1,4 +1,4 @@
-"""DecodeNode: the decode loop; what enters and leaves the engine here.
+"""DecodeNode: the decode loop: takes commands and KV, steps the engine, sends tokens.
 
     command -> parked Request -> grant -> (blocks arrive) -> commit -> tokens to the router
 
@@ -55,7 +55,7 @@ DEFAULT_OPTIONS = DecodeOptions()
 
 @dataclass(slots=True)
 class _Job:
-    """One decode command on its way."""
+    """A decode command in progress."""
 
     command: DecodeCommand
     request: Request
@@ -68,12 +68,12 @@ class DecodeNode:
     """Receives prompts' KV and decodes from token 2 on.
 
     Args:
-        engine: stepped by this node only.
-        receiver: from the prefill nodes.
-        emit: takes events for the router; safe to call from this node's thread.
-        options: of this node; the usual ones if not given.
-        clock: seconds that never go back.
-        spans: takes those of traced requests; None: nothing is traced.
+        engine: the engine; only this node steps it.
+        receiver: receives KV from prefill nodes.
+        emit: takes events for the router; called on this node's thread.
+        options: options of decode nodes.
+        clock: returns seconds, never going back.
+        spans: takes spans of traced requests; None: no tracing.
     """
 
     def __init__(
@@ -92,17 +92,18 @@ class DecodeNode:
         self._spans = spans
         self._emit = emit
         self._options = options
-        self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
+        self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (arrival, command)
         self._jobs: dict[str, _Job] = {}
         self._deltas: list[RequestDelta] = []
         self._expire_at = 0.0
+        self._prefill_nodes = set[str]()  # engine ids of those that are connected
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Leave a command for the next step; safe from any thread."""
         self._inbox.append((self._clock(), command))
 
     def step(self) -> bool:
-        """One round; returns whether there is more to do now."""
+        """Run one round; return whether there is more to do at once."""
         self._take_inbox()
         for event in self.receiver.poll():
             self._settle(event)
@@ -114,22 +115,22 @@ class DecodeNode:
         self._end_handed_back()
         self._expire()
         self.reservations.tick()
-        self.reservations.grant_waiting()  # of blocks that this step freed
+        self.reservations.grant_waiting()  # with blocks that this step freed
         self.receiver.expect(self.reservations.has_open)
         if self._deltas:
             self._emit(tuple(self._deltas))
             self._deltas.clear()
-        # Not "has work": what waits for blocks is not helped by asking again at once. It may be by
-        # a step that ended.
+        # Not `has_work`: asking again at once does not help requests that wait for blocks, unless a
+        # step has ended.
         has_ended = bool(result.scheduled.scheduled)
         busy = scheduled.scheduled or has_ended or self.engine.step_in_flight
-        busy = busy or self.engine.awaits_masks  # no thread that computes a mask wakes this one
+        busy = busy or self.engine.awaits_masks  # threads that compute masks do not wake this one
         return bool(busy or self._inbox)
 
     # ------------------------------------------------------------------ what operators see
 
     def beat(self) -> NodeBeat:
-        """How busy this node is; may be read from any thread."""
+        """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
         statuses = [request.status for request in requests]
         num_parked = statuses.count(RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -149,7 +150,7 @@ class DecodeNode:
         )
 
     def requests(self) -> list[RequestView]:
-        """Open requests; may be read from any thread."""
+        """Return all open requests; safe from any thread."""
         now = self._clock()
         return [
             view_request(job.request, job.reservation.state.value, now - job.reservation.parked_at)
@@ -157,11 +158,11 @@ class DecodeNode:
         ]
 
     def ledger(self) -> Ledger:
-        """Who holds which blocks; only between steps, on this node's thread."""
+        """Return the owners of all blocks; call between steps, on this node's thread."""
         return take_ledger(self.engine, self.reservations.held())
 
     def handoff_metrics(self) -> HandoffMetrics:
-        """What became of hand-offs; may be read from any thread."""
+        """Return counts of hand-offs; safe from any thread."""
         return self.reservations.metrics()
 
     # ------------------------------------------------------------------ commands
@@ -177,6 +178,7 @@ class DecodeNode:
                     if job is not None and job.command.epoch == command.epoch:
                         self._end(command.request_id)
                 case PeerUpdate(removed=True):
+                    self.note_prefill_node(command.engine_id, is_connected=False)
                     for reservation in self.reservations.lose_peer(command.engine_id):
                         self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
                 case PeerUpdate():
@@ -211,18 +213,29 @@ class DecodeNode:
         )
 
     def _is_short(self, request: Request) -> bool:
-        """Whether so much of a request is cached that the rest is computed here, and at once."""
+        """Return whether a request is almost wholly cached and can start here at once."""
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.num_usable_cached_tokens(request)
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
-        # A prompt that is short as a whole is no hit: computing prompts is not done here.
+        # A short prompt without any cached block is no hit; computing it is a prefill node's job.
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, error: BatonError) -> None:
         told = RequestError(status_name(error), str(error))
         self._deltas.append(failed_delta(command.request_id, command.epoch, told))
+
+    def note_prefill_node(self, engine_id: str, *, is_connected: bool) -> None:
+        """Bound steps with prompts while another node could compute prompts.
+
+        Called on this node's thread only.
+        """
+        had_any = bool(self._prefill_nodes)
+        (self._prefill_nodes.add if is_connected else self._prefill_nodes.discard)(engine_id)
+        limit, has_any = self._options.max_step_stretch, bool(self._prefill_nodes)
+        if limit and has_any != had_any:
+            self.engine.limit_stretch(limit if has_any else None)
 
     def _connect(self, update: PeerUpdate) -> None:
         try:
@@ -235,9 +248,11 @@ class DecodeNode:
 
     def _settle(self, event: TransferEvent) -> None:
         if event.kind is TransferEventKind.PEER_CONNECTED:
+            self.note_prefill_node(event.engine_id, is_connected=True)
             rate = event.bandwidth_bytes_per_s
             self._emit(PeerReport(event.engine_id, True, event.transport, "", rate))
         elif event.kind is TransferEventKind.PEER_FAILED:
+            self.note_prefill_node(event.engine_id, is_connected=False)
             self._emit(PeerReport(event.engine_id, False, problem=event.reason))
             for lost in self.reservations.end_all_of(event.engine_id):
                 self._fail(lost, "UNAVAILABLE", "its prefill node cannot be reached")
@@ -251,11 +266,11 @@ class DecodeNode:
                 self._fail(reservation, "UNAVAILABLE", "the commit record does not fit")
             elif event.reason:
                 self._fail(reservation, "UNAVAILABLE", f"KV did not arrive: {event.reason}")
-            else:  # it ended on the prefill node; the router knows
+            else:  # ended on the prefill node; the router knows
                 self._drop_job(event.request_id)
 
     def _answer(self, result: StepResult) -> None:
-        """Tell the router of each new token, and of what a finished request cost."""
+        """Queue new tokens for the router; add receipts of finished requests."""
         now = self._clock()
         for output in result.outputs:
             job = self._jobs[output.request_id]
@@ -283,7 +298,7 @@ class DecodeNode:
                 self._refuse(job.command, error)
 
     def _end_handed_back(self) -> None:
-        """Tell the router to place preempted requests again; no prompt is computed anew here."""
+        """Tell the router to place preempted requests again; prompts are not recomputed here."""
         for request in self.engine.take_handed_back():
             job = self._jobs[request.request_id]
             self._fail(job.reservation, "PREEMPTED", "preempted: older requests need its memory")
@@ -299,7 +314,7 @@ class DecodeNode:
     def _drop_job(
         self, request_id: str, error: str = "", receipt: DecodeReceipt | None = None
     ) -> _Job | None:
-        """Forget a job, if there is one, and tell its trace."""
+        """Forget a job, if there is one, and end its trace."""
         job = self._jobs.pop(request_id, None)
         if job is not None and job.command.trace is not None:
             is_committed = job.reservation.state is ReservationState.COMMITTED
@@ -318,13 +333,13 @@ class DecodeNode:
         error: str,
         receipt: DecodeReceipt | None = None,
     ) -> None:
-        """Its part here has ended."""
+        """Emit the spans of a traced request that ended here."""
         if self._spans is not None and command.trace is not None:
             spans = decode_spans(command, moments, self._clock(), receipt, error)
             self._spans(spans, zero_of(self._clock))
 
     def _end(self, request_id: str, error: str = "") -> None:
-        """Forget a request: no one wants it any more, or nobody may wait longer."""
+        """Forget a request that was cancelled, failed, or exceeded its deadline."""
         job = self._drop_job(request_id, error)
         if job is None:
             return

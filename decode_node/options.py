@@ -1,9 +1,10 @@
-"""DecodeNodeOptions: the options of a decode node; DecodeOptions: those that no other node has."""
+"""DecodeNodeOptions: all options of a decode node; DecodeOptions: those of decode nodes only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.options import check_limits, group, option
 from node_runtime.options import NodeOptions
@@ -11,26 +12,38 @@ from node_runtime.options import NodeOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOptions:
-    """What a decode node takes on; raises ConfigError naming the field."""
+    """Limits of what a decode node accepts; raises ConfigError naming the field."""
 
     max_receiving_requests: int = option(
-        64, least=1, help="Most requests whose KV is on its way here at a time."
+        64, least=1, help="Most requests whose KV is arriving at a time."
     )
     max_receiving_tokens: int = option(
         0,
         least=0,
-        help="Most tokens whose KV is on its way here at a time, but for one request alone; others "
+        help="Most tokens whose KV is arriving at a time; one request alone may have more. Others "
         "wait for their grant. 0: half of the KV cache.",
     )
     local_prefill_threshold: int = option(
         32,
         least=0,
-        help="Compute a request here, and receive nothing, if the prefix cache has all of it but "
+        help="Compute a request here, without receiving KV, if the prefix cache has all of it but "
         "at most this many tokens and it can begin at once. 0: never.",
+    )
+    max_step_stretch: float = option(
+        1.5,
+        least=0.0,
+        help="While a prefill node is connected: a step that decodes and computes a prompt, too, "
+        "may take so many times as long as steps that only decode, as they are measured. Lower "
+        "keeps the gaps between a stream's tokens even, higher ends prompts sooner; 0: only "
+        "--prefill-tokens-beside-decodes bounds steps.",
     )
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if 0 < self.max_step_stretch <= 1:
+            raise ConfigError(
+                f"max_step_stretch: must be 0 or above 1, got {self.max_step_stretch:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

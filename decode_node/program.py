@@ -1,4 +1,4 @@
-"""What a decode node is made of: an engine, a KV receiver, the loop over both, and its thread."""
+"""Assembles a decode node: an engine, a KV receiver, the loop over both, and its thread."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def make_program(
     """Load a decode node and start its threads.
 
     Args:
-        options: of the program.
+        options: options of the program.
         emit: takes events for the router; safe to call from any thread.
         on_death: called when the engine or the connector cannot continue.
-        grammars: parts made before threads began; None: there are none.
+        grammars: grammar parts made before any thread started; None: none.
 
     Raises:
         ConfigError: an option does not fit the model or the machine.

@@ -1,10 +1,10 @@
 """Quarantine: blocks of ended requests, held while their prefill node may still write them.
 
-    held -> the node says that it is quiet ------------------------------> free
-      `---> its process has ended, and what it had sent is taken in -----> free
+    held -> the prefill node sends Quiet --------------------------------> free
+      `---> its process has ended, and all it had sent is read ---------> free
 
-A node that its router has lost may be alive: it stays connected while blocks are held for it.
-Knows processes, peers and blocks; of a request its key alone.
+A prefill node that the router has lost may be alive, so it stays connected while blocks are held
+for it. Refuses to know: requests, except for their keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess
 
-# A Cancel or its Quiet may be lost, or meet a link that is down: ask again while blocks are held.
+# A Cancel or its Quiet may be lost, so Cancel is repeated while blocks are held.
 RECANCEL_S = 1.0
 
 
@@ -32,12 +32,12 @@ class _Held:
 
 
 class Quarantine:
-    """Of one decode node.
+    """The quarantine of one decode node.
 
     Args:
-        engine: where the blocks are.
+        engine: owner of the blocks.
         receiver: watches, drains and disconnects peers.
-        clock: seconds that never go back.
+        clock: returns seconds, never going back.
     """
 
     def __init__(self, engine: Engine, receiver: Receiver, clock: Callable[[], float]) -> None:
@@ -45,12 +45,12 @@ class Quarantine:
         self._receiver = receiver
         self._clock = clock
         self._held: dict[Key, _Held] = {}
-        self._processes: dict[str, PeerProcess] = {}  # of all that were met and not forgotten
+        self._processes: dict[str, PeerProcess] = {}  # all known peers, by engine id
         self._gone: set[str] = set()
         self._draining: set[str] = set()
 
     def __len__(self) -> int:
-        """Ended requests whose blocks are held."""
+        """Return the number of ended requests whose blocks are held."""
         return len(self._held)
 
     @property
@@ -60,18 +60,21 @@ class Quarantine:
     # ------------------------------------------------------------------ peers
 
     def meet(self, peer: PeerInfo) -> None:
-        """A peer came, or came back: watch its process while it is certain which one that is."""
+        """Watch the process of a peer that connects, or connects again.
+
+        Watching must begin while the process id certainly belongs to the peer.
+        """
         if peer.engine_id not in self._processes:
             self._processes[peer.engine_id] = self._receiver.watch(peer)
         self._forget_loss(peer.engine_id)
 
     def lose(self, engine_id: str) -> None:
-        """A peer's router has lost it."""
+        """Note that the router has lost a peer."""
         if engine_id in self._processes:
             self._gone.add(engine_id)
 
     def end_drained(self, engine_id: str) -> None:
-        """Nothing of a dead peer can arrive any more, unless it came back: free what it held."""
+        """Free the blocks held for a dead peer, once all it sent is read, unless it came back."""
         if engine_id in self._draining:
             for key in [key for key, held in self._held.items() if held.engine_id == engine_id]:
                 self.free(key, engine_id)
@@ -81,30 +84,30 @@ class Quarantine:
         self._draining.discard(engine_id)
 
     def _is_dead(self, engine_id: str) -> bool:
-        """Whether a peer's process certainly has ended. Of another machine we cannot say."""
+        """Return whether a peer's process has certainly ended; False for other machines."""
         process = self._processes.get(engine_id)
         return process is not None and process.has_ended()
 
     # ------------------------------------------------------------------ blocks
 
     def add(self, key: Key, engine_id: str, block_ids: tuple[int, ...], parked_at: float) -> None:
-        """Hold the blocks of a request whose peer has been asked to write no more.
+        """Hold the blocks of an ended request whose peer was asked to stop writing.
 
         Args:
-            parked_at: when the request came.
+            parked_at: when the request arrived.
         """
         self._engine.block_pool.hold(block_ids)
         self._held[key] = _Held(engine_id, block_ids, parked_at, self._clock())
 
     def free(self, key: Key, engine_id: str) -> None:
-        """A peer writes no more of a request; harmless when nothing is held of it."""
+        """Free a request's blocks, as its peer writes no more; do nothing if none are held."""
         held = self._held.get(key)
         if held is not None and held.engine_id == engine_id:
             del self._held[key]
             self._engine.block_pool.release(reversed(held.block_ids))
 
     def tick(self) -> None:
-        """Have dead peers drained, forget who is quiet, ask the others again; now and then."""
+        """Drain dead peers, forget lost peers without held blocks, repeat Cancel to others."""
         now = self._clock()
         may_write = {held.engine_id for held in self._held.values()}
         for engine_id in list(self._gone):
@@ -117,13 +120,13 @@ class Quarantine:
                 self._receiver.drain(engine_id)
         for (request_id, epoch), held in self._held.items():
             if now - held.cancelled_at >= RECANCEL_S:
-                if self._is_dead(held.engine_id):  # and if we had no router then, nobody says so
+                if self._is_dead(held.engine_id):  # no router may have reported it
                     self._gone.add(held.engine_id)
                 held.cancelled_at = now
                 self._receiver.cancel(request_id, epoch, held.engine_id)
 
     def ledger(self) -> list[BlockHolding]:
-        """Blocks that peers may still write."""
+        """Return the held blocks, for the ledger."""
         now = self._clock()
         return [
             BlockHolding(

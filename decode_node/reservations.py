@@ -3,9 +3,9 @@
     PARKED -> GRANTED -> RECEIVING -> COMMITTED          its blocks belong to the running request
         `--------`-----------`------> QUARANTINED -> free
 
-Takes a parked Request, gives grants; takes transfer events, gives arrivals and failures. What a
-peer may write beyond its request's end is in quarantine (`decode_node/quarantine.py`).
-Knows no RPC and no tensor.
+Parks requests and grants blocks; turns transfer events into arrivals and failures. Blocks that a
+peer may still write after a request's end go into quarantine (`decode_node/quarantine.py`).
+Refuses to know: RPCs, tensors.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kvconnector.peer_info import PeerInfo
 
 logger = logging.getLogger(__name__)
 
-# How long a START may come before its DECODE command, and how long an ended request is remembered.
+# How long to remember a START that precedes its DECODE command, and an ended request.
 MEMORY_S = 60.0
-MAX_EARLY_STARTS = 10_000  # of requests that no router may ever send
+MAX_EARLY_STARTS = 10_000  # most remembered; their requests may never come
 TICK_S = 0.1
 NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 
 
 class ReservationState(Enum):
-    """Where a reservation is. What is computed here is COMMITTED from the start."""
+    """A reservation's state. COMMITTED from the start if the prompt is computed here."""
 
     PARKED = "PARKED"
     GRANTED = "GRANTED"
@@ -50,12 +50,12 @@ class ReservationState(Enum):
 
 @dataclass(slots=True)
 class Reservation:
-    """One request's blocks on their way from "promised" to "arrived".
+    """One request's blocks, from parking until their KV has arrived.
 
     Attributes:
-        block_ids: that the prefill node may write.
-        num_received_tokens: the highest watermark; messages may come in any order.
-        committed_at_step: engine steps done when the commit was taken.
+        block_ids: blocks that the prefill node may write.
+        num_received_tokens: the highest watermark; messages may arrive in any order.
+        committed_at_step: number of engine steps at the commit.
     """
 
     request: Request
@@ -75,13 +75,13 @@ class Reservations:
     """All reservations of one decode node.
 
     Args:
-        engine: where the blocks are.
-        receiver: where grants go.
-        options: how much may be received at a time.
-        clock: seconds that never go back.
+        engine: owner of the blocks.
+        receiver: sends grants to prefill nodes.
+        options: limits of concurrent receiving.
+        clock: returns seconds, never going back.
 
     Attributes:
-        quarantine: what peers may write beyond its request's end.
+        quarantine: blocks that peers may still write after a request's end.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        self._early_starts: dict[tuple[Key, str], float] = {}  # by engine id, too: came at
-        self._ended: dict[Key, float] = {}  # tombstones
+        self._early_starts: dict[tuple[Key, str], float] = {}  # when each came
+        self._ended: dict[Key, float] = {}  # tombstones: when each request ended
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
         self._received_bytes = 0
@@ -110,12 +110,12 @@ class Reservations:
     # ------------------------------------------------------------------ in
 
     def add_peer(self, peer: PeerInfo) -> None:
-        """A prefill node came, or came back."""
+        """Connect a prefill node that joined, or joined again."""
         self.quarantine.meet(peer)
         self._receiver.connect(peer)
 
     def park(self, request: Request, epoch: int, engine_id: str, received_at: float) -> Reservation:
-        """Take a request whose prompt ``engine_id`` computes."""
+        """Park a request whose prompt ``engine_id`` computes."""
         key = (request.request_id, epoch)
         reservation = Reservation(request, epoch, engine_id, received_at)
         self._engine.park(request)
@@ -130,7 +130,7 @@ class Reservations:
         """Note that ``engine_id`` need not send a request's KV, as it is computed here."""
         key = (request.request_id, epoch)
         now = self._clock()
-        self._ended[key] = now  # for its START
+        self._ended[key] = now  # its START may still come
         if self._early_starts.pop((key, engine_id), None) is not None:
             self._receiver.cancel(key[0], epoch, engine_id)
         return Reservation(
@@ -145,9 +145,10 @@ class Reservations:
         )
 
     def settle(self, event: TransferEvent) -> Reservation | None:
-        """Take a transfer event; returns the reservation if it is now COMMITTED or has failed.
+        """Apply a transfer event; return the reservation if it is now COMMITTED or has failed.
 
-        A failed one is out of the engine and in quarantine or free; its state is QUARANTINED.
+        A failed reservation has left the engine, with its blocks in quarantine or free. Its state
+        is QUARANTINED.
         """
         key = (event.request_id, event.epoch)
         reservation = self._open.get(key)
@@ -161,7 +162,7 @@ class Reservations:
                 self._note_watermark(reservation, event.num_tokens)
             case TransferEventKind.COMMITTED:
                 if not self._commit(key, reservation, event):
-                    # It wrote its last, and what it wrote is not what was asked for.
+                    # The peer writes no more, but the commit does not fit the request.
                     reservation.num_received_tokens = 0
                     self._end(key, reservation, TransferOutcome.FAILED, quiet=True)
                 return reservation
@@ -173,7 +174,7 @@ class Reservations:
         return None
 
     def grant_waiting(self) -> None:
-        """Give blocks to started requests, as far as memory and the budget go."""
+        """Grant blocks to started requests, as far as memory and the budget allow."""
         while (taken := self._grants.take()) is not None:
             key, granted = taken
             reservation = self._open[key]
@@ -193,23 +194,22 @@ class Reservations:
     # ------------------------------------------------------------------ out
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """End a reservation early; harmless when it is not (or no longer) here."""
+        """End a reservation early; do nothing if it is unknown."""
         key = (request_id, epoch)
         reservation = self._open.get(key)
         if reservation is not None:
             self._end(key, reservation, TransferOutcome.CANCELLED, quiet=False)
 
     def lose_peer(self, engine_id: str) -> list[Reservation]:
-        """A prefill node is gone: end what it had begun; returns those reservations.
+        """End all reservations of a prefill node that the router has lost; return them.
 
-        Its router has lost it, which does not mean that it is dead: it stays connected until it
-        said that it is quiet, or is known dead.
+        The node may be alive: it stays connected until it sends Quiet, or is known to be dead.
         """
         self.quarantine.lose(engine_id)
         return self.end_all_of(engine_id)
 
     def end_all_of(self, engine_id: str) -> list[Reservation]:
-        """End what a prefill node had begun, as it cannot be reached; returns those."""
+        """End all reservations of an unreachable prefill node; return them."""
         lost = [r for r in self._open.values() if r.engine_id == engine_id]
         for reservation in lost:
             key = (reservation.request.request_id, reservation.epoch)
@@ -217,7 +217,7 @@ class Reservations:
         return lost
 
     def tick(self) -> None:
-        """See to the quarantine, forget what is old; call now and then."""
+        """Run the quarantine's work and forget old entries; call often."""
         now = self._clock()
         if now < self._tick_at:
             return
@@ -233,16 +233,16 @@ class Reservations:
 
     @property
     def has_open(self) -> bool:
-        """Whether anything may arrive."""
+        """Return whether any KV may arrive."""
         return bool(self._open or self.quarantine)
 
     @property
     def num_transfers(self) -> int:
-        """Reservations that are open, or ended while a peer may still write."""
+        """Return the number of reservations that are open, or ended and still quarantined."""
         return len(self._open) + len(self.quarantine)
 
     def metrics(self) -> HandoffMetrics:
-        """From any thread."""
+        """Return counts of hand-offs; safe from any thread."""
         open_states = (
             ReservationState.PARKED,
             ReservationState.GRANTED,
@@ -259,7 +259,7 @@ class Reservations:
         )
 
     def held(self) -> list[BlockHolding]:
-        """Blocks that prefill nodes may write; for the ledger."""
+        """Return the blocks that prefill nodes may write, for the ledger."""
         now = self._clock()
         granted = [
             BlockHolding(
@@ -317,10 +317,10 @@ class Reservations:
     def _end(
         self, key: Key, reservation: Reservation, outcome: TransferOutcome, *, quiet: bool
     ) -> None:
-        """Take a reservation out of the engine.
+        """End a reservation, and abort its request in the engine.
 
-        What came up to the watermark is kept in the prefix cache: whoever needs it again finds it
-        there. Unless the wire is quiet, the other blocks go into quarantine.
+        KV up to the watermark stays in the prefix cache, for a later attempt. If the peer
+        may still write, the other blocks go into quarantine.
         """
         del self._open[key]
         self._grants.end(key)
@@ -331,7 +331,7 @@ class Reservations:
             reservation.block_ids = self._engine.keep_received(
                 key[0], reservation.num_received_tokens
             )
-        if reservation.started and not quiet:  # else its START finds the tombstone
+        if reservation.started and not quiet:  # otherwise, its START finds the tombstone
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:
                 self.quarantine.add(key, engine_id, block_ids, reservation.parked_at)
@@ -339,7 +339,7 @@ class Reservations:
         self._engine.abort(key[0])
 
     def _settle_ended(self, key: Key, event: TransferEvent) -> None:
-        """An event about a request that ended here, or has not come yet."""
+        """Apply an event of a request that has ended here, or has not arrived yet."""
         match event.kind:
             case TransferEventKind.COMMITTED | TransferEventKind.FAILED:
                 self._early_starts.pop((key, event.engine_id), None)

@@ -1,9 +1,9 @@
-"""Spans of a request on a decode node, made when its part here has ended.
+"""Spans of a request on a decode node, made when the request ends here.
 
 decode                                          from its command to its last token
   decode.parked                                 waits for its KV; the receipt's parked_s
   decode.first_step                             from the commit on; the receipt's first_step_s
-  decode.steps                                  all further ones
+  decode.steps                                  all later steps
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.telemetry.trace_context import TraceContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeMoments:
-    """When what happened to a request; of the node's clock, 0: it did not (yet)."""
+    """Moments of a request, by the node's clock; 0: not reached."""
 
     parked_at: float
     committed_at: float = 0.0
@@ -32,11 +32,11 @@ def decode_spans(
     receipt: DecodeReceipt | None,
     error: str = "",
 ) -> list[Span]:
-    """All spans of a traced request.
+    """Return all spans of a traced request.
 
     Args:
-        receipt: of one that ended well.
-        error: of one that did not.
+        receipt: the receipt of a request that ended well.
+        error: why a request failed.
     """
     parent = command.trace
     assert parent is not None

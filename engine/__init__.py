@@ -1,4 +1,4 @@
-"""The engine that prefill and decode nodes share. It knows no gRPC, no NIXL and no roles."""
+"""The engine that prefill and decode nodes share. Refuses to know: gRPC, NIXL, roles."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,14 +7,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM"]
 
-# What the extra `node` brings, and what runs a model cannot do without.
+# Packages of the extra `node`, without which no model runs.
 _OF_EXTRA = ("numpy", "torch")
 
 
-if not TYPE_CHECKING:  # a checker knows the name of above, and that there is no other
+if not TYPE_CHECKING:  # type checkers use the import above
 
     def __getattr__(name: str) -> Any:
-        """Import `LLM`, and torch with it, when somebody asks for it: `engine.core` needs none."""
+        """Import `LLM`, and torch with it, on first use, as `engine.core` needs no torch."""
         if name != "LLM":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

@@ -1,7 +1,7 @@
-"""Crash dump: what an engineer needs when an engine cannot continue, in one JSON file.
+"""Crash dump: writes an engine's state to one JSON file when the engine cannot continue.
 
-Holds numbers and ids, never the users' tokens or text: no prompts, no stop strings, no schemas, and
-no messages of exceptions, which may quote them. For nobody's eyes but the owner's.
+Contains numbers and ids, never users' tokens or texts: no prompts, stop strings or schemas, and no
+exception messages, which may quote them. Only the owner may read the file.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "BATON_DUMP_FOLDER"
 PREFIX = "baton-crash-"
-MAX_DUMPS = 20  # kept in a folder, of the latest
-MAX_REQUESTS, MAX_BLOCKS = 1000, 64  # listed; blocks of each request
+MAX_DUMPS = 20  # latest dumps kept in a folder
+MAX_REQUESTS, MAX_BLOCKS = 1000, 64  # most listed requests; most listed blocks per request
 MAX_BYTES = 4 * 2**20
 _MAX_ID_CHARS = 128
 _MAX_FRAMES = 100
-# Of the sampling parameters: what is a number. Everything else may be a client's own text.
+# Types of sampling parameters that are dumped; values of others may be a client's text.
 _NUMBERS = (bool, int, float, type(None))
 
 
 def dump_crash(engine: Engine, error: BaseException) -> Path | None:
-    """Write the dump and say where it is; None (and a log line) when it cannot be written.
+    """Write the dump and return its path; None, with a log line, if it cannot be written.
 
-    The folder is that of the environment variable BATON_DUMP_FOLDER, or one of this user's own in
-    the system's for temporary files. Never raises: it runs when something else has gone wrong. A
-    slow disk may block it, so report the engine's death before.
+    The folder is that of the environment variable BATON_DUMP_FOLDER, or a private one in the
+    system's folder for temporary files. Never raises, as another failure is being handled. A slow
+    disk may block, so report the engine's death before.
     """
     path: Path | str = os.environ.get(FOLDER_VARIABLE) or "a temporary folder"
     try:
@@ -58,7 +58,7 @@ def dump_crash(engine: Engine, error: BaseException) -> Path | None:
         path = folder / f"{PREFIX}{stamp}-{os.getpid()}-{secrets.token_hex(8)}.json"
         _write(path, text)
         _remove_old(folder)
-    except Exception as problem:  # no memory, no disk, or an engine that changes meanwhile
+    except Exception as problem:  # no memory, no disk, or a changing engine
         logger.error("cannot write a crash dump to %s: %s", path, problem)
         return None
     logger.critical("the state of the engine was dumped to %s", path)
@@ -66,7 +66,7 @@ def dump_crash(engine: Engine, error: BaseException) -> Path | None:
 
 
 def _folder() -> Path:
-    """The operator's, or one that is ours alone."""
+    """Return the operator's folder, or a private one."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         Path(named).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def _folder() -> Path:
     if found.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
         folder.chmod(0o700)
         return folder
-    return Path(tempfile.mkdtemp(prefix=PREFIX))  # somebody was there first
+    return Path(tempfile.mkdtemp(prefix=PREFIX))  # another user owns the usual name
 
 
 def _write(path: Path, text: str) -> None:
@@ -88,14 +88,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Keep the latest dumps; names begin with the time."""
+    """Delete all but the latest dumps; names begin with the time."""
     for path in sorted(folder.glob(f"{PREFIX}*.json"))[:-MAX_DUMPS]:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def describe(engine: Engine, error: BaseException) -> dict[str, Any]:
-    """The dump's content."""
+    """Return the dump's content."""
     last = engine.last_scheduled
     scheduled = itertools.islice(last.scheduled if last is not None else (), MAX_REQUESTS)
     requests = list(engine.requests.values())
@@ -128,7 +128,7 @@ def describe(engine: Engine, error: BaseException) -> dict[str, Any]:
 
 
 def _describe_error(error: BaseException) -> list[str]:
-    """Where it came from, outermost first, and what led to it; without what it says."""
+    """Describe an error's frames, outermost first, and its causes, without their messages."""
     lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(lines) < _MAX_FRAMES:
@@ -140,7 +140,7 @@ def _describe_error(error: BaseException) -> list[str]:
 
 
 def _count(ref_counts: Mapping[int, int]) -> dict[str, int]:
-    """{references: blocks that have so many}."""
+    """Return the number of blocks for each number of references."""
     counts: dict[str, int] = {}
     for number in ref_counts.values():
         counts[str(number)] = counts.get(str(number), 0) + 1

@@ -1,4 +1,4 @@
-"""Engine: schedule, execute, update. One thread owns it.
+"""Engine: schedules, executes and updates steps. One thread owns an engine.
 
 in turn          schedule | run | update | schedule | run | update
 asynchronous     schedule N+1, launch N+1 | wait, update N | schedule N+2, launch N+2 | ...
@@ -24,13 +24,18 @@ from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import ALL, Scheduler
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor, PendingStep
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
+from engine.step_stretch import StepStretch
 from models.work import model_work
+
+# Of the most prompt tokens beside decodes: so many are computed although a step becomes too long.
+# Each step reads all weights, so that fewer tokens would be paid for several times.
+_LEAST_PART = 8
 
 _NOBODYS: Mapping[str, str] = MappingProxyType({})
 AfterLayer = Callable[[int], None]
@@ -42,14 +47,14 @@ class Engine:
 
     Attributes:
         executor: computes the steps.
-        kv_memory: where the KV is; see `KVMemory`.
-        block_pool: who holds which of its blocks, and what is cached there.
-        dtype: of the model's weights, by name.
+        kv_memory: the memory of the KV cache; see `KVMemory`.
+        block_pool: reference counts and cached contents of the KV cache's blocks.
+        dtype: name of the weights' dtype.
         max_model_len: most tokens of one request.
-        eos_token_ids: what ends an output unless a request ignores it.
+        eos_token_ids: tokens that end an output unless a request ignores them.
         num_steps: steps that computed something and have ended, since the start.
-        last_scheduled: what the latest one computed, or computes, for whoever asks why it failed.
-        compatibility: what it computes with, as `cache_namespace` wants it.
+        last_scheduled: the step computed last or now, for reports of a failure.
+        compatibility: properties that KV depends on, as `cache_namespace` takes them.
     """
 
     def __init__(
@@ -63,9 +68,9 @@ class Engine:
         """Load the model and allocate the cache.
 
         Args:
-            identity: of the folder (`folder_identity`), where others are to name cached KV the
-                same; without it names mean something in this process alone.
-            executor: computes the steps; None: the one that the options name.
+            identity: identity of the model folder (`folder_identity`), which makes hashes of cached
+                KV equal on all nodes; without it, hashes are valid in this process only.
+            executor: computes the steps; None: make the one that the options name.
             grammars: see `GrammarCompiler`.
 
         Raises:
@@ -89,7 +94,7 @@ class Engine:
             "block_size": str(config.block_size),
             "kv_layout": self.kv_memory.manifest.layout,
         }
-        if config.num_lookahead_drafts:  # its KV lies beside the model's
+        if config.num_lookahead_drafts:  # the drafter's KV lies beside the model's
             self.compatibility["drafter"] = drafter_identity(config, model_folder)
         kv_cache_manager = KVCacheManager(
             self.num_blocks,
@@ -129,18 +134,19 @@ class Engine:
         self.num_steps = 0
         self.last_scheduled: SchedulerOutput | None = None
         self._in_flight: _StepInFlight | None = None
-        self._busy_until = 0.0  # when the device had computed the step before
+        self._busy_until = 0.0  # when the device finished the previous step
+        self._stretch: StepStretch | None = None
 
     # ------------------------------------------------------------------ requests
 
     @property
     def requests(self) -> dict[str, Request]:
-        """Unfinished requests by id; read only."""
+        """Return unfinished requests by id; read only."""
         return self._scheduler.requests
 
     @property
     def num_waiting(self) -> int:
-        """Requests that could run, were there room; parked ones are not among them."""
+        """Return the number of requests that wait for a step; parked ones are not counted."""
         return self._scheduler.num_waiting
 
     def add(self, request: Request) -> None:
@@ -151,68 +157,68 @@ class Engine:
             self._grammars.submit(request)
 
     def park(self, request: Request) -> None:
-        """Take a request whose prompt KV a remote node will write."""
+        """Park a request whose prompt KV a remote node will write."""
         self._grammars.follow_thought(request)
         idle, speculation = not self._scheduler.num_running, self._speculation
         draft_for = idle or speculation is None or speculation.num_to_read() > 0
         self._scheduler.park(request, draft_for=draft_for)
-        if request.awaits_grammar:  # compiled while its KV travels
+        if request.awaits_grammar:  # compiled while the KV travels
             self._grammars.submit(request)
 
     def grant(self, request_id: str) -> GrantedBlocks | None:
-        """Where the rest of a parked request's KV may be written; None while memory is short."""
+        """Return the blocks for the rest of a parked request's KV; None: memory is short."""
         return self._scheduler.grant(request_id)
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
-        """Count a request's cached initial tokens; list the hashes of full blocks that lack."""
+        """Return the number of cached initial tokens, and the hashes of missing full blocks."""
         return self._scheduler.kv_cache_manager.find_initial_prefix(request)
 
     def num_usable_cached_tokens(self, request: Request) -> int:
-        """Tokens of a new request that need not be computed, were it to begin now.
+        """Return how many tokens of a new request would be found in the prefix cache now.
 
-        Fewer than `find_initial_prefix` tells where that has the last token, which must be computed
-        for its logits; by far fewer where layers look at a window, of which no more is cached.
+        `find_initial_prefix` may count one more, the last token, which must be computed for its
+        logits. The count is small where layers have a window, as only a window is cached.
         """
         return self._scheduler.kv_cache_manager.num_usable_cached_tokens(request)
 
     def keep_received(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
-        """Cache the full blocks that arrived for a granted request, which is about to be aborted.
+        """Cache the full blocks that arrived for a granted request that is about to be aborted.
 
-        Returns its granted blocks beyond ``num_tokens``, which a remote node may still write.
+        Returns the granted blocks beyond ``num_tokens``, which a remote node may still write.
         """
         manager = self._scheduler.kv_cache_manager
         return manager.keep_received(self.requests[request_id], num_tokens)
 
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
-        """Places in ``Request.block_ids`` of the blocks that travel with a prompt."""
+        """Return the places in ``Request.block_ids`` of the blocks that travel in a hand-off."""
         return self._scheduler.kv_cache_manager.handoff_indices(num_prompt_tokens)
 
     def commit(self, request_id: str, token_id: int, drafts: Sequence[int] = ()) -> None:
-        """A parked request's KV is complete; it runs in the next step.
+        """Let a parked request run in the next step: its KV is complete.
 
         Args:
-            drafts: what the remote node guesses to come behind that token.
+            drafts: the remote node's drafts of the tokens behind ``token_id``.
         """
         taken = self._speculation.received(request_id, drafts) if self._speculation else ()
         self._scheduler.commit(request_id, token_id, taken)
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
-        """Guess what comes behind a request that another node goes on with."""
+        """Return drafts for a request that another node continues."""
         return () if self._speculation is None else self._speculation.first_drafts(request)
 
     def why_drafts(self, request: Request | None = None) -> str:
-        """Why the latest step had so many drafts, for people; empty where nobody chooses.
+        """Explain the latest step's number of drafts, for people; empty if the number is fixed.
 
         Args:
-            request: and why none were for it, if nobody guessed for it.
+            request: also explain if this request was not drafted for.
         """
         choice = None if self._speculation is None else self._speculation.choice
         if request is not None and not request.is_drafted_for:
-            return f"nobody guessed for it, as no guesses had paid for long when it came; {choice}"
+            return f"not drafted for, as no drafts had paid for long when it came; {choice}"
         return "" if choice is None else str(choice)
 
     def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
-        """Make the grammar of a request to come, or follow its thought; waits for the grammar.
+        """Compile the grammar of a future request, or track its thought; waits for the grammar.
 
         Returns None for a request that has neither. Raises InvalidRequestError.
         """
@@ -221,7 +227,7 @@ class Engine:
         return self._grammars.compile_now(params)
 
     def prepare_grammars(self) -> None:
-        """Load and start what the first request with a grammar needs; takes up to seconds.
+        """Load and start all that grammars need; takes up to seconds.
 
         Nodes call this before they join, because making the library's tokenizer holds the GIL. An
         engine that does not call this prepares with its first grammar.
@@ -233,11 +239,11 @@ class Engine:
         self._grammars.prepare()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on any thread, when a request need not wait any more."""
+        """Have ``wake`` called, on any thread, when a compiled grammar is ready."""
         self._grammars.on_ready = wake
 
     def take_failures(self) -> list[tuple[str, BatonError]]:
-        """Return the ids of requests that became unable to go on since the last call, and why.
+        """Return the ids of requests that became unable to continue since the last call, and why.
 
         A parked request is still here: end it when its blocks have another holder.
         """
@@ -245,66 +251,79 @@ class Engine:
         return failures
 
     def take_handed_back(self) -> list[Request]:
-        """Requests that were preempted since the last call, and are not recomputed here."""
+        """Return the requests preempted since the last call that are not recomputed here."""
         handed_back, self._scheduler.handed_back = self._scheduler.handed_back, []
         return handed_back
 
     def can_begin(self, request: Request) -> bool:
-        """Whether a new request would run in the next step, and nobody the later for it."""
+        """Return whether a new request would run in the next step without delaying another one."""
         return self._scheduler.can_begin(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now; None when it is not here."""
+        """End a request now; return it, or None if its id is unknown."""
         return self._scheduler.abort(request_id)
 
     # ------------------------------------------------------------------ steps
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could compute something now."""
+        """Return whether a step could compute something now."""
         return self._scheduler.has_work
 
     @property
     def awaits_masks(self) -> bool:
-        """Whether all running requests wait for their masks: schedule again at once.
+        """Return whether all running requests wait for masks: schedule again at once.
 
-        `schedule` itself waits some milliseconds for a mask, so asking again is no busy loop.
+        `schedule` itself waits some milliseconds for a mask, so repeated calls are no busy loop.
         """
         return self._scheduler.awaits_masks
 
+    def limit_stretch(self, limit: float | None) -> None:
+        """Bound steps that decode and compute a prompt, by the time of steps that only decode.
+
+        Steps with drafts are not measured.
+
+        Args:
+            limit: times that such a step may take, above 1. None: only the engine's
+                ``prefill_tokens_beside_decodes`` bounds them.
+        """
+        least = max(self.executor.config.prefill_tokens_beside_decodes // _LEAST_PART, 1)
+        self._stretch = None if limit is None else StepStretch(limit, least)
+
     def step(self) -> StepResult:
-        """One step: choose, compute, write down."""
+        """Run one step: schedule, execute, update."""
         return self.execute(self.schedule())
 
     def schedule(self) -> SchedulerOutput:
-        """Choose what the next step computes. `execute` must follow."""
+        """Choose what the next step computes. Call `execute` next."""
         started = time.monotonic()
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
         scheduler, speculation = self._scheduler, self._speculation
+        num_beside = ALL if self._stretch is None else self._stretch.num_tokens()
         if speculation is None:
-            scheduled = scheduler.schedule()
+            scheduled = scheduler.schedule(num_beside_decodes=num_beside)
         else:
             num_drafts = speculation.num_to_guess(scheduler.num_competing, scheduler.drafts_for_any)
-            scheduled = scheduler.schedule(num_drafts, speculation.num_to_read())
+            scheduled = scheduler.schedule(num_drafts, speculation.num_to_read(), num_beside)
         self._scheduler.counters.step_s += time.monotonic() - started
         return scheduled
 
     def execute(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
     ) -> StepResult:
-        """Compute what was scheduled and update the requests.
+        """Compute a scheduled step and update the requests.
 
-        With asynchronous scheduling: begin to compute it, and return what the step before did.
-        ``StepResult.scheduled`` says whose result it is. The step is launched before the end of
-        the one before, whose tokens it finds on the device; a request that turns out to have ended
-        is computed once too often, and holds its blocks until that has been done. Only a step for
-        which the host must know these tokens waits: where a request has penalties, a grammar, or
-        other things that change logits, or wants logprobs of a prompt of several chunks.
+        With asynchronous scheduling: launch the step, then wait for the previous step and return
+        its result (see ``StepResult.scheduled``). The launched step finds the previous step's
+        tokens on the device. A request that turns out to have ended is computed once too often, and
+        keeps its blocks until that step has ended. A step whose logits depend on the previous
+        tokens on the host (penalties, grammars), or that wants logprobs of a prompt of several
+        chunks, is launched only after the previous step has ended.
 
         Args:
-            after_layer: called, on the thread that computes, after each layer of what was
-                scheduled; `KVMemory.fence` says when a GPU has done it. It must be quick.
+            after_layer: called on the computing thread after each layer of the scheduled step;
+                must be quick. On a GPU, `KVMemory.fence` tells when the layer is computed.
         """
         started = time.monotonic()
         compute = self._begin if self.executor.runs_ahead else self._compute
@@ -313,7 +332,7 @@ class Engine:
         return result
 
     def _compute(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
-        """One step, here and now."""
+        """Compute one step and wait for its result."""
         if not scheduled.scheduled:
             self.executor.rest()
             return StepResult()
@@ -322,7 +341,7 @@ class Engine:
         return self._end(scheduled, self.executor.submit(plan, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
-        """Begin one step, before the end of the one in flight if it can be, and end that one."""
+        """Launch a step, before the step in flight has ended if possible, and end that one."""
         result, before = StepResult(), self._in_flight
         if before is not None:
             scheduled = scheduled.without_finished()
@@ -345,15 +364,17 @@ class Engine:
         return self._end(scheduled, pending)
 
     def _end(self, scheduled: SchedulerOutput, pending: PendingStep) -> StepResult:
-        """Wait for a step and write down what came of it."""
+        """Wait for a step and update the requests with its result."""
         output = pending.wait()
-        # A step that was launched ahead has waited for the one before it.
+        # A step that was launched ahead has waited for the previous step.
         computed_s = output.ended_at - max(output.started_at, self._busy_until)
         self._scheduler.counters.forward_s += computed_s
         if self._speculation is not None:
             seconds = output.ended_at - self._busy_until
             self._speculation.note_step(scheduled, seconds, output.drafting_s)
         self._busy_until = output.ended_at
+        if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
+            self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
         self.num_steps += 1
         counters, num_tokens = self._scheduler.counters, scheduled.num_scheduled_tokens
         counters.note_step(num_tokens)
@@ -368,16 +389,16 @@ class Engine:
         return result
 
     def do_idle_work(self) -> bool:
-        """Do a little work that can wait; return whether there is more of it now."""
+        """Do a little work that can wait; return whether more is left."""
         return self.executor.do_idle_work(self.block_pool.num_made)
 
     @property
     def step_in_flight(self) -> bool:
-        """Whether a step runs whose result nobody has seen yet; never without async scheduling."""
+        """Return whether a step runs whose result is still to come; only with async scheduling."""
         return self._in_flight is not None
 
     def metrics(self) -> EngineMetrics:
-        """What was done and what is held; safe from any thread, though amid a step."""
+        """Return the metrics; safe from any thread, even during a step."""
         scheduler, counters, pool = self._scheduler, self._scheduler.counters, self.block_pool
         running, waiting = scheduler.num_running, scheduler.num_waiting
         looks_up, work = self._has_prefix_cache, self._work
@@ -418,7 +439,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End whoever computes; no step is executed any more. May be called twice."""
+        """Stop the workers; no further step can be executed. May be called twice."""
         self.executor.close()
 
     def check(self) -> None:
@@ -427,6 +448,6 @@ class Engine:
 
 
 def _hasher(config: EngineConfig, compatibility: Mapping[str, str]) -> BlockHasher:
-    """Make what names cached blocks, alike only on nodes that compute alike."""
+    """Make the hasher of cached blocks: hashes are equal only on nodes that compute alike."""
     namespace = cache_namespace(compatibility)
     return BlockHasher(config.block_size, config.prefix_hash, namespace)

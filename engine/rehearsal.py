@@ -1,8 +1,7 @@
-"""Rehearsal: compute a few small steps that sample in every way, before there are requests.
+"""Rehearsal: computes a few small steps that sample in every way, before there are requests.
 
-The first step that samples with filters, penalties, a grammar or logprobs runs code and touches
-memory that no step before has used. So does the first decode step. Refuses to know: what steps cost
-(`step_profile`), grammars, tensors.
+The first step with filters, penalties, a grammar or logprobs runs new code and touches new memory,
+as does the first decode step. Refuses to know: step times (`step_profile`), grammars, tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from engine.engine import Engine
 
 _PROMPT_TOKENS = 8
 _TOKEN = 1
-# One request for each way through the sampler; all of them together in a step, too.
+# One request for each way of sampling; also together in one step.
 _GREEDY = SamplingParams(temperature=0)
 _WAYS = (
     _GREEDY,
@@ -32,7 +31,7 @@ _WAYS = (
 
 
 def rehearse(engine: Engine) -> None:
-    """Compute prompts and decode steps: of one greedy request, then of one for each way to sample.
+    """Compute prompts and decode steps: of one greedy request, then of one per way of sampling.
 
     Overwrites the last block of the KV memory and the first rows; the engine must have no request.
     Call this on the thread that computes all steps.
@@ -62,7 +61,7 @@ class _All:
 
 
 def _prompts(engine: Engine, batch: Sequence[SamplingParams], num_tokens: int) -> StepPlan:
-    """Plan whole prompts, all of whose KV lies in the last block."""
+    """Plan whole prompts, whose KV lies in the last block."""
     spec, token_ids = engine.kv_memory.spec, [_TOKEN] * num_tokens
     num_blocks = -(-(num_tokens + 1) // spec.block_size) * spec.num_groups
     return StepPlan(
@@ -75,7 +74,7 @@ def _prompts(engine: Engine, batch: Sequence[SamplingParams], num_tokens: int) -
 
 
 def _decodes(batch: Sequence[SamplingParams], num_tokens: int) -> StepPlan:
-    """Plan the step behind `_prompts`, of one more token for each request."""
+    """Plan the step behind `_prompts`: one more token per request."""
     shares = [n for row in range(len(batch)) for n in (row, num_tokens, 1, num_tokens + 1)]
     return StepPlan((), (), shares, [_TOKEN] * len(batch), _constrained(batch))
 

@@ -1,7 +1,7 @@
-"""Step profile: how long steps take on this machine, measured before any request.
+"""Step profile: measures how long steps take on this machine, before any request.
 
-Each step is computed twice, because the first step may compile kernels or touch new memory. Refuses
-to know: what the times are for. No tensor.
+Each step is computed twice, as the first may compile kernels or touch new memory. Refuses to know:
+the use of the times, tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
 from engine.engine import Engine
 
 _FEW_TOKENS = 64
-# A start must not take much longer for it: on a slow machine the largest step is smaller.
+# Limits the time at start: on a slow machine, the largest step is smaller.
 _MOST_SECONDS = 0.5
-_STRIDE = 7919  # a prime: ids all over the vocabulary, so that not one expert gets all tokens
+_STRIDE = 7919  # a prime: spreads ids over the vocabulary, so that no expert gets all tokens
 _GREEDY = SamplingParams(temperature=0)
 _NO_HOOKS = StepHooks()
 _MANY_REQUESTS = 32
@@ -23,12 +23,12 @@ _SHORT_CONTEXT, _LONG_CONTEXT = 64, 4096
 
 
 def measure_step_times(engine: Engine, *, pushes: bool) -> tuple[tuple[int, float], ...]:
-    """Return (prompt tokens, seconds) of steps of 1, 64 and as many tokens as a chunk may have.
+    """Return (prompt tokens, seconds) of steps with 1 token, 64 tokens and the largest chunk.
 
     Overwrites the last block of the KV memory and row 0; the engine must have no request.
 
     Args:
-        pushes: measure steps whose layers are sent while the next ones are computed.
+        pushes: whether to measure steps whose layers are sent while later ones are computed.
     """
     assert not engine.requests, "steps are measured before there are requests"
     config = engine.executor.config
@@ -45,10 +45,10 @@ def measure_step_times(engine: Engine, *, pushes: bool) -> tuple[tuple[int, floa
 
 
 def measure_decode_times(engine: Engine) -> tuple[tuple[int, int, float], ...]:
-    """Return (requests, tokens of context of all together, seconds) of steps that decode.
+    """Return (requests, total context tokens, seconds) of decode steps.
 
     Measures one request, many requests, and one request with a long context. Overwrites the last
-    block of the KV memory and the first rows; the engine must have no request. To be called behind
+    block of the KV memory and the first rows; the engine must have no request. Call this after
     `measure_step_times`, which leaves numbers in that block.
     """
     assert not engine.requests, "steps are measured before there are requests"
@@ -57,7 +57,7 @@ def measure_decode_times(engine: Engine) -> tuple[tuple[int, int, float], ...]:
     short, long = min(_SHORT_CONTEXT, most_context), min(_LONG_CONTEXT, most_context)
     alone_s = _time(engine, _decode_plan(engine, 1, short))
     times = [(1, short, alone_s)]
-    # On a slow machine fewer; each costs a part of what a request alone does.
+    # A slow machine measures fewer requests; each costs less than one request alone.
     num_affordable = int(2 * _MOST_SECONDS / alone_s)
     many = min(_MANY_REQUESTS, config.max_num_requests, num_affordable)
     if many > 1:
@@ -84,7 +84,7 @@ def _time(engine: Engine, plan: StepPlan, hooks: StepHooks = _NO_HOOKS) -> float
 
 
 def _decode_plan(engine: Engine, num_requests: int, num_context_tokens: int) -> StepPlan:
-    """Plan a step of one token of each request, all of whose KV lies in the last block."""
+    """Plan a step with one token per request, whose KV lies in the last block."""
     rows = range(num_requests)
     return StepPlan(
         tuple(_new_row(row, num_context_tokens) for row in rows),
@@ -106,7 +106,7 @@ def _all_in_last_block(engine: Engine, row: int, num_tokens: int) -> NewBlocks:
 
 
 def _plan(engine: Engine, num_tokens: int) -> StepPlan:
-    """Plan a whole prompt in one step, all of whose KV lies in the last block."""
+    """Plan a whole prompt in one step, whose KV lies in the last block."""
     return StepPlan(
         (_new_row(0, num_tokens),),
         (_all_in_last_block(engine, 0, num_tokens),),

@@ -1,1 +1,1 @@
-"""What makes a prefill or decode node a process: threads, engine loop, collector, events."""
+"""Turns a prefill or decode node into a process: threads, engine loop, collector, events."""

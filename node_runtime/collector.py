@@ -1,7 +1,7 @@
-"""NodeCollector: a node's numbers as Prometheus wants them, read when they are asked for.
+"""NodeCollector: a node's metrics for Prometheus, read at each scrape.
 
-A step pays nothing for them, but for the ledger, which its thread takes between two steps. A node
-that is stuck in a step still answers: with all but the ledger. Knows no peer and no HTTP.
+A step does no work for metrics. Only the ledger is taken on the engine's thread, between two
+steps; a node that is stuck in a step answers without it. Refuses to know: peers, HTTP.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from baton.telemetry.ledger import BlockOwner, Ledger
 from baton.telemetry.node_metrics import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
 
-# Prometheus gives up after 10 s, unless told otherwise; no step of a node that is well is so long.
+# Prometheus gives up after 10 s by default; no step of a healthy node takes this long.
 LEDGER_TIMEOUT_S = 2.0
 _Labels = Mapping[str, str]
 _NONE: _Labels = {}
 
 
 class MetricsSource(Protocol):
-    """What is read at a scrape; all of it may be called from any thread."""
+    """Source of the numbers of a scrape; all methods are safe from any thread."""
 
     def engine_metrics(self) -> EngineMetrics: ...
 
@@ -48,11 +48,11 @@ class NodeCollector(Collector):
     """One node's metric families; docs/metrics.md lists them.
 
     Args:
-        role: of the node, a label of each sample.
-        node: its name, another.
-        source: of the numbers.
-        ledger_timeout_s: how long a scrape waits for the end of a step.
-        vllm_model: what vLLM's names call the model; empty: they are not shown.
+        role: the node's role, a label of each sample.
+        node: the node's name, a label of each sample.
+        source: the numbers.
+        ledger_timeout_s: most seconds that a scrape waits for the ledger.
+        vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class NodeCollector(Collector):
         self._ledger_timeout_s = ledger_timeout_s
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering does not ask for everything
+        return []  # so that registering collects nothing
 
     def collect(self) -> Iterator[Metric]:
         if self._vllm_names is not None:
@@ -87,7 +87,7 @@ class NodeCollector(Collector):
         try:
             return call.result(self._ledger_timeout_s)
         except TimeoutError:
-            call.cancel()  # nobody waits for it any more
+            call.cancel()  # not needed any more
             return None
 
     # ------------------------------------------------------------------ families
@@ -119,7 +119,7 @@ class NodeCollector(Collector):
         )
         yield counter(
             "blocks_evicted",
-            "Blocks that were given out while they cached something.",
+            "Blocks that were allocated while they cached something.",
             engine.blocks_evicted_total,
         )
         yield counter(
@@ -137,14 +137,14 @@ class NodeCollector(Collector):
             "prefix_lookups", "Requests looked up in the prefix cache.", engine.prefix_lookups_total
         )
         yield counter(
-            "prefix_lookup_tokens", "Their prompt tokens.", engine.prefix_lookup_tokens_total
+            "prefix_lookup_tokens", "Prompt tokens looked up.", engine.prefix_lookup_tokens_total
         )
         yield counter("preemptions", "Requests that lost their blocks.", engine.preemptions_total)
-        yield counter("draft_steps", "Requests' steps with drafts.", engine.draft_steps_total)
+        yield counter("draft_steps", "Steps with drafts, by request.", engine.draft_steps_total)
         yield counter("drafts", "Computed drafts.", engine.drafts_total)
         places = {str(i): n for i, n in enumerate(engine.accepted_drafts_by_place, 1)}
         yield self._family(
-            CounterMetricFamily, "accepted_drafts", "Right ones.", _by("place", places)
+            CounterMetricFamily, "accepted_drafts", "Accepted drafts.", _by("place", places)
         )
         yield counter(
             "forward_seconds", "Time in the model and the sampler.", engine.forward_seconds_total
@@ -155,7 +155,7 @@ class NodeCollector(Collector):
 
     def _of_work(self, engine: EngineMetrics) -> Iterator[Metric]:
         counter = self._counter
-        yield counter("model_flops", "By the model's configuration.", engine.model_flops_total)
+        yield counter("model_flops", "Estimated by configuration.", engine.model_flops_total)
         yield counter(
             "weight_read_bytes", "Weights that steps read.", engine.weight_read_bytes_total
         )
@@ -198,7 +198,7 @@ class NodeCollector(Collector):
         yield counter("kv_wrong_blocks", "Blocks that arrived wrong.", connector.wrong_blocks)
         refused = _by("reason", connector.refused_messages)
         yield self._family(
-            CounterMetricFamily, "kv_refused_messages", "Messages that were not heard.", refused
+            CounterMetricFamily, "kv_refused_messages", "Messages that were refused.", refused
         )
 
     def _of_ledger(self, ledger: Ledger | None) -> Iterator[Metric]:
@@ -235,7 +235,7 @@ class NodeCollector(Collector):
         return family
 
     def _of_other_engines(self) -> Iterator[tuple[str, Metric]]:
-        """Our families by vLLM's names for them."""
+        """Return our metrics under vLLM's names."""
         engine = self._source.engine_metrics()
         used = 1 - engine.blocks_free / max(engine.blocks, 1)
         gauge, counter = self._gauge, self._counter
@@ -243,7 +243,7 @@ class NodeCollector(Collector):
             ("num_requests_running", engine.requests_running),
             ("num_requests_waiting", engine.requests_waiting + engine.requests_parked),
             ("kv_cache_usage_perc", used),
-            ("gpu_cache_usage_perc", used),  # as it was called before
+            ("gpu_cache_usage_perc", used),  # vLLM's older name
         ):
             yield name, gauge("x", "As vLLM's.", value)
         for name, value in (

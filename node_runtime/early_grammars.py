@@ -1,4 +1,4 @@
-"""Early grammars: what a node loads and forks for grammars before it has threads. No torch."""
+"""Early grammars: loads and forks what grammars need before the node has threads. No torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 def fork_early_grammars(model: str) -> EarlyGrammars | None:
-    """Load a model's tokenizer for grammars and fork the template of the trials, which shares it.
+    """Load a model's tokenizer for grammars, and fork the template process of the trials.
 
-    Call this before the program begins its threads.
+    Call this before the program starts any thread.
 
     Returns:
-        None where threads have begun, or the model is still to be fetched or cannot be used:
-        whoever loads it will say why.
+        The grammar parts. None if threads have started, or if the model is not here or not usable;
+        loading the model will report why.
     """
     if not may_fork():
         return None

@@ -1,4 +1,4 @@
-"""EngineLoop: the one thread that owns an engine. Others wake it; nobody else calls `step`."""
+"""EngineLoop: the one thread that owns an engine and steps it; other threads only wake it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from baton.link.round_watch import Rounds
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.25  # an idle engine still looks at its deadlines this often
+TICK_S = 0.25  # seconds; an idle engine checks its deadlines this often
 
 
 class EngineLoop:
-    """Calls ``step`` while there is work and sleeps when there is none.
+    """Calls ``step`` while there is work, and sleeps otherwise.
 
     Args:
-        step: does one step; returns whether there is more to do now.
-        on_death: called once, on the loop's thread, with what ``step`` raised. The engine is not
-            stepped again: the process must end.
-        name: of the thread.
-        when_idle: does a little work that can wait; returns whether there is more of it now. Not
-            called again once it has failed.
+        step: runs one step; returns whether there is more to do at once.
+        on_death: called once, on the loop's thread, with the exception of ``step``. The engine is
+            not stepped again, and the process must end.
+        name: name of the thread.
+        when_idle: does a little work that can wait; returns whether more is left. Not called again
+            after an exception.
         after_death: called after ``on_death``, with the same exception; may hang.
     """
 
@@ -49,16 +49,16 @@ class EngineLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something new to do; safe from any thread."""
+        """Wake the loop, as there is new work; safe from any thread."""
         self._wake.set()
 
     @property
     def rounds(self) -> Rounds:
-        """How many steps have ended, and whether one is in progress; safe from any thread."""
+        """Return the number of completed steps, and whether a step is running; from any thread."""
         return Rounds(self._num_rounds, self._in_round)
 
     def stop(self) -> None:
-        """End the thread after the step in progress, and wait for it."""
+        """Stop the thread after the running step, and wait for it."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
@@ -78,12 +78,12 @@ class EngineLoop:
                             self._wake.wait(tick - time.monotonic())
         except BaseException as error:  # the loop's top (a panic in Rust is no `Exception`)
             death = error if isinstance(error, Exception) else EngineDeadError(repr(error))
-            self._on_death(death)  # first: the rest may fail without memory, descriptors or a disk
+            self._on_death(death)  # first: the rest may fail without memory or a disk
             logger.critical("the engine cannot continue", exc_info=error)
             self._after_death(death)
 
     def _do_idle_work(self) -> bool:
-        """Do a little idle work; a failure ends such work, and not the engine."""
+        """Do a little idle work; an exception ends idle work only, not the engine."""
         try:
             return self._when_idle()
         except Exception:

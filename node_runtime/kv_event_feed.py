@@ -1,9 +1,9 @@
-"""KVEventFeed: what changes in an engine's prefix cache, put into messages for the routers.
+"""KVEventFeed: sends changes of an engine's prefix cache to the routers.
 
-    take_events() of many steps -> what is left of it -> KVCacheEvents with a sequence number
+    take_events() of many steps -> their net effect -> KVCacheEvents with a sequence number
 
-Starts with the first router that asks. All routers get the same messages: a snapshot that one of
-them needs does the others no harm. Refuses to know: links, and who listens.
+Starts when a router first asks. All routers get the same messages; a snapshot for one router does
+not harm the others. Refuses to know: links, receivers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from baton.block_hash import BlockHash, ShortHash, shorten
 from baton.link.words import KVCacheEvents
 from engine.core.block_pool import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
 
-# A router that is told every few steps places nothing worse, and a busy node is not held up.
+# Often enough for good placement, and no burden on a busy node.
 FLUSH_INTERVAL_S = 0.01
 MAX_HASHES_PER_MESSAGE = 2**16  # 512 KiB
 
 
 class KVEventSource(Protocol):
-    """What is needed here of a `BlockPool`."""
+    """The part of `BlockPool` that the feed needs."""
 
     def start_events(self) -> list[BlockHash]: ...
 
@@ -30,12 +30,12 @@ class KVEventSource(Protocol):
 
 
 class KVEventFeed:
-    """All but `request_snapshot` belongs to the thread that steps the engine.
+    """Sends prefix cache events; only `request_snapshot` is safe from any thread.
 
     Args:
-        source: whose prefix cache it is.
+        source: the prefix cache.
         emit: takes messages for the routers.
-        clock: seconds that never go back.
+        clock: returns seconds, never going back.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class KVEventFeed:
         self._sequence = 0
 
     def request_snapshot(self) -> None:
-        """Send a snapshot after the next step, and what changes from then on; from any thread."""
+        """Send a snapshot after the next step, then all changes; safe from any thread."""
         self._snapshot_wanted = True
 
     def after_step(self, *, busy: bool) -> None:
-        """Send what there is, unless it can wait for a step that follows at once.
+        """Send pending changes; while busy, at most once per `FLUSH_INTERVAL_S`.
 
-        Only after a step: what is named by then is full and committed.
+        Call only after a step, as cached blocks are full and committed by then.
         """
         if self._snapshot_wanted:
             self._snapshot_wanted = False
@@ -76,7 +76,7 @@ class KVEventFeed:
     def _send(
         self, snapshot: bool, stored: Sequence[ShortHash], removed: Sequence[ShortHash]
     ) -> None:
-        """In as many messages as it takes; at least one."""
+        """Send hashes in as many messages as needed, at least one."""
         size = MAX_HASHES_PER_MESSAGE
         for start in range(0, max(len(stored), len(removed), 1), size):
             self._sequence += 1
@@ -92,9 +92,9 @@ class KVEventFeed:
 def _sum_up(
     events: Sequence[KVCacheEvent],
 ) -> tuple[bool, tuple[ShortHash, ...], tuple[ShortHash, ...]]:
-    """What is left of events: whether all was cleared, what is new since, what is gone.
+    """Return the net effect of events: whether all was cleared, stored hashes, removed hashes.
 
-    A content is stored only while it is not there, and removed only while it is: two events of one
+    A hash is stored only while absent, and removed only while present, so two events of one hash
     cancel out.
     """
     cleared = False

@@ -1,6 +1,6 @@
-"""Takes an engine's ledger: adds its own requests to what others say they hold.
+"""Takes an engine's ledger: all block holdings, of its requests and of other owners.
 
-To be called on the engine's thread, between two steps. Knows no peer and no transfer.
+Call this on the engine's thread, between two steps. Refuses to know: peers, transfers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from engine.engine import Engine
 
 
 def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
-    """Who holds what now; O(num_blocks).
+    """Return the ledger as of now; O(num_blocks).
 
     Args:
-        held: by others than the engine's requests. A GRANT stands for its request, too: the blocks
-            are that request's.
+        held: holdings of other owners than the engine's requests. A GRANT also stands for its
+            request, which has the same blocks.
     """
     others = list(held)
     granted = {holding.request_id for holding in others if holding.owner is BlockOwner.GRANT}
@@ -31,7 +31,7 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     if engine.step_in_flight and engine.last_scheduled is not None:
         scheduled = (item.request for item in engine.last_scheduled.scheduled)
         own += [_hold(r, BlockOwner.STEP) for r in scheduled if r.status.is_finished]
-    # A null block stands in many block tables, and is held once.
+    # A null block occurs in many block tables, but is held only once.
     null_blocks = tuple(range(engine.kv_memory.spec.num_null_blocks))
     holdings = [BlockHolding(owner=BlockOwner.NULL_BLOCK, block_ids=null_blocks)]
     for holding in [*own, *others]:

@@ -1,4 +1,4 @@
-"""Makes an engine's request of what a router commands a node of either role."""
+"""Makes an engine's request from a router's command to a node of either role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def new_request(
     """Check a command and make its request; raises InvalidRequestError.
 
     Args:
-        max_tokens: fewer new tokens than the command allows; a prefill node gives 1.
+        max_tokens: most new tokens, if fewer than the command allows; a prefill node gives 1.
     """
     params, vocab_size = command.sampling_params, engine.model_config.vocab_size
     token_ids = [*command.prompt_token_ids, *command.output_token_ids]

@@ -1,4 +1,4 @@
-"""What both kinds of node do to get an engine, and what must match a peer's."""
+"""Loads the engine of a node of either role, and describes it to routers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FirstSteps:
-    """What the steps before any request took.
+    """Times of the steps that were computed before any request.
 
     Attributes:
-        step_times: prompt tokens and seconds of steps that were measured; see `StepTime`.
-        decode_times: requests, context tokens and seconds of steps; see `DecodeTime`.
+        step_times: prompt tokens and seconds of measured steps; see `StepTime`.
+        decode_times: requests, context tokens and seconds of measured steps; see `DecodeTime`.
     """
 
     step_times: tuple[tuple[int, float], ...] = ()
@@ -35,12 +35,12 @@ class FirstSteps:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine and what identifies it.
+    """An engine and its identity.
 
     Attributes:
-        engine_id: unique to this process start.
-        compatibility: must be equal, entry by entry, on two nodes that are to be paired.
-        prefix_hash: algorithm that names blocks; empty: there is no prefix cache.
+        engine_id: unique id of this start of the process.
+        compatibility: entries that must be equal on two nodes of a pair.
+        prefix_hash: algorithm of the block hashes; empty: no prefix cache.
     """
 
     engine: Engine
@@ -56,7 +56,7 @@ class LoadedEngine:
         peer_info: bytes,
         first_steps: FirstSteps,
     ) -> NodeRegistration:
-        """Return what the node tells the router of itself."""
+        """Return what the node tells a router about itself."""
         spec, manifest = self.engine.kv_memory.spec, self.engine.kv_memory.manifest
         bytes_of_all = sum(manifest.unit_bytes(rank) for rank in range(manifest.num_ranks))
         return NodeRegistration(
@@ -93,7 +93,7 @@ def load_engine(
     """Load a model for a node.
 
     Args:
-        grammars: parts made before threads began; None: there are none.
+        grammars: grammar parts made before any thread started; None: none.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -101,7 +101,7 @@ def load_engine(
     """
     folder = find_model_folder(model)
     identity = folder_identity(folder)
-    if "weights" not in identity:  # an index names files that are not needed
+    if "weights" not in identity:  # the index lists files that are not needed
         identity["weights"] = weights_digest(folder)
     started = time.perf_counter()
     engine = Engine(folder, config, identity, grammars=grammars)
@@ -138,13 +138,13 @@ def load_engine(
 
 
 def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
-    """Compute the steps that a first request would else compute first; return what some took.
+    """Compute the steps that would slow down the first requests; return some of their times.
 
-    Call this on the thread that will compute all steps: threads of kernels, and their scratch
-    memory, belong to the thread that calls the kernels.
+    Call this on the thread that will compute all steps: kernels' threads and their scratch memory
+    belong to the calling thread.
 
     Args:
-        pushes: prompts' layers are sent while the next ones are computed.
+        pushes: whether layers of a prompt are sent while later ones are computed.
     """
     began_at = time.perf_counter()
     rehearse(engine)

@@ -1,4 +1,4 @@
-"""What a node's end of the KV connector is made over: its transport, of all ranks, and digests."""
+"""Opens a node's end of the KV connector: the transport of all its ranks, and digests."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def open_transport(
     """Open the transport of each rank; raises ConfigError.
 
     Args:
-        options: of the node.
-        loaded: whose memory peers reach.
-        faults: that are injected.
-        kv_digests: whether blocks are checked.
+        options: options of the node.
+        loaded: the engine whose memory peers access.
+        faults: faults to inject; None: none.
+        kv_digests: whether blocks are checked by digests.
     """
     memory, engine_id = loaded.engine.kv_memory, loaded.engine_id
     start = Open(options.kv_connector, engine_id)
-    # They begin while this one does.
+    # The other ranks open their transports meanwhile.
     links = loaded.engine.executor.attach(_RANK_SERVICE, msgspec.msgpack.encode(start))
     transport: KVTransport = KV_CONNECTORS.load(options.kv_connector)(
         engine_id,

@@ -1,6 +1,6 @@
-"""What is wrong with a node's options, said at once: before torch is imported or a model loaded.
+"""Checks a node's options early, before torch is imported or a model is loaded.
 
-Knows what there is by its names and addresses; what fits a model or a device shows later.
+Checks names and addresses; whether options fit the model or the device shows later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from node_runtime.options import NodeOptions
 
 
 def check_options(options: NodeOptions) -> None:
-    """Raise ConfigError for what names nothing, and for an address that cannot be listened at."""
+    """Raise ConfigError for unknown names and for addresses that cannot be listened on."""
     for router in options.routers:
         split_address("router", router)
     check_is_free("listen", options.listen)
@@ -24,8 +24,7 @@ def check_options(options: NodeOptions) -> None:
     KV_CONNECTORS.check(options.kv_connector)
     if options.kv_connector == "tls" and options.engine.num_ranks > 1:
         raise ConfigError(
-            f"kv_connector: tls is of one rank alone, and there are {options.engine.num_ranks}; "
-            f"use nixl"
+            f"kv_connector: tls supports one rank only, got {options.engine.num_ranks}; use nixl"
         )
     if options.kv_listen:
         if options.kv_connector != "tls":
@@ -37,9 +36,9 @@ def check_options(options: NodeOptions) -> None:
 
 
 def check_model(options: NodeOptions) -> None:
-    """Raise ModelLoadError for what is no model, ConfigError for a length that it does not have.
+    """Raise ModelLoadError if there is no such model, ConfigError for an impossible length.
 
-    Fetches the model where it is not here yet.
+    Fetches the model if it is not here yet.
     """
     folder = find_model_folder(options.model)
     ModelConfig.from_folder(folder, max_model_len=options.engine.max_model_len)

@@ -1,4 +1,4 @@
-"""NodeOptions: the options that both kinds of node take. Each kind adds its own in its package."""
+"""NodeOptions: the options of both kinds of node. Each kind adds options in its own package."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NodeOptions:
     )
     metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
     served_model_name: str = option(
-        "", help="What metrics call the model, as at the router; as --model if not given."
+        "", help="Name of the model in metrics, as at the router; if not given: --model."
     )
     join_timeout_s: float = option(
         30.0, least=0, help="How long to try to reach the router at start, seconds."
@@ -67,12 +67,12 @@ class NodeOptions:
     admin_token: str = option(
         "",
         is_secret=True,
-        help="That who looks at the metrics page must bring. Without it and --api-keys-file "
-        "whoever reaches the page may look.",
+        help="Token that readers of the metrics page must send. Without it and --api-keys-file, "
+        "anyone who reaches the page may read it.",
     )
     api_keys_file: str = option(
         "",
-        help="API keys, as of the router; those with the role look or operate may look at the "
+        help="File of API keys, as at the router; keys with the role look or operate may read the "
         "metrics page. Read again on SIGHUP.",
     )
     audit_log: str = option(STANDARD_OUTPUT, help=AUDIT_LOG_HELP)
@@ -111,5 +111,5 @@ class NodeOptions:
 
     @property
     def vllm_model(self) -> str:
-        """What vLLM's names of metrics call the model; empty: they are not shown."""
+        """Return the model's name in metrics with vLLM's names; empty: no such metrics."""
         return (self.served_model_name or self.model) if self.metrics_compat == "vllm" else ""

@@ -7,7 +7,7 @@ from engine.core.request import Request
 
 
 def view_request(request: Request, transfer_state: str, age_s: float) -> RequestView:
-    """What operators see of a request that came so long ago."""
+    """Return an operator's view of a request that arrived ``age_s`` seconds ago."""
     return RequestView(
         request_id=request.request_id,
         status=request.status.value,
@@ -20,7 +20,7 @@ def view_request(request: Request, transfer_state: str, age_s: float) -> Request
 
 
 def ids_of(command: PrefillCommand | DecodeCommand) -> dict[str, str | None]:
-    """What lines of the log about a request are found by."""
+    """Return the ids that make log lines about a request searchable."""
     trace = command.trace
     trace_id = trace.trace_id.hex() if trace is not None else None
     return {"request_id": command.request_id, "trace_id": trace_id}

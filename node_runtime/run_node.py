@@ -1,4 +1,4 @@
-"""Run a node program from its options to its exit code. Needs torch only when the node is made."""
+"""Runs a node program from its options to its exit code. Imports torch only to make the node."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def run_node(
     load: Callable[[], MakeProgram[Options]],
     grammars: EarlyGrammars | None = None,
 ) -> int:
-    """Run a node until it is told to stop; returns the exit code.
+    """Run a node until it is told to stop; return the exit code.
 
     Args:
-        role: for the name of a node that was given none.
-        load: imports what makes the node; called late, as it imports torch, and on a thread, as it
-            may fetch the model.
-        grammars: parts made before threads began; None: there are none.
+        role: the node's role, used to make up a missing name.
+        load: imports the code that makes the node. Called late, as that imports torch, and on a
+            thread, as it may fetch the model.
+        grammars: grammar parts made before any thread started; None: none.
     """
-    # Imported here: who asks for help does not wait for it.
+    # Imported here, so that --help need not wait for it.
     from baton.access.access import Access
     from baton.access.audit_log import AuditLog
     from baton.node_program import run_node_program

@@ -1,7 +1,7 @@
-"""NodeThreads: a node with its engine's thread, as the asyncio side of a program sees it.
+"""NodeThreads: a node and its engine's thread, used from a program's asyncio thread.
 
-Both kinds of node are this; what differs is the loop inside (`node.py`) and the end of the KV
-connector, which `make_node` brings.
+Nodes of both roles use this class; they differ in the loop (`node.py`) and in the end of the KV
+connector, which `make_node` makes.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Node(Protocol):
 
 
 class ConnectorEnd(Protocol):
-    """What is needed here of a KV sender or receiver."""
+    """The methods of a KV sender or receiver that are needed here."""
 
     def describe(self) -> bytes:
-        """Peer info for the nodes of the other role."""
+        """Return the peer info for nodes of the other role."""
 
     def metrics(self) -> ConnectorMetrics: ...
 
@@ -73,22 +73,22 @@ class ConnectorEnd(Protocol):
 
 
 class NodeThreads:
-    """See `baton.node_program.NodeProgram` for the contract.
+    """A node and its engine's thread; see `baton.node_program.NodeProgram` for the contract.
 
     Args:
-        name: of the node.
-        role: of the node.
+        name: name of the node.
+        role: role of the node.
         loaded: the engine that the node steps.
-        make_node: makes the node and its end of the KV connector, given what wakes the engine's
-            thread.
-        emit: takes events for the router; safe to call from the engine's thread.
+        make_node: makes the node and its end of the KV connector, given a function that wakes
+            the engine's thread.
+        emit: takes events for the router; called on the engine's thread.
         on_death: called when the engine cannot continue.
-        pushes: prompts' layers are sent while the next ones are computed.
+        pushes: whether layers of a prompt are sent while later ones are computed.
         on_close: called when both threads have ended.
         vllm_model: see `NodeCollector`.
-        hang_at: an injected fault: stand still behind so many rounds with work; 0: never.
-        poison: an injected fault: end by SIGKILL once something is computed for a request whose id
-            contains this text; "": for no request.
+        hang_at: injected fault: hang after this many busy rounds; 0: never.
+        poison: injected fault: kill the process when it computes for a request whose id
+            contains this text; empty: never.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class NodeThreads:
         return self._end.metrics()
 
     def _step(self) -> bool:
-        self._loaded.engine.executor.check_health()  # between steps a rank may end, too
+        self._loaded.engine.executor.check_health()  # a rank may also end between steps
         while self._calls:
             self._calls.popleft()()
         busy = self._node.step()
@@ -204,11 +204,11 @@ class NodeThreads:
         )
 
     def _between_steps(self, function: Callable[[], T]) -> Future[T]:
-        """Have the engine's thread call something when no step is half done."""
+        """Call a function on the engine's thread, between two steps."""
         future: Future[T] = Future()
 
         def call() -> None:
-            if not future.set_running_or_notify_cancel():  # nobody waits for it any more
+            if not future.set_running_or_notify_cancel():  # cancelled
                 return
             try:
                 future.set_result(function())

@@ -1,6 +1,6 @@
-"""LayerTail: the last chunks of one step, pushed some layers at a time while the rest computes.
+"""LayerTail: pushes a prompt's last blocks, some layers at a time, while later layers compute.
 
-Made before the step and called on the thread that computes; the sender posts elsewhere.
+Made before a step, and called on the thread that computes; the sender posts on another thread.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from kvconnector.ends import Sender
 
 
 class LayerTail:
-    """Called after each layer of one step.
+    """Pushes blocks after each layer of one step.
 
     Args:
-        sender: where the pushes go.
-        layer_groups: ranges of a block's layers, in order; each is pushed when its last layer is
+        sender: takes the pushes.
+        layer_groups: ranges of a block's layers, in order; each is pushed once its last layer is
             computed.
-        num_layers: of the model, where blocks cannot be cut: their only range then ends with all.
-        fence: asks whether a GPU has computed what was launched so far; see `KVMemory.fence`.
+        num_layers: number of layers of the model, if blocks cannot be cut: then they have one
+            range, which ends with the last layer.
+        fence: returns a query whether a GPU has computed all launched work; see `KVMemory.fence`.
 
     Attributes:
-        num_groups_pushed: of the layer groups.
+        num_groups_pushed: number of layer groups that were pushed.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class LayerTail:
     ) -> None:
         self._sender = sender
         self._layer_groups = layer_groups
-        # How many layers are computed when each may go.
+        # Number of computed layers at which each group may be pushed.
         self._ends = [end for _, end in layer_groups] if num_layers is None else [num_layers]
         assert len(self._ends) == len(layer_groups)
         self._fence = fence
@@ -44,16 +45,16 @@ class LayerTail:
         self.num_groups_pushed = 0
 
     def add(self, push: BlockPush) -> None:
-        """Push these blocks, which the step makes complete."""
+        """Add blocks that the step completes, to be pushed."""
         self._pushes.append(push)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every layer was pushed."""
+        """Return whether all layers were pushed."""
         return self.num_groups_pushed == len(self._layer_groups)
 
     def after_layer(self, layer: int) -> None:
-        """Push the groups of layers that end with this one, or in a stage before this process's."""
+        """Push the layer groups that end with this layer, or in an earlier pipeline stage."""
         if self.is_complete or layer + 1 < self._ends[self.num_groups_pushed]:
             return
         is_computed = self._fence()

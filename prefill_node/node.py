@@ -1,4 +1,4 @@
-"""PrefillNode: the prefill loop; what enters and leaves the engine here.
+"""PrefillNode: the prefill loop: takes commands, steps the engine, sends KV and token 1.
 
     command -> Request -> chunks -> full blocks to the sender -> token 1 to the router
 
@@ -54,7 +54,7 @@ EXPIRY_INTERVAL_S = 0.1
 
 @dataclass(slots=True)
 class _Job:
-    """One prefill command on its way."""
+    """A prefill command in progress."""
 
     command: PrefillCommand
     request: Request
@@ -64,16 +64,16 @@ class _Job:
 
 
 class PrefillNode:
-    """Computes prompts and hands them over.
+    """Computes prompts and hands them over to decode nodes.
 
     Args:
-        engine: stepped by this node only.
-        sender: to the decode nodes.
-        emit: takes events for the router; safe to call from this node's thread.
+        engine: the engine; only this node steps it.
+        sender: sends KV to decode nodes.
+        emit: takes events for the router; called on this node's thread.
         push_mode: when blocks are sent.
-        num_layer_groups: in how many parts a prompt's last chunk is sent, at most.
-        clock: seconds that never go back.
-        spans: takes those of traced requests; None: nothing is traced.
+        num_layer_groups: most parts in which a prompt's last chunk is sent.
+        clock: returns seconds, never going back.
+        spans: takes spans of traced requests; None: no tracing.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PrefillNode:
         self._clock = clock
         self._traces = PrefillTraces(spans, clock)
         self._emit = emit
-        self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (came at, what)
+        self._inbox: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (arrival, command)
         self._jobs: dict[str, _Job] = {}
         self._deltas: list[RequestDelta] = []
         self._expire_at = 0.0
@@ -102,14 +102,14 @@ class PrefillNode:
         self._inbox.append((self._clock(), command))
 
     def step(self) -> bool:
-        """One round; returns whether there is more to do now."""
+        """Run one round; return whether there is more to do at once."""
         self._take_inbox()
         scheduled = self.engine.schedule()
         self._note_starts(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         handed_over = self._answer(result)
-        self._tell_router()  # a client waits for token 1; nobody waits for what follows here
+        self._tell_router()  # first of all, as a client waits for token 1
         self.push_tracker.after_step(result.scheduled, handed_over)
         self._end_failed()
         events = self.sender.poll()
@@ -117,11 +117,11 @@ class PrefillNode:
             self._settle(event)
         self._expire()
         self._tell_router()
-        # Not "has work": what waits for blocks is not helped by asking again at once. It may be by
-        # a step that ended.
+        # Not `has_work`: asking again at once does not help requests that wait for blocks, unless a
+        # step has ended.
         has_ended = bool(result.scheduled.scheduled)
         busy = scheduled.scheduled or has_ended or self.engine.step_in_flight
-        busy = busy or self.engine.awaits_masks  # no thread that computes a mask wakes this one
+        busy = busy or self.engine.awaits_masks  # threads that compute masks do not wake this one
         return bool(busy or events or self._inbox)
 
     def _tell_router(self) -> None:
@@ -132,7 +132,7 @@ class PrefillNode:
     # ------------------------------------------------------------------ what operators see
 
     def beat(self) -> NodeBeat:
-        """How busy this node is; may be read from any thread."""
+        """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
         num_running = sum(request.num_computed_tokens > 0 for request in requests)
         return NodeBeat(
@@ -148,18 +148,18 @@ class PrefillNode:
         )
 
     def requests(self) -> list[RequestView]:
-        """Open requests; may be read from any thread."""
+        """Return all open requests; safe from any thread."""
         local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
         now = self._clock()
         views = [view_request(job.request, "", now - job.received_at) for job in local]
         return views + self.push_tracker.views()
 
     def ledger(self) -> Ledger:
-        """Who holds which blocks; only between steps, on this node's thread."""
+        """Return the owners of all blocks; call between steps, on this node's thread."""
         return take_ledger(self.engine, self.push_tracker.held())
 
     def handoff_metrics(self) -> HandoffMetrics:
-        """What became of hand-offs; may be read from any thread."""
+        """Return counts of hand-offs; safe from any thread."""
         return self.push_tracker.metrics()
 
     # ------------------------------------------------------------------ commands
@@ -184,7 +184,8 @@ class PrefillNode:
                 case AbortAll():
                     for request_id in filter(command.concerns, list(self._jobs)):
                         self._end(request_id)
-                    # Token 1 of these is out, their KV is not; the decode node may have a router.
+                    # These requests have token 1, but their KV has not arrived; D may have another
+                    # router.
                     self.push_tracker.drop_all(command)
                 case _:
                     logger.warning("a prefill node takes no %s", type(command).__name__)
@@ -230,13 +231,13 @@ class PrefillNode:
                 trace.begin_chunk(self._clock())
 
     def _answer(self, result: StepResult) -> dict[str, RequestDelta]:
-        """Tell the router of each token 1; returns those that a decode node goes on from."""
+        """Queue each token 1 for the router; return the outputs that a decode node continues."""
         handed_over = {}
         if self._traces:
             self._note_chunks(result.scheduled)
         for output in result.outputs:
             job = self._jobs.pop(output.request_id)
-            # The engine stops after one token: unless that is the end indeed, D goes on.
+            # The engine stops after one token; D continues unless the output has really ended.
             goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             now = self._clock()
             receipt = PrefillReceipt(
@@ -280,7 +281,7 @@ class PrefillNode:
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Whether this token is the last one, whoever was asked for the next."""
+        """Return whether a token is the output's last, not counting this node's own limit."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full
@@ -295,7 +296,7 @@ class PrefillNode:
             case _:
                 if not self.push_tracker.settle(event):
                     self._traces.end(event.request_id, event.epoch, has_pushed=True)
-                elif not event.reason:  # the decode node wants it no more; the router knows
+                elif not event.reason:  # the decode node cancelled it; the router knows
                     job = self._jobs.get(event.request_id)
                     if job is not None and job.command.epoch == event.epoch:
                         self._end(event.request_id)
@@ -303,7 +304,7 @@ class PrefillNode:
                     self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
 
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
-        # A wrong field is named as the client wrote it.
+        # An error about a request's field is passed on unchanged, as the client wrote the field.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
         job = self._jobs.pop(request_id, None)
         ids = ids_of(job.command) if job is not None else {"request_id": request_id}
@@ -314,7 +315,7 @@ class PrefillNode:
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
-        """Forget a request: no one wants it any more."""
+        """Forget a request that was cancelled."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._traces.end(*_key(job.command))

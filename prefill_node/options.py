@@ -12,23 +12,25 @@ from node_runtime.options import NodeOptions
 
 
 class PushMode(StrEnum):
-    """From the latest to the earliest; each sends the same bytes."""
+    """When KV blocks are sent, from the latest to the earliest; all modes send the same bytes."""
 
-    AFTER_PREFILL = "after-prefill"  # all blocks when token 1 is known; to measure the others by
-    CHUNKS = "chunks"  # the blocks that a chunk filled while the next one computes
-    LAYERS = "layers"  # and the last chunk's, some layers while the next ones compute
+    AFTER_PREFILL = "after-prefill"  # all blocks after token 1; a baseline for comparison
+    CHUNKS = "chunks"  # a chunk's full blocks, while the next chunk computes
+    LAYERS = "layers"  # likewise, and the last chunk's in groups of layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOptions(NodeOptions):
     """Options of a prefill node; raises ConfigError naming the field."""
 
-    # A prompt that lost its blocks is computed again here: nobody else has any. What is guessed
-    # behind it, the decode node computes, and says how much of it.
+    # Preempted prompts are recomputed, as no other node has their blocks. Drafts made here are
+    # computed by the decode node, which decides how many.
     engine: EngineConfig = group(
         lambda: EngineConfig(cuda_graph_max_batch=0), without=("preemption", "adaptive_speculation")
     )
     push: PushMode = option(PushMode.LAYERS, help="When KV blocks are sent.")
     layer_groups: int = option(
-        NUM_LAYER_GROUPS, least=1, help="Parts of a chunk that is sent layer-wise."
+        NUM_LAYER_GROUPS,
+        least=1,
+        help="Most parts in which a prompt's last chunk is sent, by layers.",
     )

@@ -1,8 +1,8 @@
-"""PushTracker: which blocks of which request may travel, and who still holds them.
+"""PushTracker: which blocks of each request may travel, and which are still in use.
 
-Takes what a step will compute and what it computed, gives pushes to the sender. Holds one
-reference on every block of a request from the moment it is about to be filled until the
-transfer's end event, so that the request itself may finish or be aborted at any time.
+Turns scheduled and computed steps into pushes for the sender. Holds one reference on each block
+of a request, from before the block is filled until the transfer's end event, so that the request
+may finish or be aborted at any time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from prefill_node.options import PushMode
 class _Handoff:
     """One request on its way to a decode node.
 
-    ``indices`` are the places in the request's blocks of those that travel; ``block_ids`` are the
-    blocks that are there now; ``held_block_ids`` also those of before a preemption, which may still
-    be travelling. ``tail`` pushes, some layers at a time, the blocks from ``tail_first`` on.
+    ``indices`` are the places of the travelling blocks among the request's blocks. ``block_ids``
+    are the current blocks at these places; ``held_block_ids`` also contain those from before a
+    preemption, which may still be travelling. ``tail`` pushes the blocks from ``tail_first`` on,
+    some layers at a time.
     """
 
     request: Request
@@ -55,7 +56,7 @@ class _Handoff:
 
     @property
     def state(self) -> str:
-        """Name of the state, for operators."""
+        """Return the name of the state, for operators."""
         if not self.started:
             return "QUEUED"
         return "PUSHING" if self.num_blocks_pushed else "STARTED"
@@ -80,16 +81,16 @@ def _holding(owner: BlockOwner, handoff: _Handoff, now: float) -> BlockHolding:
 
 
 class PushTracker:
-    """The handoffs of one prefill node.
+    """The hand-offs of one prefill node.
 
     Args:
-        engine: where the blocks and their references are.
-        sender: where pushes go.
+        engine: owner of the blocks and their references.
+        sender: takes the pushes.
         mode: when blocks are pushed.
-        num_layer_groups: in how many parts the last chunk goes, at most. In a model with several
-            KV cache groups it goes whole, with token 1: their layers do not end in the order of
-            their blocks. Where blocks lie by heads, whole, with the last layer.
-        clock: seconds that never go back.
+        num_layer_groups: most parts in which the last chunk is sent. With several KV cache
+            groups, the chunk is sent whole, with token 1, as their layers do not end in the order
+            of their blocks. Blocks that lie by heads are sent whole, with the last layer.
+        clock: returns seconds, never going back.
     """
 
     def __init__(
@@ -109,21 +110,21 @@ class PushTracker:
         num_layers = len(memory.spec.groups[0].layers)
         can_cut = memory.layers_per_group == num_layers
         is_by_heads = memory.manifest.groups[0].order is KVOrder.HEADS
-        # Blocks that lie by heads go whole, but with the last layer: before anything is sampled.
+        # Blocks that lie by heads are sent whole, but already with the last layer, before sampling.
         self._num_layers = None if can_cut else num_layers
         has_tail = memory.spec.num_groups == 1 and (can_cut or is_by_heads)
         self._has_tail = mode is PushMode.LAYERS and has_tail
         self._block_size = engine.kv_memory.spec.block_size
         self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
-        # Ended on our side, not yet quiet on the wire; by (request_id, epoch).
+        # Ended here, but still on the wire; by (request_id, epoch).
         self._draining: dict[tuple[str, int], _Handoff] = {}
         self._ended: Counter[TransferOutcome] = Counter()
 
     def add(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
-        """Hand this request over to a decode node when it is computed.
+        """Register a request whose KV a decode node will get.
 
-        An older attempt whose push is still open ends; its blocks stay held until it is quiet.
+        An open push of an older attempt is ended; its blocks stay held until the wire is quiet.
         """
         self.drop(request.request_id, "")
         now = self._clock()
@@ -137,10 +138,10 @@ class PushTracker:
         )
 
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
-        """Ask for a grant when a request's first chunk begins; take references.
+        """Start the transfer of requests whose first chunk is scheduled; hold their blocks.
 
         Returns:
-            What is to be called after each layer of the step, if anything.
+            A callback for after each layer of the step, or None.
         """
         tail: LayerTail | None = None
         for item in scheduled.scheduled:
@@ -161,17 +162,17 @@ class PushTracker:
                     if self._num_groups > 1
                     else (),
                 )
-            if request.num_preemptions != handoff.num_preemptions:  # computed anew elsewhere
+            if request.num_preemptions != handoff.num_preemptions:  # recomputed in other blocks
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
-            # What travels does not slide out before the prompt's end: it is not the null block.
+            # Travelling blocks do not slide out before the prompt's end, so none is the null block.
             first, end = len(handoff.block_ids), len(request.block_ids)
             new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
             new_block_ids = [request.block_ids[index] for index in new_indices]
             self._engine.block_pool.hold(new_block_ids)
             handoff.block_ids += new_block_ids
             handoff.held_block_ids += new_block_ids
-            if is_first and self._mode is not PushMode.AFTER_PREFILL:  # its cached prefix
+            if is_first and self._mode is not PushMode.AFTER_PREFILL:  # push the cached prefix
                 self._push(handoff, request.num_computed_tokens // self._block_size, None)
             if self._has_tail and _ends_prompt(item):
                 tail = tail or LayerTail(
@@ -182,10 +183,10 @@ class PushTracker:
         return None if tail is None else tail.after_layer
 
     def after_step(self, scheduled: SchedulerOutput, outputs: Mapping[str, RequestDelta]) -> None:
-        """Push the blocks that became full; with token 1, the rest.
+        """Push the blocks that became full; with token 1, push the rest.
 
         Args:
-            outputs: of this step by request id, those with which a request ends left out.
+            outputs: the step's outputs by request id, without those that end a request.
         """
         for item in scheduled.scheduled:
             handoff = self._handoffs.get(item.request.request_id)
@@ -195,17 +196,17 @@ class PushTracker:
             num_tokens = handoff.request.num_computed_tokens
             if output is None and self._mode is PushMode.AFTER_PREFILL:
                 continue
-            if output is None:  # full blocks only: the last one is still being filled
+            if output is None:  # push full blocks only: the last one is still being filled
                 self._push(handoff, num_tokens // self._block_size, None)
             else:
                 self._push(handoff, -(-num_tokens // self._block_size), output.token_ids[0])
 
     def drop(self, request_id: str, reason: str, epoch: int | None = None) -> None:
-        """End a handoff early; harmless when there is none.
+        """End a hand-off early; do nothing if it is unknown.
 
         Args:
-            epoch: only if it is this attempt's.
-            reason: for the decode node's client; empty when nobody waits for it there.
+            reason: error for the decode node's client; empty: no client waits there.
+            epoch: end only this attempt; None: any.
         """
         handoff = self._handoffs.get(request_id)
         if handoff is None or epoch not in (None, handoff.epoch):
@@ -218,27 +219,27 @@ class PushTracker:
         self._sender.abort(request_id, handoff.epoch, reason)
 
     def has(self, request_id: str, epoch: int) -> bool:
-        """Whether a handoff is open."""
+        """Return whether this attempt's hand-off is open."""
         handoff = self._handoffs.get(request_id)
         return handoff is not None and handoff.epoch == epoch
 
     def expire(self) -> None:
-        """End the handoffs whose time is up: their grant or their writes never came."""
+        """End hand-offs whose time is up, as their grant or their writes never came."""
         now = self._clock()
         for request_id, handoff in list(self._handoffs.items()):
             if now > handoff.expires_at:
                 self.drop(request_id, "deadline passed")
 
     def drop_all(self, abort: AbortAll) -> None:
-        """End every handoff of a router early."""
+        """End all hand-offs of a router."""
         for request_id in filter(abort.concerns, list(self._handoffs)):
             self.drop(request_id, "its prefill node lost its router")
 
     def settle(self, event: TransferEvent) -> bool:
-        """Drop the references of a transfer that ended.
+        """Release the blocks of a transfer that ended.
 
         Returns:
-            Whether a handoff that was still wanted failed.
+            True if a hand-off that was still wanted has failed.
         """
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
@@ -254,7 +255,7 @@ class PushTracker:
         return event.kind is TransferEventKind.FAILED
 
     def views(self) -> list[RequestView]:
-        """Open handoffs, also of requests that are computed already; from any thread."""
+        """Return the open hand-offs, also of computed requests; safe from any thread."""
         now = self._clock()
         return [
             view_request(handoff.request, handoff.state, now - handoff.added_at)
@@ -262,7 +263,7 @@ class PushTracker:
         ]
 
     def metrics(self) -> HandoffMetrics:
-        """From any thread."""
+        """Return counts of hand-offs; safe from any thread."""
         states = Counter(dict.fromkeys(("QUEUED", "STARTED", "PUSHING"), 0))
         states.update(handoff.state for handoff in list(self._handoffs.values()))
         states["DRAINING"] = len(self._draining)
@@ -274,25 +275,25 @@ class PushTracker:
 
     @property
     def num_transfers(self) -> int:
-        """Handoffs that are open, or ended and still on the wire."""
+        """Return the number of hand-offs that are open, or ended and still on the wire."""
         return len(self._handoffs) + len(self._draining)
 
     @property
     def num_draining_blocks(self) -> int:
-        """Blocks of ended requests that are still on the wire."""
+        """Return the number of blocks of ended requests that are still on the wire."""
         return sum(len(handoff.held_block_ids) for handoff in list(self._draining.values()))
 
     def held(self) -> list[BlockHolding]:
-        """Blocks that travel, or may still be read by a write; for the ledger."""
+        """Return the blocks that travel, or that a write may still read, for the ledger."""
         now = self._clock()
         pushed = (_holding(BlockOwner.PUSH, h, now) for h in self._handoffs.values())
         drained = (_holding(BlockOwner.DRAINING, h, now) for h in self._draining.values())
         return [*pushed, *drained]
 
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:
-        """Have the blocks that this step, the prompt's last, writes pushed while it computes."""
+        """Let a tail push the blocks that the prompt's last step writes, layer by layer."""
         request = handoff.request
-        # Of a step in flight nothing is pushed yet: what it fills is not the tail's.
+        # Blocks that the step in flight fills are not pushed yet, and not part of the tail.
         num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
         first = max(handoff.num_blocks_pushed, bisect.bisect_left(handoff.indices, num_full))
         handoff.tail, handoff.tail_first = tail, first
@@ -312,8 +313,8 @@ class PushTracker:
             return
         handoff.num_blocks_pushed = max(num_blocks, first)
         if token_id is not None and handoff.tail is not None and handoff.tail.is_complete:
-            num_blocks = handoff.tail_first  # the rest went with the tail
-        # What is in a block that is not full yet stays here until the last one.
+            num_blocks = handoff.tail_first  # the tail has pushed the rest
+        # A block that is not full is sent only with token 1.
         num_tokens, record = num_logical_blocks * self._block_size, None
         if token_id is not None:
             num_tokens = handoff.request.num_computed_tokens

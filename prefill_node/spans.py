@@ -1,10 +1,10 @@
-"""Spans of a request on a prefill node, made when its part here has ended.
+"""Spans of a request on a prefill node, made when the request ends here.
 
 prefill                                         from its command to the end of its push
   prefill.queue                                 waits for its first chunk; the receipt's queue_s
   prefill.compute                               up to token 1; the receipt's prefill_s
     prefill.chunk ...
-  prefill.push                                  from its first chunk until D has all of its KV
+  prefill.push                                  from its first chunk until D has all its KV
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Key: TypeAlias = tuple[str, int]  # request id and epoch
 
 @dataclass(slots=True, kw_only=True)
 class PrefillTrace:
-    """What is noted of a traced request; times are of the node's clock.
+    """Notes about a traced request; times are by the node's clock.
 
     Attributes:
-        parent: the router's attempt.
-        chunks: begin of each, and its end once it has ended.
-        error: why it failed.
+        parent: context of the router's attempt.
+        chunks: for each chunk its begin, and its end once it has ended.
+        error: why the request failed; empty: it did not.
     """
 
     parent: TraceContext
@@ -42,21 +42,21 @@ class PrefillTrace:
     error: str = ""
 
     def begin_chunk(self, now: float) -> None:
-        """Its next chunk is scheduled."""
+        """Note that the next chunk is scheduled."""
         self.chunks.append([now])
 
     def end_chunk(self, now: float) -> None:
-        """The oldest of its chunks in flight is computed."""
+        """Note that the oldest chunk in flight is computed."""
         for chunk in self.chunks:
             if len(chunk) == 1:
                 chunk.append(now)
                 return
 
     def spans(self, now: float, *, has_pushed: bool) -> list[Span]:
-        """All of them, ending now.
+        """Return all spans; open ones end now.
 
         Args:
-            has_pushed: its KV was on its way to a decode node.
+            has_pushed: whether the request's KV was sent to a decode node.
         """
         root, parent_id = self.parent.child(), self.parent.span_id
         attributes: dict[str, Attribute] = {"baton.request_id": self.request_id}
@@ -106,11 +106,11 @@ def _span(
 
 
 class PrefillTraces:
-    """The traced requests of one node; none where nothing is traced.
+    """The traced requests of one node; empty without tracing.
 
     Args:
-        sink: takes the spans of those that have ended; None: nothing is traced.
-        clock: of the node.
+        sink: takes the spans of ended requests; None: no tracing.
+        clock: the node's clock.
     """
 
     def __init__(self, sink: SpanSink | None, clock: Callable[[], float]) -> None:
@@ -122,7 +122,7 @@ class PrefillTraces:
         return bool(self._open)
 
     def begin(self, command: PrefillCommand, received_at: float) -> None:
-        """A command has come."""
+        """Start the trace of a command, if it is traced."""
         if self._sink is not None and command.trace is not None:
             self._open[command.request_id, command.epoch] = PrefillTrace(
                 parent=command.trace,
@@ -132,13 +132,13 @@ class PrefillTraces:
             )
 
     def get(self, request_id: str, epoch: int) -> PrefillTrace | None:
-        """None where it is not traced."""
+        """Return a request's trace; None: not traced."""
         return self._open.get((request_id, epoch))
 
     def note_computed(
         self, command: PrefillCommand, receipt: PrefillReceipt, started_at: float, now: float
     ) -> None:
-        """It has token 1."""
+        """Note that a request has token 1."""
         trace = self._open.get((command.request_id, command.epoch))
         if trace is not None:
             trace.started_at, trace.computed_at, trace.receipt = started_at, now, receipt
@@ -146,7 +146,7 @@ class PrefillTraces:
     def end(
         self, request_id: str, epoch: int, error: str = "", *, has_pushed: bool = False
     ) -> None:
-        """Its part here has ended; harmless where it is not traced, or has ended before."""
+        """Emit a request's spans, as it ended here; do nothing if it is not traced or has ended."""
         trace = self._open.pop((request_id, epoch), None) if self._open else None
         if trace is None or self._sink is None:
             return
@@ -155,6 +155,6 @@ class PrefillTraces:
         self._sink(trace.spans(now, has_pushed=has_pushed), zero_of(self._clock))
 
     def end_others(self, is_open: Callable[[str, int], bool]) -> None:
-        """End what nobody works on any more: its push was dropped."""
+        """End the traces of requests whose push was dropped."""
         for request_id, epoch in [key for key in self._open if not is_open(*key)]:
             self.end(request_id, epoch, has_pushed=True)

@@ -1,1 +1,1 @@
-"""Program 1: the public API; places requests on pairs of nodes and streams their tokens."""
+"""The router: serves the public API, places requests on pairs of nodes, streams tokens."""

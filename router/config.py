@@ -1,4 +1,4 @@
-"""RouterConfig: a router's options, and what is refused of them at the start."""
+"""RouterConfig: a router's options and their checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.gate.scaling_options import ScalingOptions
 from router.intake.text_options import TextOptions
 from router.policies import POLICIES
 
-DRAIN_DELAY_S = 5.0  # until load balancers know that a router is not ready; none on one machine
+DRAIN_DELAY_S = 5.0  # until load balancers notice that a router is not ready; 0 on one machine
 _CERTS = "--tls-require-client-certs"
 _KEYS = "--api-keys-file"
 
@@ -180,13 +180,13 @@ class RouterConfig:
             )
 
     def may_self_prefill(self, policy: str) -> bool:
-        """Whether decode nodes may be given prompts to compute under this policy."""
-        return self.local_prefill and policy == "cost"  # other policies know pairs only
+        """Return whether decode nodes may compute prompts under this policy."""
+        return self.local_prefill and policy == "cost"  # other policies place on pairs only
 
 
 def drain_delay_s(config: RouterConfig) -> float:
-    """How long the router serves on, not ready, when it is told to stop."""
-    from baton.access.exposure import is_public  # here: help does not wait for it
+    """Return how long the router serves on, not ready, when told to stop."""
+    from baton.access.exposure import is_public  # here, so that `--help` is fast
 
     if config.drain_delay_s is not None:
         return config.drain_delay_s
@@ -195,22 +195,22 @@ def drain_delay_s(config: RouterConfig) -> float:
 
 
 def requires_client_certs(config: RouterConfig, listen: str) -> bool:
-    """Say whether a gRPC listener serves only who shows a certificate.
+    """Return whether a gRPC listener requires client certificates.
 
-    Where it does not it asks nobody for one: gRPC knows nothing between. So nodes and operators on
-    an address of their own always need one where there is a CA for it; where they share the
-    clients' address, who may have keys instead, only if all do.
+    gRPC either requires certificates or ignores them. A separate address for nodes and operators
+    requires them if there is a CA. On a shared address, where clients may use keys instead, they
+    are required only if all callers must have one.
     """
     is_private = bool(config.node_listen) and listen == config.node_listen
     return config.tls.require_client_certs or (is_private and config.tls.verifies_clients)
 
 
 def check_exposure(config: RouterConfig) -> None:
-    """Refuse listeners that others can reach and that lack protection; raises ConfigError."""
-    from baton.access.exposure import Exposure  # here: help does not wait for it
+    """Refuse listeners that others can reach without protection; raises ConfigError."""
+    from baton.access.exposure import Exposure  # here, so that `--help` is fast
 
     tls = config.tls
-    # One is enough: who brings none may do nothing then (`baton/access/access.py`).
+    # One key is enough: callers without one may then do nothing (`baton/access/access.py`).
     has_keys = bool(config.api_keys_file or config.node_token or config.admin_token)
 
     def check(option: str, listen: str, authentication: str, is_authenticated: bool) -> None:

@@ -1,4 +1,4 @@
-"""How the router's descriptors are shared out: no API can take what another one needs."""
+"""Divide the router's descriptors among its APIs, so that none starves another."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from baton.api.errors import ConfigError
 from baton.options import check_limits, option
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 
-# For files, logs, threads' pipes, and connections that the router opens itself.
+# For files, logs, threads' pipes and connections that the router opens itself.
 _NUM_OWN = 64
-# Of all. Below what counts as overload: idle connections are none.
+# Share for clients; below the overload level, because idle connections are no overload.
 _CLIENTS_SHARE = 0.8
 _MIN_DESCRIPTORS = 256
 _NODES_SHARE = 1 / 4  # if nodes have an address of their own
-# Descriptors of a gRPC connection: the client's socket, and both ends of the private socket.
+# Descriptors per gRPC connection: the client's socket and both ends of the private one.
 _RPC_DESCRIPTORS = 3
 _MAX_NODES = 4096
-# More clients than this need more memory than a default should take: about 20 KiB each.
+# More clients need more memory than a default should take: about 20 KiB each.
 _MAX_DEFAULT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """What clients' connections may cost; see `ConnectionLimits`."""
+    """Limits of clients' connections; see `ConnectionLimits`."""
 
     max_connections: int = option(
         0,
@@ -58,11 +58,11 @@ class ConnectionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBudget:
-    """Limits of what the router listens on.
+    """Limits of the router's listeners.
 
     Attributes:
-        http, public: of the two APIs.
-        nodes: of the address for nodes and operators, where that is one of its own.
+        http, public: for the two public APIs.
+        nodes: for the address of nodes and operators, if separate.
     """
 
     http: ConnectionLimits
@@ -73,10 +73,10 @@ class ConnectionBudget:
 def share_descriptors(
     num_descriptors: int, options: ConnectionOptions, *, own_address_for_nodes: bool
 ) -> ConnectionBudget:
-    """Limits whose sum leaves the process some descriptors of its own.
+    """Return limits whose sum leaves some descriptors to the process itself.
 
     Raises:
-        ConfigError: there are too few descriptors, or the options want more than there are.
+        ConfigError: there are too few descriptors, or the options ask for more than there are.
     """
     if num_descriptors < _MIN_DESCRIPTORS:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a router is made of, put together; serves until told to stop."""
+"""Assemble a router from its parts, and serve until told to stop."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0  # behind a failed start of the workers
-_LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}  # taken
+_RETRY_S = 1.0  # pause after a failed start of the workers
+# Largest priority accepted.
+_LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}
 
 
 def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodePool:
@@ -80,7 +81,7 @@ def _make_pool(config: RouterConfig, folder: Path, limits: ModelLimits) -> NodeP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What a router is made of, for what serves it."""
+    """Hold the parts of a router."""
 
     config: RouterConfig
     dispatcher: Dispatcher
@@ -96,15 +97,15 @@ class _Parts:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """Name that clients use for the model."""
         return self.config.served_model_name or self.config.model
 
 
 async def serve(config: RouterConfig, readers: EarlyReaders | None = None) -> None:
-    """Serve until told to stop; raises ConfigError when something is wrong at the start.
+    """Serve until told to stop; raises ConfigError for errors at the start.
 
     Args:
-        readers: parts made before threads began; None: there are none.
+        readers: parts made before threads began; None: make them here.
     """
     check_exposure(config)
     files = TlsFiles(config.tls) if config.tls else None
@@ -169,7 +170,7 @@ async def _run(parts: _Parts) -> None:
             ),
             _in_background(_become_ready(parts.intake, servers.values(), stopping)),
         ):
-            gc.freeze()  # what is here stays: looking at it again would hold up all streams
+            gc.freeze()  # long-lived objects: collecting them would pause all streams
             await stopping.wait()
             await stop_router(
                 dispatcher,
@@ -188,7 +189,7 @@ async def _run(parts: _Parts) -> None:
 async def _become_ready(
     intake: Intake, servers: Iterable[RpcServer], stopping: asyncio.Event
 ) -> None:
-    """Tell health checks that this router serves, once its workers can read requests."""
+    """Report the router as serving once its workers can read requests."""
     while True:
         try:
             await intake.prepare()
@@ -229,7 +230,7 @@ def _make_intake(
 
 
 def _make_access(config: RouterConfig) -> Access:
-    """Raises ConfigError."""
+    """Make the access checks; raises ConfigError."""
     access = Access(
         keys_file=Path(config.api_keys_file) if config.api_keys_file else None,
         admin_token=config.admin_token,
@@ -243,7 +244,7 @@ def _make_access(config: RouterConfig) -> Access:
 
 
 def _make_tracing(config: RouterConfig, dispatcher: Dispatcher) -> Tracing:
-    """Raises ConfigError."""
+    """Make the tracing; raises ConfigError."""
     router_id = {"service.instance.id": dispatcher.pool.router_id}
     tracing = Tracing(config.trace, service="baton-router", resource=router_id)
     if tracing.sink is not None:
@@ -275,12 +276,12 @@ def _make_capacity(options: AdmissionOptions, pool: NodePool) -> Capacity:
 
 @contextlib.asynccontextmanager
 async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
-    """Gives the HTTP API; None where there is none."""
+    """Serve the HTTP API inside this context; yields None if it is disabled."""
     config, dispatcher, files = parts.config, parts.dispatcher, parts.files
     if not config.http_listen:
         yield None
         return
-    # Imported here: who serves no HTTP does not wait for it.
+    # Imported here, because a router without HTTP need not load it.
     from router.api.http_server import HttpServer
     from router.api.ui.page import StatusPage
 
@@ -323,7 +324,7 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
 
 @contextlib.asynccontextmanager
 async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[None]:
-    """Notice nodes that are silent: stopped, or behind a dead network; and those that are busy."""
+    """Notice silent nodes and update scaling signals inside this context."""
 
     async def count() -> None:
         while True:
@@ -356,7 +357,7 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
 
 
 def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
-    """By address: one for all; or one for the public and one for nodes (and operators)."""
+    """Return servers by address: one for all, or one each for clients and for nodes."""
     config, budget = parts.config, parts.budget
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     link = node_pb2.DESCRIPTOR.services_by_name["NodeLink"]

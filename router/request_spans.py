@@ -1,14 +1,14 @@
-"""Spans of a request at the router, made when it has ended of what the request log has of it.
+"""RequestSpans: makes the spans of a request at its end, from its record in the request log.
 
     chat MODEL                                      the request, from its arrival to its last token
       router.accept                                 checked and tokenized
-      router.queue                                  waits for its turn
-      router.place                                  looks, or waits, for nodes
-      router.attempt                                on these nodes: their spans are part of it
-      router.place, router.attempt ...              after a failure; linked to what failed
+      router.queue                                  wait for admission
+      router.place                                  pick nodes, or wait for them
+      router.attempt                                on these nodes: parent of their spans
+      router.place, router.attempt ...              after a failure; linked to the failed one
 
-What an attempt sends to its nodes names its span, so that theirs are part of it. Up to the first
-attempt the spans' lengths sum to the receipt's ``router_queue_s``: the moments are the same.
+Commands to nodes carry the attempt's span, so that nodes' spans become its children. Spans up to
+the first attempt sum to the receipt's ``router_queue_s``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, zero_of
 from baton.telemetry.trace_context import TraceContext
 from router.calls.request_log import AttemptRecord, RequestRecord
 
-PREEMPTED = "PREEMPTED"  # a decode node gives the request back: it moves, and nothing is wrong
+PREEMPTED = "PREEMPTED"  # a decode node returns the request: it moves, and no node is at fault
 
 
 class RequestSpans:
-    """Makes and hands on the spans of one router's requests.
+    """Make the spans of one router's requests and pass them to a sink.
 
     Args:
-        model: what clients call it.
-        sink: takes the spans.
+        model: name that clients use for it.
+        sink: receives the spans.
     """
 
     def __init__(self, model: str, sink: SpanSink) -> None:
@@ -36,7 +36,7 @@ class RequestSpans:
         self._sink = sink
 
     def take(self, record: RequestRecord) -> None:
-        """A traced request has ended."""
+        """Make the spans of a traced request that has ended."""
         assert record.trace is not None
         assert record.ended_s is not None
         spans = [_request_span(record, record.trace, self._model)]
@@ -51,7 +51,8 @@ class RequestSpans:
             before = record.attempts[index - 1] if index else None
             spans.append(_attempt_span(record, record.trace, attempt, before))
             placed_from_s = attempt.failed_s
-        if placed_from_s is not None and record.error_code:  # no other place, or not in time
+        # No other place was found, or not in time.
+        if placed_from_s is not None and record.error_code:
             spans.append(child("router.place", placed_from_s, record.ended_s))
         self._sink(spans, zero_of(lambda: time.perf_counter() - record.started_at))
 

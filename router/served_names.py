@@ -18,9 +18,9 @@ class NameDefaults:
     """Defaults of requests under one name.
 
     Attributes:
-        sampling: by `SamplingParams` name; they win over the checkpoint's.
-        max_tokens: for requests that do not say; None: the API's own default.
-        max_tokens_limit: no output gets more, whatever its request says; None: no limit.
+        sampling: by `SamplingParams` field; take precedence over the checkpoint's.
+        max_tokens: for requests without it; None: the API's default.
+        max_tokens_limit: upper limit of any output; None: no limit.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class NameDefaults:
         """Return the most tokens of an output.
 
         Args:
-            asked: by the request.
+            asked: requested number; None: not given.
             otherwise: the API's own default.
         """
         found = asked if asked is not None else self.max_tokens
@@ -48,7 +48,7 @@ def read_names(name: str, aliases: str) -> tuple[str, ...]:
 def read_defaults(names: tuple[str, ...], text: str) -> dict[str, NameDefaults]:
     """Read ``[NAME:]key=value,...`` for each name, divided by semicolons; raises ConfigError.
 
-    What comes without a name is of all names.
+    Entries without a name apply to all names.
     """
     given: dict[str, dict[str, Any]] = {name: {} for name in names}
     for part in filter(str.strip, text.split(";")):

@@ -1,10 +1,10 @@
-"""How a router stops: it says so, serves on for a while, takes nothing new, ends, closes.
+"""Stopping a router: it reports not ready, serves on, refuses new requests, ends, closes.
 
-    serving -> not ready, serves on (drain_delay_s: who sends it requests comes to know)
-            -> takes no new requests (until all have ended, at most drain_timeout_s)
-            -> tells the clients of the others, and closes
+        serving -> not ready, serves on (drain_delay_s, until load balancers notice)
+                -> refuses new requests (until all have ended, at most drain_timeout_s)
+                -> ends remaining requests with an error, and closes
 
-A second signal ends the process at once, wherever it is.
+A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from router.calls.dispatcher import Dispatcher
 logger = logging.getLogger(__name__)
 
 WHY = "the router is stopping"
-LAST_WORDS_S = 1.0  # to tell the clients of requests that do not end by themselves
+LAST_WORDS_S = 1.0  # time for errors to reach clients of remaining requests
 _POLL_INTERVAL_S = 0.02
 
 
 class HttpApi(Protocol):
-    """What the rest of the router asks of the HTTP API, which is not always there."""
+    """What the rest of the router needs of the HTTP API, which is optional."""
 
     @property
     def num_at_work(self) -> int:
-        """Requests whose answers are not written yet."""
+        """Number of requests whose answers are not written yet."""
 
     @property
     def share_at_work(self) -> float:
-        """The same, of all connections that there may be."""
+        """Share of the allowed connections that have a request at work."""
 
     def announce_stop(self) -> None:
-        """Be ready no more, and keep no connection open behind its next answer."""
+        """Report not ready, and close each connection after its next answer."""
 
     async def stop(self) -> None:
-        """Take no new connections, and end those that there are."""
+        """Accept no new connections, and end those that exist."""
 
 
 async def stop_router(
@@ -51,11 +51,11 @@ async def stop_router(
     delay_s: float,
     timeout_s: float,
 ) -> None:
-    """Go through all of it; returns when everything is closed.
+    """Stop a router; returns when everything is closed.
 
     Args:
-        delay_s: not ready, but serving. A load balancer takes seconds to hear of it.
-        timeout_s: for open requests to end by themselves.
+        delay_s: time of serving on while not ready; load balancers notice after seconds.
+        timeout_s: time for open requests to end by themselves.
     """
     servers = list(servers)
     logger.info("stopping: not ready, serves on for %g s", delay_s)
@@ -79,7 +79,7 @@ async def stop_router(
 
 
 async def _end_calls(dispatcher: Dispatcher) -> None:
-    """End the calls that are still open, and let the nodes go."""
+    """End remaining calls, and disconnect the nodes."""
     dispatcher.stop(WHY)
     await _until_none(lambda: dispatcher.num_open, LAST_WORDS_S / 2)
     for node in dispatcher.pool.nodes:
@@ -88,5 +88,5 @@ async def _end_calls(dispatcher: Dispatcher) -> None:
 
 async def _until_none(number: Callable[[], int], timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
-    while number() and time.monotonic() < give_up_at:  # noqa: ASYNC110  # once in a life
+    while number() and time.monotonic() < give_up_at:  # noqa: ASYNC110  # only at the end
         await asyncio.sleep(_POLL_INTERVAL_S)

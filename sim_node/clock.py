@@ -1,7 +1,7 @@
-"""NodeClock: the time of one simulated node, which may stand still (a stopped process) or end.
+"""NodeClock: the time of one simulated node, which can be stopped, continued and ended.
 
-Lies between a node and the event loop: what is due while the node is stopped happens when it goes
-on, and what is due after its end never happens.
+Sits between a node and the event loop: events due while the node is stopped happen when it
+continues, and events due after its end never happen.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-# Steps may begin as if their timer had been on time, up to so much: a busy loop is made good again.
+# Steps may be dated back by this much, which compensates for a busy event loop.
 MAX_CATCH_UP_S = 0.1
 
 
 class Timers(Protocol):
-    """What is needed of an event loop; tests bring a virtual one."""
+    """The part of an event loop that is needed; tests use a virtual one."""
 
     def time(self) -> float:
-        """Seconds that never go back."""
+        """Return monotonic seconds."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Call back at a time."""
 
 
 class NodeClock:
-    """One node's time.
+    """Keep one node's time.
 
     Args:
         timers: the event loop.
 
     Attributes:
-        max_lag_s: how late a timer was at most: a lot means that the machine is too busy to
-            simulate so much.
+        max_lag_s: largest delay of a timer; a large one means that the machine is too busy for this
+            simulation.
     """
 
     def __init__(self, timers: Timers) -> None:
@@ -46,10 +46,10 @@ class NodeClock:
         return self._timers.time()
 
     def call_at(self, when: float, callback: Callable[[float], None]) -> None:
-        """Call back with the time it was due, or with a later one if that is too long ago."""
+        """Call back with the due time, or a later one if that is too long ago."""
 
         def fire() -> None:
-            if self._stopped:  # what it missed, it missed
+            if self._stopped:  # a stopped node catches up when it continues
                 self._backlog.append(lambda: callback(self.now()))
             elif not self._ended:
                 now = self.now()
@@ -59,7 +59,7 @@ class NodeClock:
         self._timers.call_at(when, fire)
 
     def run(self, action: Callable[[], None]) -> None:
-        """Do something now; when the node goes on, if it is stopped; never, if it has ended."""
+        """Run an action now, or when a stopped node continues; never after the end."""
         if self._stopped:
             self._backlog.append(action)
         elif not self._ended:
@@ -70,7 +70,7 @@ class NodeClock:
         self._stopped = True
 
     def go_on(self) -> None:
-        """Do what was due meanwhile, in its order."""
+        """Continue, and run in order what became due during the stop."""
         self._stopped = False
         backlog, self._backlog = self._backlog, []
         for action in backlog:

@@ -1,10 +1,10 @@
-"""SimCluster: many simulated nodes in one event loop, and a hand for each of them.
+"""SimCluster: many simulated nodes in one event loop, with methods to disturb each.
 
     async with SimCluster("127.0.0.1:50051", model, num_prefill=8, num_decode=8) as cluster:
         await cluster.kill("sim-d3")
         await cluster.restart("sim-d3")
 
-All nodes that are to be paired must be of one cluster: their hand-over passes no network.
+All nodes that are to be paired must be in one cluster: KV transfers use no network.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from sim_node.sim_model import OutputSource
 
 logger = logging.getLogger(__name__)
 
-# Beats are spread over their interval: a crowd of nodes must not speak all at once.
+# Beats are spread over their interval, so that nodes do not all send at once.
 _NUM_BEAT_SLICES = 10
-# A router introduces each new node to all of the other role before it can take the next one.
+# A router introduces each new node to all of the other role before it takes the next one.
 _MAX_JOINING = 16
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()
@@ -45,11 +45,11 @@ class SimStats:
     """What a cluster has done since its start.
 
     Attributes:
-        num_tokens: output tokens made, also those that nobody took.
-        num_running: requests that are computed now, on all nodes.
-        cpu_s: of the whole process.
-        max_lag_s: how late a timer was at most; much more than a step means that this machine is
-            too busy for so many nodes, and the timing not what it should be.
+        num_tokens: output tokens made, even if no client took them.
+        num_running: requests in progress on all nodes.
+        cpu_s: CPU seconds of the whole process.
+        max_lag_s: largest delay of a timer; if much longer than a step, the machine is too busy for
+            this many nodes, and the timing is wrong.
     """
 
     num_tokens: int
@@ -60,23 +60,23 @@ class SimStats:
 
 
 class SimCluster:
-    """Simulated nodes of one router.
+    """Run simulated nodes for one router.
 
     Args:
         router: ``host:port``.
         model: folder, GGUF file, or hub id; only its configuration is read.
-        options: of every node.
-        faults: what goes wrong by itself.
-        prefix: of the nodes' names: ``sim-p0``, ``sim-d0`` and so on.
+        options: options of every node.
+        faults: faults to inject.
+        prefix: prefix of node names: ``sim-p0``, ``sim-d0`` and so on.
         join_timeout_s: how long to try to reach the router.
-        node_token: shows the router that the nodes may join.
-        tls: shows it who the nodes are.
+        node_token: authorizes the nodes to join.
+        tls: certificates of the nodes.
         make_links: see `SimNode`.
-        outputs: what the model says; None: hashes of the prompt.
+        outputs: the model's outputs; None: hashes of the prompt.
 
     Raises:
         ModelLoadError: the model's configuration cannot be read.
-        ConfigError: a number is out of its limits.
+        ConfigError: a number is out of range.
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class SimCluster:
         num_slow = round(faults.slow * len(self._roles))
         self._slowness = dict.fromkeys(chance.sample(self.names, num_slow), faults.slow_factor)
         self._chance = chance
-        self._nodes: dict[str, SimNode] = {}  # those that live
+        self._nodes: dict[str, SimNode] = {}  # living nodes, by name
         self._jobs: list[asyncio.Task[None]] = []
-        self._num_tokens_before = 0  # of nodes that are gone
+        self._num_tokens_before = 0  # of nodes that have ended
         self._max_lag_before_s = 0.0
         self._started = (0.0, 0.0)
 
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start all nodes and wait until the router has taken them.
+        """Start all nodes, and wait until all have joined the router.
 
         Raises:
             NodeUnavailableError: the router does not answer.
@@ -156,7 +156,7 @@ class SimCluster:
         await asyncio.gather(*(self.kill(name) for name in list(self._nodes)))
 
     async def run(self) -> None:
-        """Go on until a node cannot; raises what ended it."""
+        """Run until a node fails; raises its error."""
         while True:
             for node in self._nodes.values():
                 if node.task.done():
@@ -182,11 +182,11 @@ class SimCluster:
 
     @property
     def names(self) -> list[str]:
-        """Of all nodes, also of those that are gone just now."""
+        """Names of all nodes, including those that are down."""
         return list(self._roles)
 
     async def kill(self, name: str) -> None:
-        """Have a node vanish; harmless when it is gone."""
+        """End a node abruptly; harmless if it is down."""
         node = self._nodes.pop(name, None)
         if node is not None:
             self._num_tokens_before += node.simulation.num_tokens_made
@@ -194,7 +194,7 @@ class SimCluster:
             await node.end()
 
     async def restart(self, name: str) -> None:
-        """Start a node anew, ending it first if it lives; returns when it has joined."""
+        """Start a node, ending it first if it lives; returns when it has joined."""
         await self.kill(name)
         node = SimNode(
             name,
@@ -220,13 +220,13 @@ class SimCluster:
             node.task.result()
 
     async def stall(self, name: str, stall_s: float) -> None:
-        """Have a node stand still for so long; returns at once."""
+        """Stop a node for a time, as by SIGSTOP; returns at once."""
         node = self._node(name)
         node.stop()
         asyncio.get_running_loop().call_later(stall_s, node.go_on)
 
     def slow(self, name: str, factor: float) -> None:
-        """Have a node take so many times as long as usual; 1 is as usual."""
+        """Multiply a node's durations by a factor; 1 is normal."""
         self._node(name).simulation.slow_down(factor)
 
     def stats(self) -> SimStats:

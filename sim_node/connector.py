@@ -1,10 +1,10 @@
-"""The KV connector between simulated nodes: its protocol as it is, over a network that takes time.
+"""KV connector between simulated nodes: the real protocol over a simulated network.
 
     Sender --- SendMachine --- IoLoop --- SimTransport  ===  SimTransport --- IoLoop --- ...
 
-All ends are in one process, which knows who lives: nobody is greeted, probed or asked for beats,
-and messages need no seal. They arrive at once; bytes share their node's link, one write behind the
-other. Who drives the loops is the nodes.
+All nodes are in one process, which knows which ones live. So there are no greetings, probes or
+keep-alive messages, and messages are not sealed. Messages arrive at once; writes of a node share
+its link, one after the other. The nodes drive the I/O loops.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     import torch
 
 TRANSPORT = "simulated"
-# A link here carries whatever is posted: more events would tell nothing more.
+# The simulated link takes writes of any size, so splitting them would make no difference.
 _WHOLE_PUSHES = Portions(write_bytes=2**60, in_flight_bytes=2**60)
 
 
 class KVNetwork:
-    """The nodes of one process, by engine id."""
+    """Find the nodes of one process by engine id."""
 
     def __init__(self) -> None:
         self._mark = f"sim:{secrets.token_hex(8)}:".encode()
@@ -59,11 +59,11 @@ class KVNetwork:
         self._ends.pop(engine_id, None)
 
     def peer_info(self, engine_id: str) -> bytes:
-        """What routers are given for a node's peers: only that it is of this process."""
+        """Return a node's peer info, which only shows that it is in this process."""
         return self._mark + engine_id.encode()
 
     def problem(self, peer_info: bytes) -> str:
-        """Why a peer cannot be reached; empty when it can."""
+        """Return why a peer cannot be reached; empty if it can."""
         if peer_info.startswith(self._mark):
             return ""
         return "simulated nodes reach only peers of the same sim-node process"
@@ -71,7 +71,7 @@ class KVNetwork:
 
 @dataclass(slots=True)
 class _Write:
-    """On its way."""
+    """A write in progress."""
 
     has_arrived: bool = False
 
@@ -80,7 +80,7 @@ class _Write:
 
 
 class _NoScratch:
-    """In the place of memory for self-tests: there are none."""
+    """Stand in for the memory of link tests, which are not made."""
 
     is_on_device = False
     digest = b""
@@ -100,13 +100,13 @@ class SimTransport:
     """See `kvconnector.transports.base.KVTransport` for the contract.
 
     Args:
-        engine_id: of the node.
-        network: that it is in.
-        manifest: of blocks that there are none of.
-        num_blocks: of them.
-        timing: asked for at each write: a node may become slow.
-        clock: of the node.
-        on_arrival: called when a message or the end of a write can be read.
+        engine_id: the node's engine id.
+        network: the network that it belongs to.
+        manifest: layout of the KV blocks, which do not exist.
+        num_blocks: number of these blocks.
+        timing: returns the current timing; called for each write, since nodes may get slow.
+        clock: the node's clock.
+        on_arrival: called when a message has arrived or a write has ended.
     """
 
     scratch = _NoScratch()
@@ -201,7 +201,7 @@ class SimTransport:
 
 
 class _Open:
-    """A channel of one process with itself."""
+    """A channel that does not encrypt."""
 
     def seal(self, body: bytes) -> bytes:
         return body
@@ -211,7 +211,7 @@ class _Open:
 
 
 class _OpenChannels(Channels):
-    """Messages as they are, to anybody of this process."""
+    """Channels without encryption to all peers of this process."""
 
     _open: Any = _Open()
 
@@ -230,10 +230,10 @@ class _OpenChannels(Channels):
 
 
 class NearPeers(Peers):
-    """Peers of this process: there as long as they live, and their router does not say otherwise.
+    """Peers in this process: connected while they live, unless the router says otherwise.
 
     Args:
-        network: that they are in.
+        network: the network that they belong to.
         known: see `Peers`.
     """
 
@@ -253,10 +253,10 @@ class NearPeers(Peers):
         return peer
 
     def meet(self, info: PeerInfo) -> None:
-        """Nothing is to be learnt."""
+        """Do nothing: peers are known by the network."""
 
     def note_alive(self, engine_id: str, at_s: float) -> None:
-        """Nobody asks."""
+        """Do nothing: the network knows which peers live."""
 
     def leave(self, engine_id: str) -> None:
         if engine_id in self:
@@ -273,11 +273,11 @@ class NearPeers(Peers):
         return engine_id in self._network
 
     def tick(self) -> None:
-        """Ask nobody for signs of life."""
+        """Do nothing: the network knows which peers live."""
 
 
 class _Life(PeerProcess):
-    """Whether a simulated peer has ended."""
+    """Tell whether a simulated peer has ended."""
 
     def __init__(self, engine_id: str, network: KVNetwork) -> None:
         self.engine_id = engine_id
@@ -291,7 +291,7 @@ class _Life(PeerProcess):
 
 
 class SimReceiver(Receiver):
-    """A receiver whose peers' lives are known."""
+    """A receiver that learns from the network which peers live."""
 
     def __init__(
         self, transport: SimTransport, network: KVNetwork, clock: Callable[[], float], **calls: Any
@@ -311,5 +311,5 @@ def make_sender(
 
 
 def _near(network: KVNetwork) -> dict[str, Any]:
-    """What both ends need in place of what ends of different processes do."""
+    """Return the parts that replace those for peers in other processes."""
     return {"channels": _OpenChannels(), "make_peers": partial(NearPeers, network=network)}

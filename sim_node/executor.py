@@ -1,10 +1,10 @@
-"""SimExecutor: computes nothing, in the time that it would take.
+"""SimExecutor: computes nothing, but takes the time that a real step would.
 
-    step      begins when it is submitted, ends after what `TimingModel` says
-    tokens    come from an `OutputSource`: they follow from prompt and position alone
+    step      begins when submitted, ends after the time that `TimingModel` gives
+    tokens    come from an `OutputSource`, which depends on prompt and position only
 
-A step is submitted ahead of the end of the one before, as on a GPU: whoever steps the node does so
-when the step in flight has ended. Refuses to know: requests' fates, peers, bytes.
+As on a GPU, a step is submitted before the previous one ends; the node is stepped when the step in
+flight ends. Knows neither requests' outcomes nor peers nor bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from sim_node.options import SimModel, SimOptions
 from sim_node.sim_model import HashedOutputs, TokenAt
 from sim_node.timing import TimingModel
 
-# All that a transformer's shape is needed for here is how many layers finish one by one, and as
-# many as are sent one by one are enough.
+# Of the model's shape only the number of layers matters, since layer groups are sent one by one.
 _NUM_LAYERS = NUM_LAYER_GROUPS
 _SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,12 +41,12 @@ _SHAPE = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2**20,
 }
-_KV_DTYPE = "uint8"  # of KV, so that its bytes can be any number
+_KV_DTYPE = "uint8"  # one byte per element, so that any number of bytes per token is possible
 
 
 @dataclass(frozen=True, slots=True)
 class SimKVSpec:
-    """See `engine.worker.kv_cache.KVCacheSpec`: one group of all layers, which keep all tokens."""
+    """See `engine.worker.kv_cache.KVCacheSpec`: one group of all layers, with full attention."""
 
     groups: tuple[KVCacheGroup, ...]
     block_size: int
@@ -57,7 +56,7 @@ class SimKVSpec:
 
 
 class _Layer:
-    """One that is being computed."""
+    """A layer that is being computed."""
 
     is_computed = False
 
@@ -66,11 +65,11 @@ class _Layer:
 
 
 class SimKVMemory:
-    """See `engine.worker.kv_cache.KVMemory`; there is none.
+    """See `engine.worker.kv_cache.KVMemory`; holds no memory.
 
     Args:
-        num_blocks: that there would be.
-        token_bytes: of all layers, rounded up to what layers of keys and values can have.
+        num_blocks: number of blocks that it pretends to hold.
+        token_bytes: KV bytes per token over all layers; rounded up to a possible shape.
     """
 
     dtype = _KV_DTYPE
@@ -93,13 +92,13 @@ class SimKVMemory:
         self.layer = _Layer()
 
     def fence(self) -> Callable[[], bool]:
-        """Asks whether the layer has been computed that was begun last."""
+        """Return a function that tells whether the layer begun last has been computed."""
         return self.layer.has_ended
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A step in flight, whose end is certain."""
+    """A step in flight; its result is known already."""
 
     output: ModelRunnerOutput
 
@@ -111,19 +110,19 @@ class SimExecutor:
     """See `engine.executors.base.Executor` for the contract.
 
     Args:
-        model: that it claims to compute.
-        options: its sizes and its timing.
-        role: of the node: a decode step costs something however few its tokens are.
-        clock: of the node.
-        on_layer: called when a layer has been computed whose end somebody waits for.
+        model: the model that it claims to compute.
+        options: sizes and timing.
+        role: the node's role; a decode step has a fixed cost.
+        clock: the node's clock.
+        on_layer: called when a layer has been computed.
 
     Attributes:
-        timing: may be replaced: a node may become slow.
-        outputs: what the model says.
-        now: when the next step begins; set by whoever steps the node.
-        busy_until: when the latest step ends.
-        requests: of the engine, by id.
-        num_tokens: sampled since the start.
+        timing: may be replaced to make the node slow.
+        outputs: source of output tokens.
+        now: begin of the next step; set before the node is stepped.
+        busy_until: end of the latest step.
+        requests: the engine's requests, by id.
+        num_tokens: tokens sampled since the start.
     """
 
     runs_ahead = True
@@ -149,14 +148,15 @@ class SimExecutor:
         self._memory = SimKVMemory(
             options.num_blocks, options.block_size, options.timing.kv_bytes_per_token
         )
-        self.kv_memory = cast("Any", self._memory)  # nobody here looks at a tensor of it
+        self.kv_memory = cast("Any", self._memory)  # no tensor in it is used
         self.now = self.busy_until = 0.0
         self.requests: Mapping[str, Request] = {}
         self.num_tokens = 0
         self._role = role
         self._clock = clock
         self._on_layer = on_layer
-        self._rows: dict[int, tuple[str, TokenAt, int]] = {}  # request id, output, prompt's length
+        # By row: request id, output, prompt length.
+        self._rows: dict[int, tuple[str, TokenAt, int]] = {}
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         for new in plan.new_rows:
@@ -186,7 +186,7 @@ class SimExecutor:
     def _compute_layers(
         self, after_layer: Callable[[int], None], began: float, seconds: float
     ) -> None:
-        """Have each layer end in its turn."""
+        """Schedule the end of each layer."""
         for number in range(_NUM_LAYERS):
             layer = self._memory.layer = _Layer()
             after_layer(number)
@@ -198,7 +198,7 @@ class SimExecutor:
             self._clock.call_at(began + seconds * (number + 1) / _NUM_LAYERS, end)
 
     def step_times(self) -> tuple[tuple[int, float], ...]:
-        """Return what `measure_step_times` would find: tokens and seconds of steps."""
+        """Return (tokens, seconds) of steps, as `measure_step_times` would measure them."""
         most = min(self.config.long_prefill_token_threshold, self.max_model_len - 1)
         return tuple(
             (num_tokens, self._seconds(num_tokens, num_tokens * (num_tokens + 1) // 2))
@@ -206,7 +206,7 @@ class SimExecutor:
         )
 
     def decode_times(self) -> tuple[tuple[int, int, float], ...]:
-        """Return what `measure_decode_times` would find: requests, tokens of context, seconds."""
+        """Return (requests, context tokens, seconds), as `measure_decode_times` would find."""
         if self._role is not NodeRole.DECODE:
             return ()
         long = min(4096, self.max_model_len - 2)
@@ -217,9 +217,9 @@ class SimExecutor:
     def _seconds(
         self, num_tokens: int, num_pairs: int, num_decoding: int = 0, num_kv_tokens: int = 0
     ) -> float:
-        """Return what a step takes with so many prompt tokens and so many decodes."""
+        """Return the duration of a step with this many prompt tokens and decodes."""
         if self._role is NodeRole.PREFILL:
-            num_tokens += num_decoding  # behind an output that another attempt had
+            num_tokens += num_decoding  # an output of an earlier attempt is continued
             return self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)
         seconds = self.timing.decode_s(num_decoding, num_kv_tokens)
         return seconds + self.timing.compute_s(num_tokens, num_pairs)
@@ -246,7 +246,7 @@ class SimExecutor:
 
 
 def engine_config(options: SimOptions, role: NodeRole) -> EngineConfig:
-    """The options of a real node's engine of these sizes."""
+    """Return the options of a real node's engine with these sizes."""
     return EngineConfig(
         block_size=options.block_size,
         num_blocks=options.num_blocks,

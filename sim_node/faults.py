@@ -1,4 +1,4 @@
-"""FaultSpec: what goes wrong in a cluster of simulated nodes by itself, as text and as numbers."""
+"""FaultSpec: faults to inject into a cluster of simulated nodes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from baton.api.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
-    """Rates are per node and minute; checked when made.
+    """Rates are per node and minute; values are checked when created.
 
     Attributes:
-        kill: how often a node vanishes.
-        restart_s: after that it joins again, under a new engine id.
-        stall: how often a node stands still.
-        stall_s: for so long.
-        slow: this share of the nodes is slow, from 0 to 1.
-        slow_factor: so many times as slow as usual.
+        kill: kills per node and minute.
+        restart_s: seconds until a killed node joins again, under a new engine id.
+        stall: stalls per node and minute.
+        stall_s: duration of a stall in seconds.
+        slow: share of nodes that are slow, from 0 to 1.
+        slow_factor: factor on a slow node's durations.
         refuse: probability that a node refuses a command.
-        seed: of all that; also picks the slow nodes.
+        seed: seed of all random choices.
     """
 
     kill: float = 0.0
@@ -45,7 +45,7 @@ class FaultSpec:
 
     @classmethod
     def parse(cls, text: str) -> FaultSpec:
-        """Of ``kill=0.5,restart_s=2,refuse=0.01``; empty: nothing goes wrong."""
+        """Parse text like ``kill=0.5,restart_s=2,refuse=0.01``; empty: no faults."""
         values: dict[str, float] = {}
         known = [field.name for field in dataclasses.fields(cls)]
         for part in filter(None, text.replace(" ", "").split(",")):

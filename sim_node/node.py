@@ -1,11 +1,11 @@
-"""SimNode: a real node over an executor that only takes time, with its link to the router.
+"""SimNode: a real node over a simulated executor, with its link to the router.
 
     command -> PrefillNode or DecodeNode -> Engine -> SimExecutor          a step's end is a timer
                    |
                Sender or Receiver -> SimTransport                           and so is a write's
 
-A node is one incarnation (one engine id). `stop` and `go_on` are what SIGSTOP and SIGCONT are to a
-real one: stopped, it says nothing, does nothing, and does not dial again.
+A node has one engine id from start to end. `stop` and `go_on` act like SIGSTOP and SIGCONT: a
+stopped node does nothing and does not reconnect.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from sim_node.options import SimModel, SimOptions
 
 
 class NodeLinks(Protocol):
-    """What a node needs of its links to routers; see `RouterLinks`."""
+    """The part of `RouterLinks` that a node needs."""
 
     async def run(self) -> None: ...
     def emit(self, event: NodeEvent) -> None: ...
@@ -61,17 +61,17 @@ class NodeLinks(Protocol):
 
 
 class SimNode:
-    """One node, from its start to its end.
+    """Run one node from its start to its end.
 
     Args:
-        name: of the node, also after a restart.
+        name: the node's name; stays the same after a restart.
         router: ``host:port``.
-        network: of this process.
-        faults: what it does wrong by itself.
-        join_timeout_s: how long to try to reach the router for the first time.
-        node_token: shows the router that this node may join.
-        tls: shows it who this node is.
-        make_links: called as `RouterLinks` is; measurements join a router of the same process.
+        network: the process's KV network.
+        faults: faults to inject.
+        join_timeout_s: longest time for the first join.
+        node_token: authorizes the node to join.
+        tls: certificates of the node.
+        make_links: makes the links to routers; benchmarks join a router in the same process.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SimNode:
             lambda command: self.clock.run(lambda: self.simulation.take(command)),
             self._drain,
             on_joined=self._note_joined,
-            on_stop=self._drain.begin,  # the others of this process go on
+            on_stop=self._drain.begin,  # other nodes of the process continue
             join_timeout_s=join_timeout_s,
             node_token=node_token,
             tls=tls,
@@ -113,24 +113,24 @@ class SimNode:
         self.task = asyncio.create_task(self._links.run())
 
     def stop(self) -> None:
-        """Stand still: silent, and deaf."""
+        """Stop: send nothing and react to nothing."""
         self._going.clear()
         self.clock.stop()
 
     def go_on(self) -> None:
-        """Do all that was due meanwhile."""
+        """Continue, and do what became due during the stop."""
         self._going.set()
         self.clock.go_on()
 
     async def end(self) -> None:
-        """Vanish, as a killed process does."""
+        """End abruptly, as a killed process does."""
         self.clock.end()
         self.simulation.end()
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
     def beat(self) -> None:
-        """Say how busy it is; to be called once per beat interval."""
+        """Report the load; call once per beat interval."""
         if self._going.is_set():
             self._links.beat(self.simulation.beat())
 
@@ -139,24 +139,24 @@ class SimNode:
             self.joined.set()
         else:
             self.joined.clear()
-            await self._going.wait()  # who stands still does not dial
+            await self._going.wait()  # a stopped node does not reconnect
 
     def _emit(self, event: NodeEvent) -> None:
         self._links.emit(event)
 
 
 class Simulation:
-    """The node itself, and when it is stepped.
+    """Run the node's engine and connector on timers.
 
     Args:
-        engine_id: of this incarnation.
-        role: of the node.
-        network: of this process.
-        model: that it claims to serve.
+        engine_id: id of this start of the node.
+        role: the node's role.
+        network: the process's KV network.
+        model: the model that it claims to serve.
         options: sizes and timing.
-        faults: what it does wrong by itself.
-        clock: of the node.
-        emit: takes events for the router.
+        faults: faults to inject.
+        clock: the node's clock.
+        emit: receives events for the router.
     """
 
     def __init__(
@@ -206,15 +206,15 @@ class Simulation:
         self._met: set[str] = set()  # peers that the node was told of
         self._step_is_due = self._is_awake = self._look_is_due = False
 
-    # ------------------------------------------------------------------ what its process asks
+    # ------------------------------------------------------------------ called by SimNode
 
     @property
     def num_tokens_made(self) -> int:
-        """Output tokens so far, also those that nobody took."""
+        """Output tokens made so far, even if no client took them."""
         return self._executor.num_tokens
 
     def registration(self, name: str) -> NodeRegistration:
-        """What it tells the router of itself."""
+        """Return the node's registration for the router."""
         compatibility = {
             **self.engine.compatibility,
             "kv_connector": TRANSPORT,
@@ -224,25 +224,25 @@ class Simulation:
         loaded = LoadedEngine(self.engine, self.engine_id, compatibility, self._options.prefix_hash)
         peer_info = self._network.peer_info(self.engine_id)
         first_steps = FirstSteps(self._executor.step_times(), self._executor.decode_times())
-        # Nobody can ask it anything.
+        # No address: simulated nodes accept no connections.
         return loaded.registration(name, self._role, "", peer_info, first_steps)
 
     def slow_down(self, factor: float) -> None:
-        """Take so many times as long as usual from the next step on; 1 is as usual."""
+        """Multiply durations by a factor from the next step on; 1 is normal."""
         self._executor.timing = self._options.timing.scaled(factor)
 
     def beat(self) -> NodeBeat:
-        """How busy it is. Looks at deadlines, too, as an idle engine's thread does."""
+        """Return the node's load. Also checks deadlines, as an idle engine's thread does."""
         self._look_later()
         self._wake()
         return self.node.beat()
 
     def end(self) -> None:
-        """Vanish."""
+        """End abruptly."""
         self._network.remove(self.engine_id)
 
     def take(self, command: RouterCommand | AbortAll) -> None:
-        """Take a command of the router."""
+        """Handle a command of the router."""
         match command:
             case PrefillCommand() | DecodeCommand():
                 self._begin(command)
@@ -261,9 +261,9 @@ class Simulation:
     # ------------------------------------------------------------------ commands
 
     def _begin(self, command: PrefillCommand | DecodeCommand) -> None:
-        """Pass a command on, unless it is refused, and first the peer that it names.
+        """Submit a command, unless it is refused; first introduce the peer that it names.
 
-        Pairs of nodes are many, and most never meet: a node learns a peer when it is to.
+        There are many pairs and most never work together, so peers are introduced late.
         """
         problem, code = self._problem(command), "INVALID_ARGUMENT"
         if self._refuse and self._random.random() < self._refuse:
@@ -281,7 +281,7 @@ class Simulation:
         if peer in self._network and peer not in self._met:
             self._met.add(peer)
             self.node.submit(PeerUpdate(peer, self._network[peer].peer_info.encode()))
-        # What nobody here could obey: there are no logits.
+        # Drop what cannot be simulated: there are no logits.
         params = replace(
             command.sampling_params,
             structured_output=None,
@@ -292,7 +292,7 @@ class Simulation:
         self.node.submit(replace(command, sampling_params=params))
 
     def _problem(self, command: PrefillCommand | DecodeCommand) -> str:
-        """Tokens of earlier attempts must be those that this prompt has: else a retry lost some."""
+        """Return why earlier output is wrong for this prompt, which means a retry lost tokens."""
         if not command.output_token_ids:
             return ""
         output = self._executor.outputs.output_of(command.prompt_token_ids)
@@ -304,9 +304,11 @@ class Simulation:
     def _report(self, update: PeerUpdate) -> None:
         problem = self._network.problem(update.peer_info)
         rate = 0.0 if problem else self._options.timing.link_bytes_per_s
+        if isinstance(self.node, DecodeNode):
+            self.node.note_prefill_node(update.engine_id, is_connected=not problem)
         self._emit(PeerReport(update.engine_id, not problem, TRANSPORT, problem, rate))
 
-    # ------------------------------------------------------------------ when it is stepped
+    # ------------------------------------------------------------------ stepping
 
     def _wake(self) -> None:
         """Step the node now, or when the step in flight has ended."""
@@ -332,7 +334,7 @@ class Simulation:
             self._step_is_due = False
 
     def _look_later(self) -> None:
-        """Have the connector look at what came, once whoever caused it has ended."""
+        """Run the connector once the current callback has ended."""
         if not self._look_is_due:
             self._look_is_due = True
             self._clock.call_at(self._clock.now(), self._look)

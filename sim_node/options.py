@@ -1,4 +1,4 @@
-"""SimOptions: the sizes of a simulated node, and the model it claims to serve."""
+"""SimOptions: sizes of simulated nodes, and the model they claim to serve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_PRESET = "h100-8b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimOptions:
-    """The same for all nodes of a process; raises ConfigError naming the field."""
+    """Options of all nodes of a process; raises ConfigError naming the field."""
 
     timing: TimingModel = field(default_factory=lambda: PRESETS[DEFAULT_PRESET])
     block_size: int = option(16, least=1, help="Tokens per KV block.")
@@ -89,18 +89,18 @@ class SimNodeOptions:
         check_limits(self)
 
     def node_sizes(self) -> SimOptions:
-        """The sizes with the timing of the preset."""
+        """Return the sizes with the preset's timing."""
         return replace(self.sizes, timing=preset(self.preset).scaled(self.time_scale))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimModel:
-    """What a node claims to serve, and what the model says.
+    """The model that a node claims to serve.
 
     Attributes:
-        identity: what decides its tokens, as nodes tell it.
+        identity: entries that decide the model's tokens, as nodes report them.
         max_model_len: most tokens of a request.
-        outputs: what the model says; None: `HashedOutputs`.
+        outputs: source of output tokens; None: `HashedOutputs`.
     """
 
     identity: Mapping[str, str]

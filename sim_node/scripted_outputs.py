@@ -35,7 +35,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nee
     Attributes:
         after: text of the prompts that the rule answers.
         say: the answer.
-        needed: another text that such a prompt must have; empty: none.
+        needed: another text that the prompt must contain; empty: none.
     """
 
     after: str

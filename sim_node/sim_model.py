@@ -1,10 +1,10 @@
-"""The simulated model: its tokens are a function of the prompt and the position, and of no more.
+"""The simulated model: its tokens depend only on the prompt and the position.
 
     token[i] = mix(hash(prompt), i) mod vocab_size
 
-So whoever has the prompt can check an output, whichever nodes made it and however often it was
-tried. It never draws an end-of-sequence token on purpose: outputs end at `max_tokens`, at a stop
-token, or where the model's length ends.
+So anyone with the prompt can check an output, whichever nodes made it and however often it was
+retried. It makes no end-of-sequence token: outputs end at `max_tokens`, at a stop token, or at the
+model's maximum length.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Protocol
 
 import xxhash
 
-TokenAt = Callable[[int], int]  # the output token at a position, from 0 on
+TokenAt = Callable[[int], int]  # returns the output token at a position, counted from 0
 
 _MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps that fall evenly (Knuth, vol. 3, 6.4)
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads positions evenly (Knuth, vol. 3, 6.4)
 
 
 class OutputSource(Protocol):
-    """Says which tokens a simulated model puts out: each follows from prompt and position alone.
+    """Source of a simulated model's tokens, which depend on prompt and position only.
 
     Attributes:
-        eos_token_ids: end an output unless its request ignores them.
+        eos_token_ids: tokens that end an output unless the request ignores them.
     """
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
     def output_of(self, prompt_token_ids: Sequence[int]) -> TokenAt:
-        """Return the output behind a prompt."""
+        """Return the output for a prompt."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HashedOutputs:
-    """Outputs that are hashes of the prompt and the position; none ends by itself."""
+    """Outputs made of hashes of prompt and position; they never end by themselves."""
 
     vocab_size: int
 
@@ -53,12 +53,12 @@ class HashedOutputs:
 
 
 def prompt_key(prompt_token_ids: Sequence[int]) -> int:
-    """What of a prompt the tokens depend on: 64 bits."""
+    """Return a 64-bit hash of a prompt, from which its tokens follow."""
     return xxhash.xxh3_64_intdigest(array("I", prompt_token_ids).tobytes())
 
 
 def token_at(key: int, index: int, vocab_size: int) -> int:
-    """The output token at a position, from 0 on, behind the prompt with this key."""
+    """Return the output token at a position (from 0) for the prompt with this key."""
     mixed = (key + (index + 1) * _GOLDEN) & _MASK
     return (mixed ^ (mixed >> 29)) % vocab_size
 
@@ -66,6 +66,6 @@ def token_at(key: int, index: int, vocab_size: int) -> int:
 def output_tokens(
     prompt_token_ids: Sequence[int], num_tokens: int, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """The first so many output tokens of a prompt: what a client must get."""
+    """Return the first output tokens of a prompt, for clients to compare with."""
     key = prompt_key(prompt_token_ids)
     return tuple(token_at(key, index, vocab_size) for index in range(num_tokens))

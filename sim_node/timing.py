@@ -1,11 +1,11 @@
-"""TimingModel: how long steps and transfers of a simulated node take; presets by name.
+"""TimingModel: durations of a simulated node's steps and transfers, with presets by name.
 
     prefill step  = prefill_step_s + tokens / prefill_tokens_per_s + pairs * prefill_s_per_pair
     decode step   = decode_step_s + requests * decode_s_per_request
                     + kv tokens * decode_s_per_kv_token
-                    + what prompt tokens take that are computed along
+                    + time for prompt tokens in the same step
 
-Knows no node and no clock: numbers in, seconds out.
+Computes seconds from numbers; knows no node and no clock.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from baton.api.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingModel:
-    """What a node's hardware and model cost; checked when made.
+    """Costs of a node's hardware and model; values are checked when created.
 
     Attributes:
-        prefill_tokens_per_s: without attention over what came before.
-        prefill_step_s: of each prefill step, however few its tokens.
-        prefill_s_per_pair: of one query token looking at one key token.
-        decode_step_s: of each decode step, for reading the weights.
-        decode_s_per_request: more for each request in the batch.
-        decode_s_per_kv_token: more for each token of context in the batch, for reading its KV.
-        kv_bytes_per_token: of all layers.
-        link_bytes_per_s: that one prefill node can send.
-        link_latency_s: from the last byte sent to the commit taken.
+        prefill_tokens_per_s: prompt tokens per second, without attention to earlier tokens.
+        prefill_step_s: fixed time of a prefill step.
+        prefill_s_per_pair: time for attention of one query token to one key token.
+        decode_step_s: fixed time of a decode step, for reading the weights.
+        decode_s_per_request: additional time per request in the batch.
+        decode_s_per_kv_token: additional time per context token in the batch, for reading its KV.
+        kv_bytes_per_token: KV size over all layers.
+        link_bytes_per_s: rate at which one prefill node can send.
+        link_latency_s: from the last byte sent until the commit is handled.
     """
 
     prefill_tokens_per_s: float
@@ -52,24 +52,24 @@ class TimingModel:
                 raise ConfigError(f"{name}: must be above 0, got 0")
 
     def prefill_s(self, num_tokens: int, num_pairs: int) -> float:
-        """One prefill step of so many tokens, which look at so many (query, key) pairs."""
+        """Return the duration of a prefill step with this many tokens and (query, key) pairs."""
         return self.prefill_step_s + self.compute_s(num_tokens, num_pairs)
 
     def compute_s(self, num_tokens: int, num_pairs: int) -> float:
-        """The same in a step that others have begun: the weights are read anyway."""
+        """Return the time of prompt tokens in a step that reads the weights anyway."""
         return num_tokens / self.prefill_tokens_per_s + num_pairs * self.prefill_s_per_pair
 
     def decode_s(self, num_requests: int, num_kv_tokens: int) -> float:
-        """One decode step of so many requests with so much context together."""
+        """Return the duration of a decode step of this many requests and context tokens."""
         batch_s = num_requests * self.decode_s_per_request
         return self.decode_step_s + batch_s + num_kv_tokens * self.decode_s_per_kv_token
 
     def transfer_s(self, num_tokens: float) -> float:
-        """Sending the KV of so many tokens, without the latency."""
+        """Return the time to send the KV of this many tokens, without latency."""
         return num_tokens * self.kv_bytes_per_token / self.link_bytes_per_s
 
     def scaled(self, factor: float) -> TimingModel:
-        """The same, with every duration times ``factor``; raises ConfigError unless above 0."""
+        """Return a model with all durations times ``factor``; raises ConfigError unless above 0."""
         if not 0 < factor < float("inf"):
             raise ConfigError(f"time_scale: must be above 0, got {factor!r}")
         return TimingModel(
@@ -125,7 +125,7 @@ PRESETS: dict[str, TimingModel] = {"h100-8b": _H100_8B, "h100-70b": _H100_70B}
 
 
 def preset(name: str) -> TimingModel:
-    """A timing model by name; raises ConfigError listing the known names."""
+    """Return a timing model by name; raises ConfigError listing the known names."""
     if name not in PRESETS:
         raise ConfigError(f"preset: must be one of {', '.join(PRESETS)}, got {name!r}")
     return PRESETS[name]

@@ -1,7 +1,7 @@
-"""VirtualTimeLoop: an event loop on which time passes only when nothing is left to do.
+"""VirtualTimeLoop: an event loop whose time advances only when nothing is left to do.
 
-Waits for a timer by setting its clock to it. What runs on it is real asyncio; it knows no sockets,
-so all that is to talk must be in one process. Results do not depend on how busy the machine is.
+Instead of waiting for a timer, the loop moves its clock to it. Real asyncio code runs on it, but no
+sockets, so everything must be in one process. Results do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import selectors
 
 
 class _Jumps(selectors.SelectSelector):
-    """Waits for no file; ``now`` moves on by what it was to wait."""
+    """A selector without files; ``now`` advances by each timeout."""
 
     now = 0.0
 
@@ -23,7 +23,7 @@ class _Jumps(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """See `asyncio.SelectorEventLoop`; raises RuntimeError when nothing can ever happen again."""
+    """See `asyncio.SelectorEventLoop`; raises RuntimeError if nothing can ever happen again."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()

@@ -51,29 +51,30 @@ class Chapter:
 DAY = (
     Chapter(
         "At the router",
-        "A body becomes a checked call; a pair of nodes is picked for it, both are told at once, "
-        "and what they answer becomes one stream.",
+        "The router checks the body of a request, picks a pair of nodes, sends both a command at "
+        "once, and merges their answers into one stream.",
         ("CompletionDialect", "Intake", "Dispatcher", "OpenCall", "Attempt"),
     ),
     Chapter(
         "On the two nodes",
-        "A loop each: what comes in, one step of the engine, what goes out. The prefill node knows "
-        "which blocks may travel, the decode node whom it has promised some.",
+        "Each node runs a loop: inbox, one engine step, outbox. The prefill node tracks which "
+        "blocks may travel, the decode node which blocks it has granted.",
         ("PrefillNode", "PushTracker", "DecodeNode", "Reservations", "new_request"),
     ),
     Chapter(
         "Between them",
-        "A few short messages and their order; two state machines say them, without any I/O.",
+        "Two state machines exchange a few short messages; they do no I/O.",
         ("Start:kvconnector", "SendMachine", "Transfer", "ReceiveMachine"),
     ),
     Chapter(
         "In the engine",
-        "Who computes how many tokens next, and whose blocks these are; the same on both nodes.",
+        "The engine decides how many tokens of each request to compute, and owns the blocks. Both "
+        "nodes use the same engine.",
         ("Engine", "Request:engine", "Scheduler", "KVCacheManager", "BlockPool"),
     ),
     Chapter(
         "One step",
-        "From here there are no requests any more: token ids and rows in, sampled tokens out.",
+        "A step knows no requests: it turns token ids and rows into sampled tokens.",
         ("StepPlan:engine", "ModelRunner"),
     ),
 )
@@ -81,22 +82,22 @@ DAY = (
 BESIDE = (
     Chapter(
         "The model",
-        "The inside of a forward, down to the attention of one layer, and the draw of a token.",
+        "A forward pass, down to the attention of one layer, and the sampling of a token.",
         ("DecoderForCausalLM", "Attention:models", "AttentionMetadata", "CpuAttention",
          "sample:engine"),
     ),
     Chapter(
         "Carriers",
-        "They hand values on and decide nothing about a request: HTTP, the link between router "
-        "and nodes, the I/O thread between nodes, rows and tables of a step.",
+        "These files pass values on and decide nothing about a request: HTTP, the link between "
+        "router and nodes, the I/O thread between nodes, rows and tables of a step.",
         ("Exchange", "Node:router", "NodeLinkService", "PrefillCommand", "RouterLink",
          "BlockPush", "Posted:kvconnector", "Sender", "IoLoop", "KVLayout", "SchedulerOutput",
          "Executor:engine", "Worker:engine", "InputBatch", "BlockTable"),
     ),
     Chapter(
-        "When it is not the plainest case",
-        "Where a request costs least, who waits, what is guessed, which peers are well, and what "
-        "follows when something fails.",
+        "Beyond the plainest case",
+        "Costs of placements, waiting requests, drafts, the health of peers, and recovery after "
+        "failures.",
         ("Cost", "WaitingRoom", "Drafts", "Peers", "Recovery:router", "Quarantine:decode_node"),
     ),
 )  # fmt: skip
@@ -219,12 +220,12 @@ def day_path_tables(root: Path) -> str:
         [(chapter, list(day_path(root, chapter))) for chapter in part] for part in (DAY, BESIDE)
     )
     over = _num_lines_of(day) - DAY_PATH_LINES
-    limit = f"{over:,} more than that" if over > 0 else "it fits"
+    limit = f"{over:,} lines over" if over > 0 else "it fits"
     return "\n\n".join(
         [
-            f"The day is {_size(day)}; the aim is {DAY_PATH_LINES:,}: {limit}.",
+            f"The first half has {_size(day)}; the goal is {DAY_PATH_LINES:,} lines: {limit}.",
             *_chapters(day, 1),
-            f"What is beside it is {_size(beside)}.",
+            f"The second half has {_size(beside)}.",
             *_chapters(beside, 1 + len(day)),
         ]
     )

@@ -1,1 +1,1 @@
-"""Who may call, join and listen: keys, certificates, TLS, the audit log."""
+"""Authentication and protection: API keys, certificates, TLS, exposed addresses, audit log."""

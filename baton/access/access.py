@@ -1,11 +1,11 @@
-"""Access: the one place that decides who a call's principal is, and whether it may do that.
+"""Access: decides who a call's principal is, and whether that principal may make the call.
 
-Every surface asks here before it looks at anything else: gRPC calls, HTTP paths, metrics pages.
-Knows neither gRPC nor HTTP.
+All gRPC calls, HTTP paths and metrics pages ask here before anything else. The module itself knows
+neither gRPC nor HTTP.
 
-Wrong keys are slowed by where they come from. While an address has used up its allowance, keys from
-there that have never worked are not even compared; those that have worked go on working, so that
-nobody locks out others who come from the same address, such as behind one proxy.
+Wrong keys are rate-limited per client address. When an address has sent too many wrong keys, other
+keys from there are refused without a comparison. Keys that have worked before go on working, so
+nobody can lock out other callers behind the same proxy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.api.errors import (
 
 logger = logging.getLogger(__name__)
 
-# (Names of keys begin with a letter or digit: nobody in a file can be one of these.)
+# (Names of keys begin with a letter or digit, so no key in a file can have one of these names.)
 ADMIN_TOKEN = Principal(
     name="--admin-token",
     tenant="--admin-token",
@@ -44,22 +44,22 @@ _NO_KEY = (
     "authorization: must be 'Bearer' and an API key; commands and clients of Baton take the key "
     "from BATON_API_KEY, operators' commands from BATON_ADMIN_TOKEN"
 )
-_BURST, _PER_SECOND = 10, 1.0  # wrong keys of one address
-_AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # lines about refusals, by address
-_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # lines about refusals and looks together
-_SAME_LOOK_S = 60.0  # who looks at the same again within a minute (`baton admin top`) is told once
+_BURST, _PER_SECOND = 10, 1.0  # wrong keys of one address: at once, and per second
+_AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # audit lines about refusals, per address
+_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # audit lines about refusals and read access together
+_SAME_LOOK_S = 60.0  # repeated reads of the same thing (`baton admin top`) are logged once a minute
 
 
 class Access:
     """Decides who may call one program.
 
     Args:
-        keys_file: API keys; none if not given.
-        admin_token: a key with the roles of `ADMIN_TOKEN`; empty: there is none.
-        node_token: a key with the roles of `NODE_TOKEN`; empty: there is none.
-        model: the name of the served model, for keys that may use some models only.
-        audit: records joins, looks, changes and failures.
-        by_certificate: whether certificates are asked of callers: then nothing is open either.
+        keys_file: file with API keys; None: no such file.
+        admin_token: API key with the roles of `ADMIN_TOKEN`; empty: none.
+        node_token: API key with the roles of `NODE_TOKEN`; empty: none.
+        model: name of the served model, for keys that are limited to some models.
+        audit: log of joins, reads, changes and failures.
+        by_certificate: whether callers must show a client certificate.
 
     Raises:
         ConfigError: the file cannot be read or is wrong.
@@ -95,9 +95,9 @@ class Access:
         self._own_changes = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
 
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:
-        """Log what nobody may do: a program that denies by default says so at its start.
+        """Log a warning for each role that no key has, at the program's start.
 
-        What certificates will come, it cannot know.
+        Logs nothing when client certificates are required, as their roles are not known in advance.
         """
         if self.is_open or self._by_certificate:
             return
@@ -107,12 +107,12 @@ class Access:
                 logger.warning("no API key has the role %s (baton keys new --role %s)", role, role)
 
     def read_again(self) -> None:
-        """Reload the keys and reopen the audit log's file, which may have moved (SIGHUP)."""
+        """Reload the keys and reopen the audit log's file, which may have moved (on SIGHUP)."""
         self.reload()
         self.audit.reopen()
 
     def reload(self) -> None:
-        """Read the file again; when it is wrong, say so and keep the keys as they are."""
+        """Reload the keys from the file; if it is invalid, log an error and keep the old keys."""
         if self._keys_file is None:
             return
         try:
@@ -123,21 +123,20 @@ class Access:
             self._proven &= {key.digest for key in (*self._tokens, *self._keys)}
             logger.info("api_keys_file: read %s again", self._keys_file)
 
-    # ------------------------------------------------------------------ who it is
+    # ------------------------------------------------------------------ authentication
 
     def principal_of(self, credentials: Credentials, anybody: Principal = ANYBODY) -> Principal:
-        """Find out who calls.
+        """Return the caller's principal.
 
-        Who shows a key is who the key says, else who its certificate says; where there are no
-        keys, the certificate says it whatever comes as a key. The time that it takes
-        tells nothing of any key.
+        An API key counts before a client certificate. If the program has no keys, the certificate
+        counts, whatever key is sent. Comparing takes the same time for all keys.
 
         Args:
-            anybody: who it is where there are no credentials to be shown.
+            anybody: principal of callers where no credentials are required.
 
         Raises:
-            UnauthenticatedError: nobody who is known.
-            OverloadedError: too many wrong keys came from there lately.
+            UnauthenticatedError: the credentials are missing, unknown or expired.
+            OverloadedError: this address has sent too many wrong keys recently.
         """
         if credentials.certificate_problem:
             raise UnauthenticatedError(credentials.certificate_problem)
@@ -145,7 +144,8 @@ class Access:
             return anybody
         has_keys = bool(self._tokens or self._keys_file)
         if credentials.certificate is not None and not (credentials.authorization and has_keys):
-            return credentials.certificate  # (Some clients cannot but send a key, such as "none".)
+            # (Some clients must send a key, and send a dummy such as "none".).
+            return credentials.certificate
         scheme, _, given = credentials.authorization.partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise UnauthenticatedError(_NO_KEY)
@@ -173,20 +173,20 @@ class Access:
                 found = key
         return found
 
-    # ------------------------------------------------------------------ what it may do
+    # ------------------------------------------------------------------ authorization
 
     def admit(
         self, credentials: Credentials, roles: Roles, call: str, anybody: Principal = ANYBODY
     ) -> Principal:
-        """Find out who calls and whether it may; log refusals in the audit log.
+        """Return the caller's principal if it may make a call; log refusals in the audit log.
 
         Args:
-            roles: any one of them is enough.
-            call: what it wants, as the audit log names it.
+            roles: roles that allow the call; one of them is enough.
+            call: the call's name for the audit log.
 
         Raises:
-            PermissionDeniedError: it may not.
-            BatonError: as `principal_of`.
+            PermissionDeniedError: the caller may not make the call.
+            BatonError: see `principal_of`.
         """
         principal: Principal | None = None
         try:
@@ -211,7 +211,7 @@ class Access:
             raise PermissionDeniedError(
                 f"authorization: {principal.name} must have the role {wanted} for this"
             )
-        # (Of a call for clients and operators: operators use no model.)
+        # (Only for inference calls: operators' calls use no model.)
         uses_model = roles == INFER
         if uses_model and principal.models and self._model not in principal.models:
             raise PermissionDeniedError(
@@ -229,14 +229,15 @@ class Access:
         arguments: Mapping[str, Any] | None = None,
         problem: str = "",
     ) -> None:
-        """Log what somebody did, or tried; the same read access is logged once a minute."""
-        is_client = principal.may(Role.INFER)  # (What a router asks of its node has no role there.)
+        """Log an action or an attempt; the same read access is logged once a minute."""
+        is_client = principal.may(Role.INFER)  # (A router that calls its node has no such role.)
         told = {name: clip(value) for name, value in (arguments or {}).items()}
         if kind is AuditKind.LOOKED:
             same = f"{principal.name} {address} {call} {told} {problem}"
             if not self._looks.take(same):
                 return
-            # Clients look at their own only; asking for ever new ids must not hide others' lines.
+            # Clients can only read their own requests. Asking for ever new ids must not push out
+            # others' lines.
             if is_client and not principal.is_operator and not self._new_looks.take(principal.name):
                 self.audit.note_suppressed()
                 return
@@ -244,7 +245,7 @@ class Access:
                 self.audit.note_suppressed()
                 return
         elif kind is AuditKind.CHANGED and is_client and not principal.may(Role.OPERATE):
-            # A client that ended a request of its own, or says so: it may do that all day.
+            # A client may abort any number of its own requests, so these lines are limited, too.
             if not (self._own_changes.take(principal.name) and self._all_lines.take("")):
                 self.audit.note_suppressed()
                 return
@@ -274,10 +275,10 @@ class Access:
 
 
 def _network(address: str) -> str:
-    """Return the address, or of IPv6 its /64 network: what shares one caller's allowance.
+    """Return the address by which a caller's wrong keys are counted: of IPv6 its /64 network.
 
-    All of IPv4 is in one such network where a listener takes both (``::ffff:10.0.0.7``): there each
-    address is one.
+    IPv4 addresses in IPv6 form (``::ffff:10.0.0.7``) all lie in one /64 network, so each counts as
+    its IPv4 address.
     """
     try:
         parsed = ipaddress.ip_address(address)

@@ -1,4 +1,4 @@
-"""What the programs' options of access have in common. Imports nothing: help waits for it."""
+"""Option texts that the programs share for access. Imports nothing, so `--help` stays fast."""
 
 from __future__ import annotations
 

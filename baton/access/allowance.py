@@ -1,4 +1,4 @@
-"""Allowance: so many times at once and so many per second, for each of many names. Bounded."""
+"""Allowance: a rate limit (token bucket) for each of many names, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ MAX_NAMES = 4096
 
 
 class Allowance:
-    """A token bucket per name; safe to use from several threads.
+    """Rate limit per name; thread-safe.
 
-    Of more names than it can hold, those that were used last stay: what is forgotten is full again.
+    At most ``max_names`` names are remembered. The least recently used is forgotten first, and
+    starts with a full bucket when it comes back.
 
     Args:
-        burst: how often at once.
-        per_second: how often in the long run.
-        clock: seconds that never go back.
+        burst: uses allowed at once.
+        per_second: uses allowed per second in the long run.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -33,19 +34,20 @@ class Allowance:
         self._per_second = per_second
         self._max_names = max_names
         self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how many, and when
+        # (uses left, when they were counted).
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._left)
 
     def wait_s(self, name: str) -> float:
-        """Return the seconds until it may be done again; 0: now."""
+        """Return the seconds until the next use is allowed; 0: now."""
         with self._lock:
             return max(0.0, (1 - self._now_left(name)) / self._per_second)
 
     def take(self, name: str) -> bool:
-        """Count one time if there is one left, and say whether there was."""
+        """Use the allowance once if possible; return whether it was."""
         with self._lock:
             left = self._now_left(name)
             if left < 1:

@@ -1,17 +1,17 @@
-"""API keys at rest: the file that says who may call, and what each key allows. Knows no call.
+"""API keys in a file: who may call, and what each key allows. Knows no calls.
 
     [[key]]
     name = "alice"
     sha256 = "5e884898da28..."
-    tenant = "search"                      # as the name if not given
-    cache_group = "ours"                   # tenants that share what is cached; none if not given
-    roles = ["infer"]                      # infer, look, operate, join; infer if not given
+    tenant = "search"                      # the name, if not given
+    cache_group = "ours"                   # tenants that share cached prompts; default: none
+    roles = ["infer"]                      # infer, look, operate, join; default: infer
     expires = 2027-01-01                   # a day (its beginning, UTC) or a time with an offset
-    models = ["llama-3.1-8b"]              # served names; all if not given
+    models = ["llama-3.1-8b"]              # served names; default: all
     limits = { requests_per_minute = 60 }  # fields of `Limits`
 
-A key is 256 random bits, so its SHA-256 can be kept in the open: there is no list of likely keys to
-try, which is all that a salt or a slow hash is for, and a request would pay for those every time.
+A key is 256 random bits, so a plain SHA-256 is enough. A salt and a slow hash protect keys that can
+be guessed, and the slow hash would be computed for each request.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from baton.access.identity import Limits, Principal, Role
 from baton.api.bounded_files import parse_toml, read_text
 from baton.api.errors import ConfigError
 
-KEY_PREFIX = "baton_"  # by which a key is found where it should not be
+KEY_PREFIX = "baton_"  # lets scanners for leaked secrets recognize a key
 _KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _OLD_LINE = re.compile(r"[^\s=:\[\]#]+\s*:\s*\S+")
-SHORT_KEY_CHARS = 20  # one that somebody made up: its hash could be guessed
+SHORT_KEY_CHARS = 20  # shorter keys were made up by people, and could be guessed from their hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key.
+    """An API key.
 
     Attributes:
         digest: SHA-256 of the key.
-        principal: who brings it.
-        expires_at: by `time.time`; infinite if it never does.
+        principal: principal of calls with the key.
+        expires_at: by `time.time`; infinite: never.
     """
 
     digest: bytes = field(repr=False)
@@ -57,7 +57,7 @@ class ApiKey:
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """A table of the file; what is in a field is checked afterwards."""
+    """One table of the file; `_check` validates the values."""
 
     name: str
     sha256: str
@@ -74,17 +74,17 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def digest_of(key: str) -> bytes:
-    """Return the digest under which a key is kept; any text has one."""
+    """Return the digest that is stored for a key; any text has one."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def draw_key() -> str:
-    """Draw a new key of 256 random bits."""
+    """Make a new key of 256 random bits."""
     return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Read all keys of a file; raises ConfigError with one line that shows no key."""
+    """Read all keys of a file; raises ConfigError, whose text shows no key."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def parse_keys(text: str) -> tuple[ApiKey, ...]:
-    """Parse the keys in a file's text; raises ConfigError."""
+    """Parse the text of a key file; raises ConfigError."""
     _refuse_old_lines(text)
     try:
         parsed = parse_toml(text)
@@ -120,7 +120,7 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
 
 
 def _refuse_old_lines(text: str) -> None:
-    """Raise ConfigError for a file of ``name:key`` lines, and say what to do with it."""
+    """Raise ConfigError for a file of ``name:key`` lines, and tell how to convert it."""
     lines = (line.strip() for line in text.splitlines())
     first = next((line for line in lines if line and not line.startswith("#")), "")
     if _OLD_LINE.fullmatch(first):
@@ -131,7 +131,7 @@ def _refuse_old_lines(text: str) -> None:
 
 
 def _check(where: str, entry: _Entry) -> ApiKey:
-    """Check one key of the table and return it; raises ConfigError."""
+    """Check one table of the file and return its key; raises ConfigError."""
     group = entry.cache_group or entry.name
     names = {"name": entry.name, "tenant": entry.tenant or entry.name, "cache_group": group}
     for name, value in names.items():
@@ -141,7 +141,8 @@ def _check(where: str, entry: _Entry) -> ApiKey:
                 f"begin with a letter or digit, got {value[:80]!a}"
             )
     if not re.fullmatch(r"[0-9a-fA-F]{64}", entry.sha256):
-        raise ConfigError(f"{where}: sha256: must be 64 hex digits")  # (it may be the key itself)
+        # (the text is not shown: it may be the key itself).
+        raise ConfigError(f"{where}: sha256: must be 64 hex digits")
     principal = Principal(
         name=entry.name,
         tenant=entry.tenant or entry.name,
@@ -182,7 +183,7 @@ def _limits(where: str, given: dict[str, Any]) -> Limits:
 
 
 def _expiry(where: str, when: Any) -> float:
-    """Return seconds since the epoch; a day is its beginning in UTC."""
+    """Return seconds since the epoch; for a day, its beginning in UTC."""
     if when is None:
         return math.inf
     if isinstance(when, datetime.date) and not isinstance(when, datetime.datetime):
@@ -207,7 +208,7 @@ def entry_text(
     expires: str = "",
     models: Iterable[str] = (),
 ) -> str:
-    """Write the table of a key, to be put into a file; raises ConfigError for an invalid one."""
+    """Return a key's table for the file; raises ConfigError for invalid values."""
     lines = [
         "[[key]]",
         f"name = {_quoted(name)}",
@@ -226,14 +227,14 @@ def entry_text(
 
 
 def _quoted(value: str | list[str]) -> str:
-    """Quote a string for TOML; for names and digests JSON's quoting is the same."""
+    """Quote a string for TOML; JSON's quoting is the same for names and digests."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def convert_lines(text: str) -> tuple[str, list[str]]:
-    """Convert ``name:key`` lines to tables; also return the names whose keys are too short to keep.
+    """Convert ``name:key`` lines to tables; also return the names whose keys are too short.
 
-    Raises ConfigError, which tells no key.
+    Raises ConfigError, whose text shows no key.
     """
     tables, short = [], []
     for number, line in enumerate(text.splitlines(), 1):
@@ -249,5 +250,5 @@ def convert_lines(text: str) -> tuple[str, list[str]]:
 
 
 def is_expired(key: ApiKey) -> bool:
-    """Say whether a key has expired."""
+    """Return whether a key has expired."""
     return key.expires_at <= time.time()

@@ -1,7 +1,8 @@
-"""AuditLog: who joined, looked, changed, and failed to: JSON lines in a file of their own.
+"""AuditLog: who joined, read, changed, or was refused, as JSON lines in a separate file.
 
-Apart from the log: no level silences it. Written by a thread, so that a disk that is full or slow
-holds up nothing; what is lost by that is counted, said in the log, and told in the next line.
+Independent of the log and its level. A thread writes the file, so a full or slow disk delays
+nobody. Events that are lost this way are counted; the log and the next line of the file tell how
+many.
 """
 
 from __future__ import annotations
@@ -32,26 +33,28 @@ _FILE_MODE = 0o600
 
 
 class AuditKind(StrEnum):
-    """The kinds of audited events."""
+    """What an audited event was."""
 
     JOINED = "joined"
     LEFT = "left"
     LOOKED = "looked"
     CHANGED = "changed"
-    REFUSED = "refused"  # somebody who is known wanted what they may not
-    FAILED = "failed"  # nobody knows who it was
+    REFUSED = "refused"  # a known caller lacks the permission
+    FAILED = "failed"  # the caller is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEvent:
-    """One line. Holds no secret: no key, no token, no prompt.
+    """One line of the audit log. Contains no keys, tokens or prompts.
 
     Attributes:
         who: the caller's name; empty: anybody, or unknown.
-        address: the calling machine's address.
-        call: the call or action.
+        tenant: the caller's tenant.
+        address: IP address of the caller.
+        call: name of the call or action.
         arguments: the call's arguments.
         problem: why the call failed; empty: it succeeded.
+        at: when, by `time.time`.
     """
 
     kind: AuditKind
@@ -65,7 +68,7 @@ class AuditEvent:
 
     @classmethod
     def of(cls, kind: AuditKind, principal: Principal | None, **fields: str) -> AuditEvent:
-        """Make an event of a caller; None: the caller is unknown."""
+        """Make an event of a caller; None: an unknown caller."""
         name, tenant = (principal.name, principal.tenant) if principal else ("", "")
         return cls(kind=kind, who=name, tenant=tenant, **fields)  # type: ignore[arg-type]
 
@@ -74,8 +77,8 @@ class AuditLog:
     """The audit log of one program; any thread may write.
 
     Args:
-        path: a file that is appended to; ``-``: standard output; empty: nothing is kept.
-        program: who writes, such as "router" or a node's name.
+        path: file to append to; ``-``: standard output; empty: nothing is logged.
+        program: name for the lines, such as "router" or a node's name.
 
     Attributes:
         num_lost: events that could not be written.
@@ -106,7 +109,7 @@ class AuditLog:
             self._thread.start()
 
     def write(self, event: AuditEvent) -> None:
-        """Have an event written; returns at once, whatever the disk does."""
+        """Queue an event to be written; returns at once, however slow the disk is."""
         if self._thread is None:
             return
         try:
@@ -115,15 +118,15 @@ class AuditLog:
             self._lose("the disk is too slow")
 
     def note_suppressed(self, number: int = 1) -> None:
-        """Count events that were left out because there were too many of one kind."""
+        """Count events that were not logged because their rate limit was reached."""
         self.num_lost += number
 
     def reopen(self) -> None:
-        """Go on in a new file of the same name: the old one was moved away."""
+        """Reopen the file under its name, after the old file was moved away."""
         self._reopens.set()
 
     def close(self) -> None:
-        """Write what waits, for two seconds at most."""
+        """Write the queued events, for two seconds at most."""
         thread, self._thread = self._thread, None
         if thread is not None:
             with contextlib.suppress(queue.Full):
@@ -142,8 +145,8 @@ class AuditLog:
             except OSError as error:
                 self._lose(error.strerror or str(error))
                 with contextlib.suppress(OSError):
-                    self._open_again()  # for the next one
-            except ValueError as error:  # what cannot be written as UTF-8
+                    self._open_again()  # for the next event
+            except ValueError as error:  # text that cannot be encoded as UTF-8
                 self._lose(str(error))
 
     def _open_again(self) -> None:
@@ -177,12 +180,12 @@ class AuditLog:
 
     def _lose(self, why: str) -> None:
         self.num_lost += 1
-        if self.num_lost & (self.num_lost - 1) == 0:  # the 1st, 2nd, 4th, 8th ... one
+        if self.num_lost & (self.num_lost - 1) == 0:  # the 1st, 2nd, 4th, 8th and so on
             logger.error("audit_log: %d events are lost: %s", self.num_lost, why)
 
 
 def clip(value: object) -> str:
-    """Cut a value to the length that an event shows."""
+    """Cut a value to the length that the audit log shows."""
     text = str(value)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
@@ -190,10 +193,8 @@ def clip(value: object) -> str:
 def _open(path: str) -> int:
     if path == STANDARD_OUTPUT:
         return sys.__stdout__.fileno() if sys.__stdout__ else -1
-    # (O_NONBLOCK: to open a pipe that nobody reads is an error then, and no wait.)
+    # (O_NONBLOCK: opening a pipe that has no reader raises an error instead of waiting.)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, _FILE_MODE)
-    os.set_blocking(
-        descriptor, True
-    )  # (O_NONBLOCK: a pipe that nobody reads is an error, not a wait)
+    os.set_blocking(descriptor, True)  # (only opening must not block)
     return descriptor

@@ -1,6 +1,6 @@
-"""Which role every gRPC call wants. A call that is not here is refused to everybody.
+"""The roles that allow each gRPC call. A call that is not listed here is always refused.
 
-A test walks all services of `proto/` and everything that a server of ours serves.
+A test compares this table with all services in `proto/` and all calls of our servers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from baton.access.identity import Role
 Roles = frozenset[Role]
 
 OPEN = None
-"""No role, and no credentials: answered before anybody is asked who they are."""
+"""Callers need neither a role nor credentials."""
 
 INFER: Roles = frozenset({Role.INFER})
-LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})  # who may change things may look
+LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})  # operators who may change things may also read
 OPERATE: Roles = frozenset({Role.OPERATE})
 JOIN: Roles = frozenset({Role.JOIN})
-# Clients may ask this of their own tenant's requests, operators of all.
+# Clients may ask for their own tenant's requests, operators for all.
 OWN_OR_LOOK: Roles = INFER | LOOK
 OWN_OR_OPERATE: Roles = INFER | OPERATE
 ANY: Roles = frozenset(Role)
@@ -57,11 +57,12 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "SetLogLevel": OPERATE,
         "Profile": OPERATE,
     },
-    # Load balancers and Kubernetes' gRPC probes bring no credentials; it says no more than that
-    # something listens, which who could connect knows.
-    # (`Watch` holds a stream open: who is unknown could hold a million.)
+    # Load balancers and Kubernetes' gRPC probes send no credentials. The answer only tells that a
+    # server listens here, which anybody who can connect knows anyway.
+    # # (`Watch` needs credentials: it keeps a stream open, and unknown callers could open a
+    # million.)
     "grpc.health.v1.Health": {"Check": OPEN, "List": OPEN, "Watch": ANY},
-    # What it tells is in the repository; still, nobody unknown gets to look around.
+    # The service descriptions are public, but unknown callers need not see them.
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": ANY},
     "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": ANY},
 }

@@ -1,13 +1,13 @@
-"""Who a verified certificate is: its URIs as a `Principal`, and as the nodes that may join with it.
+"""The identity in a verified certificate: a `Principal`, and nodes that may join with it.
 
-    spiffe://TRUST-DOMAIN/ROLES/NAME                   a caller of a tenant of its own
+    spiffe://TRUST-DOMAIN/ROLES/NAME                   a caller that is its own tenant
     spiffe://TRUST-DOMAIN/tenant/TENANT/ROLES/NAME     one of several callers of a tenant
     spiffe://TRUST-DOMAIN/node/prefill/NAME            a prefill node (decode: a decode node)
     spiffe://TRUST-DOMAIN/nodes/prefill/NAME           prefill nodes NAME-..., of one workload
     spiffe://TRUST-DOMAIN/node/sim/NAME                simulated nodes, NAME-p0, NAME-d0 and so on
 
-ROLES is ``infer``, ``look`` or ``operate``, or several of them joined by ``-``. The trust domain
-is anybody's own: whom to trust says the CA. What has another form means nothing here.
+ROLES is ``infer``, ``look`` or ``operate``, or several of them joined by ``-``. The trust domain is
+not checked, because the CA decides whom to trust. Other URIs are ignored.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NODE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class NodeName:
-    """A node, or the simulated nodes of a process, or the nodes of a workload, that may join.
+    """Node names that a certificate is for: one node, simulated nodes, or a workload's nodes.
 
     Attributes:
-        is_many: nodes whose names begin with this one and a hyphen.
+        is_many: whether it covers all names that begin with this name and a hyphen.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class NodeName:
     is_many: bool = False
 
     def covers(self, role: str, name: str) -> bool:
-        """Say whether a node that registers so is (one of) these."""
+        """Return whether a node with this role and name is covered."""
         if self.kind == "sim":
             return re.fullmatch(rf"{re.escape(self.name)}-{role[0]}\d+", name, re.ASCII) is not None
         if self.is_many:
@@ -59,13 +59,13 @@ class NodeName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateIdentity:
-    """The identity that a certificate states for its holder.
+    """The identity that a certificate gives its holder.
 
     Attributes:
-        principal: without roles where no URI gives any.
-        nodes: that may join with it.
-        subject: for messages.
-        not_after: when it ends.
+        principal: has no roles if no URI names any.
+        nodes: nodes that may join with it.
+        subject: name for messages.
+        not_after: when the certificate expires.
     """
 
     principal: Principal
@@ -74,7 +74,7 @@ class CertificateIdentity:
     not_after: datetime
 
     def node_refusal(self, role: str, name: str) -> str:
-        """Say why a node of this role and name may not join with it; empty: it may."""
+        """Return why a node with this role and name may not join; empty: it may."""
         if any(node.covers(role, name) for node in self.nodes):
             return ""
         if not self.nodes:
@@ -83,7 +83,7 @@ class CertificateIdentity:
 
 
 def identity_of(subject: str, uris: Sequence[str], not_after: datetime) -> CertificateIdentity:
-    """Read the URIs of a certificate; raises UnauthenticatedError when they contradict."""
+    """Read the identity from a certificate's URIs; raises UnauthenticatedError if they conflict."""
     nodes = [
         NodeName(m["kind"] or m["many"], m["name"], is_many=bool(m["many"]))
         for m in map(_NODE.fullmatch, uris)
@@ -106,10 +106,10 @@ def identity_of(subject: str, uris: Sequence[str], not_after: datetime) -> Certi
 
 
 def certificate_identity(source: Any) -> CertificateIdentity | None:
-    """Read the certificate that a call's connection was opened with; None: there was none.
+    """Return the identity in a connection's client certificate; None: there is no certificate.
 
-    The TLS library has verified it when the connection began. A connection may outlive its
-    certificate; the calls on it may not.
+    The TLS library verified the certificate when the connection began. Expiry is checked here for
+    each call, as a connection can outlive its certificate.
 
     Args:
         source: a gRPC servicer context, or the transport of an aiohttp request.
@@ -129,13 +129,13 @@ def certificate_identity(source: Any) -> CertificateIdentity | None:
 
 
 def certificate_principal(source: Any) -> Principal | None:
-    """Read only the principal of the certificate that a call's connection was opened with."""
+    """Return the principal in a connection's client certificate; None: there is no certificate."""
     identity = certificate_identity(source)
     return None if identity is None else identity.principal
 
 
 def _certificate_of(source: Any) -> bytes:
-    """Return the peer's certificate as PEM or DER; empty where there is none."""
+    """Return the client's certificate as PEM or DER; empty: there is none."""
     if hasattr(source, "auth_context"):
         context: Mapping[str, Sequence[bytes]] = source.auth_context()
         return next(iter(context.get("x509_pem_cert") or ()), b"")
@@ -143,7 +143,7 @@ def _certificate_of(source: Any) -> bytes:
     return b"" if connection is None else connection.getpeercert(binary_form=True) or b""
 
 
-@functools.lru_cache(maxsize=4096)  # the same few of all calls; reading one takes 50 us
+@functools.lru_cache(maxsize=4096)  # all calls show the same few; reading one takes 50 us
 def _read(data: bytes) -> CertificateIdentity:
     load = x509.load_pem_x509_certificate if data[:1] == b"-" else x509.load_der_x509_certificate
     try:

@@ -1,4 +1,4 @@
-"""What a call shows of who makes it: of gRPC calls and of HTTP requests. Believes none of it."""
+"""Reads a caller's credentials from gRPC calls and HTTP requests, without checking them."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _AUTHORIZATION, _API_KEY = "authorization", "x-api-key"
 
 
 def grpc_credentials(context: Any) -> Credentials:
-    """Read the credentials of a gRPC call, given its context while it is open."""
+    """Read the credentials of a gRPC call from its open context."""
     metadata = context.invocation_metadata() or ()
     shown = [str(value) for name, value in metadata if name == _AUTHORIZATION]
     return _credentials(shown, context, address_of(context.peer()))
 
 
 def trace_headers(context: Any) -> tuple[str, str]:
-    """Read W3C's two headers of the trace that a gRPC call's caller says it belongs to."""
+    """Return the ``traceparent`` and ``tracestate`` (W3C) of a gRPC call; empty if not sent."""
     metadata = context.invocation_metadata() or ()
     found = {name: str(value) for name, value in metadata if name in (TRACEPARENT, TRACESTATE)}
     return found.get(TRACEPARENT, ""), found.get(TRACESTATE, "")
 
 
 def http_credentials(request: web.BaseRequest) -> Credentials:
-    """Read a request's authorization header, or the bare key, as Anthropic's clients send it."""
+    """Read the API key of an HTTP request: the authorization header, or Anthropic's x-api-key."""
     shown = request.headers.getall(_AUTHORIZATION, [])
     shown += [f"Bearer {key}" for key in request.headers.getall(_API_KEY, [])]
     return _credentials(shown, request.transport, request.remote or "")
 
 
 def page_credentials(request: web.BaseRequest) -> Credentials:
-    """Read the credentials of somebody who opens a page: browsers ask for a name and a password.
+    """Read the credentials of a request for a page, which browsers send as name and password.
 
-    The password is the API key, whatever the name is.
+    The password is the API key; the name is ignored.
     """
     shown = http_credentials(request)
     scheme, _, given = shown.authorization.partition(" ")
@@ -51,13 +51,13 @@ def page_credentials(request: web.BaseRequest) -> Credentials:
         return shown
     try:
         _, _, key = base64.b64decode(given, validate=True).decode().partition(":")
-    except ValueError:  # refused as what it is
+    except ValueError:  # it is refused later, as a wrong key
         return shown
     return dataclasses.replace(shown, authorization=f"Bearer {key}")
 
 
 def address_of(peer: str) -> str:
-    """Read the IP address from gRPC's name of a peer.
+    """Return the IP address in gRPC's name of a peer.
 
     A name is ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``. A connection that `RpcFront`
     passes on is named ``unix:/tmp/baton-1/[::1]:7``.
@@ -69,12 +69,12 @@ def address_of(peer: str) -> str:
 
 
 def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials:
-    """Read the credentials from a call's metadata.
+    """Collect a call's credentials.
 
     Args:
-        shown: its authorizations. Of several none counts: what is in front of a program may have
-            looked at another one than the program would.
-        source: what a certificate came with; None: the connection is gone.
+        shown: the call's authorization values. If there are several, none counts, because a proxy
+            may have checked another one than this program would.
+        source: object to read a client certificate from; None: the connection is gone.
     """
     certificate, problem = None, ""
     try:

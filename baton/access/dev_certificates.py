@@ -1,4 +1,4 @@
-"""A throw-away CA, and certificates of it, for trying TLS on one machine. Not for production."""
+"""A throw-away CA and its certificates, to try TLS on one machine. Not for production."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from baton.api.errors import ConfigError
 
 TRUST_DOMAIN = "baton"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-_BACKDATED = timedelta(minutes=5)  # clocks differ
+_BACKDATED = timedelta(minutes=5)  # for clocks that are behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class Holder:
     """A holder of a development certificate.
 
     Attributes:
-        name: the holder's name, and that of its files.
-        uri_paths: what it is, behind the trust domain; see `baton.access.certificates`.
-        hosts: names and addresses that it answers at, as a server.
+        name: name of the holder and of its files.
+        uri_paths: paths of its URIs after the trust domain; see `baton.access.certificates`.
+        hosts: host names and addresses of its server.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Holder:
 
 
 class DevCA:
-    """A CA that makes certificates for a few days.
+    """A CA whose certificates are valid for a few days.
 
     Args:
-        days: until all of it ends.
+        days: how long they are valid.
     """
 
     def __init__(self, days: float = 30.0, *, now: datetime | None = None) -> None:
@@ -65,7 +65,7 @@ class DevCA:
         )
 
     def issue(self, holder: Holder) -> tuple[bytes, bytes]:
-        """Make a certificate and its key, in PEM."""
+        """Make a certificate and its private key; both are PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
         uris = (f"spiffe://{TRUST_DOMAIN}/{path}" for path in holder.uri_paths)
         names = [*map(_host, holder.hosts), *map(x509.UniformResourceIdentifier, uris)]
@@ -99,12 +99,13 @@ class DevCA:
 
 
 def write_dev_certificates(folder: Path, holders: Sequence[Holder], *, days: float) -> None:
-    """Write ``NAME.crt`` and ``NAME.key`` for each, of the folder's CA or of a new one.
+    """Write ``NAME.crt`` and ``NAME.key`` per holder, signed by the folder's CA or a new one.
 
-    The CA's own key is kept beside, so that more can be made later; nothing is overwritten.
+    The CA's key is kept in the folder, so more certificates can be made later. Nothing is
+    overwritten.
 
     Raises:
-        ConfigError: something is there already, or cannot be written.
+        ConfigError: a file exists already, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -140,7 +141,7 @@ def _load_or_make_ca(folder: Path, days: float) -> DevCA:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write a new file that has this mode from its first byte on."""
+    """Write a new file, which has this mode before anything is in it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

@@ -1,7 +1,7 @@
 """Which addresses other machines can reach, and what a listener there must have.
 
-Loopback needs nothing. Beyond it a listener needs callers that show who they are, and TLS; what
-is missing must be waived in so many words.
+A loopback listener needs nothing. Any other needs TLS and authenticated callers, unless the user
+waives them with an option.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from baton.api.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?", re.ASCII)
-# Before a colon gRPC takes these for the scheme of a URI, and listens somewhere else.
+# gRPC would read ``unix:50051`` and the like as a URI, and listen somewhere else.
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6")
 _MAX_PORT = 65535
 
 
 def split_address(option: str, address: str) -> tuple[str, int]:
-    """``host:port`` in its parts; raises ConfigError that names the option.
+    """Split ``host:port``; raises ConfigError that names the option.
 
-    The host is a name, an IPv4 address, or an IPv6 address in brackets. Nothing else passes: what
-    gRPC would take for a URI (``unix:``, ``ipv4:``) is no host.
+    The host must be a name, an IPv4 address, or an IPv6 address in brackets. URI schemes of gRPC
+    (``unix:``, ``ipv4:``) are not accepted as hosts.
     """
     host, separator, port = address.rpartition(":")
     ok = separator and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT
@@ -38,10 +38,10 @@ def split_address(option: str, address: str) -> tuple[str, int]:
 
 
 def check_is_free(option: str, address: str) -> None:
-    """Raise ConfigError that names the option if nobody here can listen on ``host:port``.
+    """Raise ConfigError that names the option if this machine cannot listen on ``host:port``.
 
-    Another program listens there, or it is no address of this machine. Of a name's addresses one
-    is enough, as long as the others are free.
+    This is so if another program listens there, or the address belongs to no interface. If a name
+    has several addresses, one must be usable, and none may be in use.
     """
     host, port = split_address(option, address)
     problems: list[OSError] = []
@@ -50,7 +50,7 @@ def check_is_free(option: str, address: str) -> None:
         for family, kind, protocol, _, where in found:
             try:
                 with socket.socket(family, kind, protocol) as probe:
-                    # What is left of connections that have ended is in nobody's way.
+                    # Closed connections that linger on the port (TIME_WAIT) do not matter.
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(where)
             except OSError as error:
@@ -72,10 +72,10 @@ def _ipv6(host: str) -> ipaddress.IPv6Address | None:
 
 
 def is_public(option: str, address: str) -> bool:
-    """Say whether other machines can reach what listens on an address.
+    """Return whether other machines can reach a listener on an address.
 
-    A name is as public as the most public of its addresses, and one without any counts as public.
-    Raises ConfigError that names the option.
+    A name is public if any of its addresses is, or if it has none. Raises ConfigError that names
+    the option.
     """
     host, port = split_address(option, address)
     ipv6 = _ipv6(host)
@@ -98,10 +98,10 @@ class Exposure:
     """The protection of a listener.
 
     Attributes:
-        authentication: the options that would have callers show who they are, for messages.
-        is_authenticated: whether they have to.
-        is_encrypted: whether it speaks TLS only.
-        insecure: whether it may listen beyond loopback without.
+        authentication: options that turn on authentication, for messages.
+        is_authenticated: whether callers must authenticate.
+        is_encrypted: whether it accepts only TLS.
+        insecure: whether the user waived both for public addresses.
     """
 
     authentication: str
@@ -110,12 +110,12 @@ class Exposure:
     insecure: bool
 
     def check(self, option: str, address: str) -> None:
-        """Refuse to listen beyond loopback without protection; no address is none to refuse.
+        """Raise ConfigError if a public listener lacks protection; an empty address is accepted.
 
-        Where ``insecure`` waives what is missing, that is logged.
+        If ``insecure`` waives what is missing, logs a warning instead.
 
         Raises:
-            ConfigError: something is missing, or the address is malformed.
+            ConfigError: protection is missing, or the address is malformed.
         """
         if not address or not is_public(option, address):
             return

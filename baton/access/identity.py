@@ -1,7 +1,7 @@
-"""Principal: who calls, and what that allows. Plain values; knows no key, no certificate, no RPC.
+"""Principal: who calls, and what that allows. Plain values; knows no keys, certificates or calls.
 
-Whoever authenticates a call (an API key, a client certificate, loopback) makes a `Principal` of
-it; whoever serves the call asks only the principal.
+Authentication (API key, client certificate or loopback) makes a `Principal`. The code that serves a
+call looks only at the principal.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-NODE_KINDS = ("prefill", "decode", "sim")  # what a certificate calls a node
+NODE_KINDS = ("prefill", "decode", "sim")  # the kinds of nodes in certificates
 
 
 class Role(StrEnum):
-    """What a caller may do; a principal has any number of them.
+    """What a caller may do; a principal can have any number of roles.
 
-    INFER: send prompts, and ask about the model and one's own requests.
-    LOOK: see what operators see.
-    OPERATE: change what operators change.
+    INFER: send prompts, and ask about the model and the caller's own requests.
+    LOOK: read everything that operators can see.
+    OPERATE: make the changes that operators can make.
     JOIN: register as a node.
     """
 
@@ -29,17 +29,16 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one principal may take of a router; 0 is no limit.
+    """Limits of one principal's use of a router; 0: no limit.
 
     Attributes:
-        max_open_requests: that wait or are in progress.
-        requests_per_minute: requests that may begin per minute.
+        max_open_requests: limit of requests that wait or are in progress.
+        requests_per_minute: limit of new requests per minute.
         tokens_per_minute: limit of prompt tokens computed plus output tokens sampled.
-        weight: divisor of what a request costs its tenant when tenants compete: with 2 the tenant
-            gets two shares.
-        most_urgent_priority: smaller priorities are refused; None: any. Who has no leave to be
-            more urgent than 0 cannot get before other tenants by asking for it. Where callers have
-            no tenant there are no others, and any will do.
+        weight: share of its tenant when tenants compete; a request's cost is divided by it.
+        most_urgent_priority: smaller priorities are refused; None: any is accepted. At 0, a client
+            cannot overtake other tenants by asking for a more urgent priority. Ignored where
+            callers have no tenant.
     """
 
     max_open_requests: int = 0
@@ -55,13 +54,12 @@ class Principal:
 
     Attributes:
         name: name of the key or certificate; empty where anybody may call.
-        tenant: whose requests and cached prompts are its own: all principals of one tenant see
-            each other's. Empty where anybody may call.
+        tenant: owner of requests and cached prompts, which all its principals share. Empty where
+            anybody may call.
         roles: what it may do.
-        models: names of the served models that it may use; empty: all.
-        limits: what it may take.
-        cache_group: tenants of one group find each other's cached prompts; empty: a tenant finds
-            its own only.
+        models: served names of the models it may use; empty: all.
+        limits: limits of its use.
+        cache_group: tenants of one group share cached prompts; empty: the tenant shares with none.
     """
 
     name: str = ""
@@ -72,24 +70,24 @@ class Principal:
     cache_group: str = ""
 
     def may(self, role: Role) -> bool:
-        """Say whether this principal has a role."""
+        """Return whether this principal has a role."""
         return role in self.roles
 
     @property
     def is_operator(self) -> bool:
-        """Whether it may see what others sent; who may change things may look, too."""
+        """Whether it may read other callers' requests (roles LOOK and OPERATE)."""
         return not self.roles.isdisjoint((Role.LOOK, Role.OPERATE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """The credentials that a call brings.
+    """The credentials that came with a call.
 
     Attributes:
-        authorization: the header or the metadata of that name; empty: none came.
-        certificate: whom the caller's certificate names; None: it showed none.
-        certificate_problem: why the certificate is no longer valid; empty: it is valid.
-        address: the calling machine's address, without a port.
+        authorization: the header or metadata of this name; empty: none.
+        certificate: principal in the client certificate; None: no certificate.
+        certificate_problem: why the certificate is not accepted; empty: it is valid.
+        address: IP address of the caller.
     """
 
     authorization: str = field(default="", repr=False)
@@ -99,7 +97,7 @@ class Credentials:
 
 
 ANYBODY = Principal(roles=frozenset({Role.INFER, Role.LOOK, Role.JOIN}))
-"""Who calls a program that has no credentials, through an address that others can reach."""
+"""Caller of a program without credentials, through an address that other machines can reach."""
 
 ANYBODY_HERE = Principal(roles=frozenset(Role))
 """The same, through an address that only this machine can reach."""

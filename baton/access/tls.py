@@ -1,7 +1,7 @@
-"""TlsFiles: what is in the files that `TlsOptions` name, checked; as gRPC and HTTPS take it.
+"""TlsFiles: reads and checks the files that `TlsOptions` names, for gRPC and HTTPS.
 
-Files are read again when they change, so that certificates are rotated without a restart: servers
-look at each handshake, clients when they connect. Knows nothing of what a certificate allows.
+Changed files are read again, so certificates can be rotated without a restart: servers check for
+changes at each handshake, clients when they connect. Knows nothing of what a certificate allows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MAX_FILE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """The content of the TLS files at one moment, checked; empty where none is named."""
+    """The checked content of the TLS files; a part is empty if its file is not given."""
 
     chain: bytes = b""
     key: bytes = b""
@@ -61,13 +61,13 @@ class TlsMaterial:
 
 
 class TlsFiles:
-    """The files of one program's options, read again when they change. Safe from any thread.
+    """The TLS files of one program, read again when they change. Thread-safe.
 
-    New files that are wrong are logged once, and the ones before stay in use: of a certificate and
-    a key that are replaced one after the other, no handshake sees a mixture.
+    If new files are invalid, logs an error once and keeps the old content. So no handshake uses a
+    new certificate with an old key while the two files are being replaced.
 
     Raises:
-        ConfigError: one of them cannot be read or is wrong; one line that names it.
+        ConfigError: a file cannot be read or is invalid; the text names the file.
     """
 
     def __init__(self, options: TlsOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class TlsFiles:
         self._look_at = clock() + _LOOK_INTERVAL_S
 
     def current(self) -> TlsMaterial:
-        """Give what is to be used now; the same object as long as nothing has changed."""
+        """Return the content to use now; the same object until the files change."""
         with self._lock:
             if self._clock() < self._look_at:
                 return self._material
@@ -100,12 +100,12 @@ class TlsFiles:
 
 
 def read_tls(options: TlsOptions) -> TlsMaterial | None:
-    """Read what a channel needs; None for no TLS. Raises ConfigError, one line."""
+    """Read the files for a channel; None: no TLS. Raises ConfigError."""
     return read_material(options) if options else None
 
 
 def read_material(options: TlsOptions) -> TlsMaterial:
-    """Read the files and check that they can be used now; raises ConfigError, one line."""
+    """Read the files and check that they can be used now; raises ConfigError."""
     chain = key = ca = b""
     if options.cert:
         chain, key = _read("tls_cert", options.cert), _read("tls_key", options.key)
@@ -117,7 +117,7 @@ def read_material(options: TlsOptions) -> TlsMaterial:
 
 
 def describe(options: TlsOptions, material: TlsMaterial) -> str:
-    """Say for whom the own certificate is, and how long; for logs."""
+    """Return the names and the expiry time of the own certificate, for logs."""
     if not material.chain:
         return f"the CAs of {options.ca}"
     certificate = x509.load_pem_x509_certificates(material.chain)[0]
@@ -126,7 +126,7 @@ def describe(options: TlsOptions, material: TlsMaterial) -> str:
 
 
 def names_of(certificate: x509.Certificate) -> str:
-    """List all names of a certificate for people to read."""
+    """Return all names in a certificate, for messages."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):
@@ -135,10 +135,9 @@ def names_of(certificate: x509.Certificate) -> str:
 
 
 def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.ServerCredentials:
-    """Make credentials of a gRPC server, which looks for new files at each handshake.
+    """Make a gRPC server's credentials, which check for new files at each handshake.
 
-    Python's gRPC knows two kinds of servers only: one that wants a certificate of everybody, and
-    one that asks nobody for any.
+    Python's gRPC has only two modes: clients must show a certificate, or are not asked for one.
     """
     last = files.current()
 
@@ -150,7 +149,7 @@ def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.S
         nonlocal last
         material = files.current()
         if material is last:
-            return None  # as it was
+            return None  # unchanged
         last = material
         return configuration(material)
 
@@ -162,17 +161,17 @@ def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.S
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
-    """Make credentials of a gRPC channel; they stay as they are for its life."""
+    """Make the credentials of a gRPC channel, which are fixed for its life."""
     return grpc.ssl_channel_credentials(
         material.ca or None, material.key or None, material.chain or None
     )
 
 
 class ServerContext(ssl.SSLContext):
-    """An HTTPS server's context that is made anew when the files have changed.
+    """The TLS context of an HTTPS server, which uses new files for new connections.
 
-    Each connection gets the newest one whole (chain, CAs, sessions): a context in use can be given
-    another chain, but can never lose a CA.
+    Makes a new inner context when the files have changed: a context in use can be given another
+    certificate, but a CA cannot be removed from it.
     """
 
     _files: TlsFiles
@@ -185,14 +184,15 @@ class ServerContext(ssl.SSLContext):
         """Make a context for HTTPS.
 
         Args:
-            require_client_certs: refuse clients without a certificate; wrong ones always fail.
+            require_client_certs: refuse clients without a certificate; invalid ones are always
+                refused.
         """
         verify = ssl.CERT_REQUIRED if require_client_certs else ssl.CERT_OPTIONAL
         return cls._make(files, verify, ())
 
     @classmethod
     def for_grpc(cls, files: TlsFiles) -> ServerContext:
-        """Make a context for HTTP/2 that asks no client for a certificate."""
+        """Make a context for HTTP/2 that asks clients for no certificate."""
         return cls._make(files, ssl.CERT_NONE, ("h2",))
 
     @classmethod
@@ -206,7 +206,7 @@ class ServerContext(ssl.SSLContext):
         return context
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """Begin a connection; what both event loops call for each."""
+        """Begin TLS on a connection; both event loops call this per connection."""
         material = self._files.current()
         if material is not self._made[0]:
             self._made = (material, _server_context(material, self._verify, self._protocols))
@@ -228,7 +228,7 @@ def _server_context(
 
 
 def client_context(material: TlsMaterial) -> ssl.SSLContext:
-    """Make a client's context: the server's chain and name are checked."""
+    """Make a client's context, which checks the server's chain and name."""
     cadata = material.ca.decode("ascii") if material.ca else None
     context = ssl.create_default_context(cadata=cadata)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -237,11 +237,11 @@ def client_context(material: TlsMaterial) -> ssl.SSLContext:
 
 
 def load_pair(context: ssl.SSLContext, material: TlsMaterial) -> None:
-    """Give a context its certificate and key, if there are any."""
+    """Load the certificate and key into a context, if there are any."""
     if not material.chain:
         return
-    # The standard library takes paths only. What was checked is to be what is used, so it is not
-    # the user's files, which may change under way, but a copy that nobody else can read.
+    # The ssl module accepts only paths. The user's files may have changed since they were checked,
+    # so the checked bytes are loaded from a private copy.
     with tempfile.NamedTemporaryFile(prefix="baton-tls-") as file:  # mode 0600
         file.write(material.chain + b"\n" + material.key)
         file.flush()
@@ -252,7 +252,7 @@ def load_pair(context: ssl.SSLContext, material: TlsMaterial) -> None:
 
 
 def _signature(options: TlsOptions) -> tuple[tuple[int, int, int] | None, ...]:
-    """Return times, inodes and sizes of the files: they differ once one was replaced."""
+    """Return the files' times, inodes and sizes, which differ when a file was replaced."""
     found: list[tuple[int, int, int] | None] = []
     for path in (options.cert, options.key, options.ca):
         try:
@@ -277,7 +277,7 @@ def _read(option: str, path: str) -> bytes:
 
 def _certificates(option: str, path: str, data: bytes) -> list[x509.Certificate]:
     try:
-        data.decode("ascii")  # as the ssl module wants it
+        data.decode("ascii")  # the ssl module needs ASCII
         return x509.load_pem_x509_certificates(data)
     except ValueError as error:
         raise ConfigError(f"{option}: {path} holds no certificate in PEM form") from error
@@ -305,6 +305,6 @@ def _check_pair(options: TlsOptions, chain: bytes, key: bytes) -> None:
 
 
 def _public(holder: Any) -> bytes:
-    """Return the public key of a certificate or a private key in a comparable form."""
+    """Return the public key of a certificate or private key, for comparison."""
     key: bytes = holder.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return key

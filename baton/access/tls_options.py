@@ -1,4 +1,4 @@
-"""TlsOptions: which certificate, key and CAs a program is told to use. Reads no file of them."""
+"""TlsOptions: which certificate, key and CAs a program uses. Does not read the files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SYSTEM_CAS = "system"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """A program's own certificate and the CAs it trusts; nothing given: no TLS.
+    """A program's own certificate and the CAs it trusts; no TLS if nothing is given.
 
     Raises:
-        ConfigError: they do not go together. What is in the files is looked at later.
+        ConfigError: the options contradict each other. The files are checked later.
     """
 
     cert: str = option(
@@ -57,7 +57,7 @@ class TlsOptions:
 
     @classmethod
     def from_environment(cls) -> TlsOptions:
-        """Read what a client takes from ``BATON_TLS_CERT``, ``BATON_TLS_KEY``, ``BATON_TLS_CA``."""
+        """Read a client's options from ``BATON_TLS_CERT``, ``BATON_TLS_KEY``, ``BATON_TLS_CA``."""
         read = os.environ.get
         return cls(
             cert=read(CERT_VARIABLE, ""), key=read(KEY_VARIABLE, ""), ca=read(CA_VARIABLE, "")
@@ -68,11 +68,11 @@ class TlsOptions:
 
     @property
     def verifies_clients(self) -> bool:
-        """Whether a server can tell by their certificates who its clients are."""
+        """Whether a server can identify clients by their certificates."""
         return bool(self.cert and self.ca and self.ca != SYSTEM_CAS)
 
     def check_server(self) -> None:
-        """Raise ConfigError for what a client can do with and a server cannot."""
+        """Raise ConfigError for options that suit a client but not a server."""
         if self.ca and not self.cert:
             raise ConfigError("tls_cert: must be given with tls_ca: a server has to show one")
         if self.ca == SYSTEM_CAS:
@@ -83,4 +83,4 @@ class TlsOptions:
 
 
 NO_TLS = TlsOptions()
-ONLY_ROUTERS = ("tls_require_client_certs",)  # of its options
+ONLY_ROUTERS = ("tls_require_client_certs",)  # options that only the router has

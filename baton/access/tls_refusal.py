@@ -1,7 +1,7 @@
-"""Why a connection cannot be opened, where TLS is the reason: asked once more, in words.
+"""Finds out why a TLS connection cannot be opened.
 
-gRPC says of a refused handshake no more than that a socket was closed. So when a connection failed,
-the same handshake is tried with the standard library, which says what was wrong.
+gRPC reports a refused handshake only as a closed socket. So after a failure, the same handshake is
+tried with the standard library, which reports the reason.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from baton.access.tls import SYSTEM_CAS, TlsMaterial, TlsOptions, client_context
 from baton.api.errors import ConfigError
 
 _CONNECT_TIMEOUT_S = 2.0
-_ANSWER_TIMEOUT_S = 0.5  # for its refusal; a gRPC server speaks at once when it is content
+_ANSWER_TIMEOUT_S = 0.5  # wait for a late refusal; a gRPC server that accepts sends data at once
 _WANTS_CERTIFICATE = "it wants a client certificate (--tls-cert, --tls-key)"
-# Servers of gRPC and of asyncio send none of these, and only hang up; others do.
+# gRPC's and asyncio's servers send no alerts and only close the connection; others send them.
 _ALERTS = {
     "CERTIFICATE_REQUIRED": _WANTS_CERTIFICATE,
     "UNKNOWN_CA": "it does not know the CA of our certificate {cert}",
@@ -30,12 +30,12 @@ _ALERTS = {
 
 
 def why_refused(address: str, options: TlsOptions, server_name: str = "") -> str:
-    """Say why TLS with a server fails; empty when it does not, or nobody is there. Blocks.
+    """Return why TLS with a server fails; empty: it works, or no server answers. Blocks.
 
     Args:
         address: ``host:port``.
         options: the client's TLS options.
-        server_name: name that the certificate must have; empty: the address's host.
+        server_name: name required in the certificate; empty: the address's host.
     """
     host, port = split_address("router", address)
     host = host.strip("[]")
@@ -60,14 +60,14 @@ def _why_tls_fails(
     try:
         talk.shake_hands()
         connection.settimeout(_ANSWER_TIMEOUT_S)
-        # In TLS 1.3 a refusal of our certificate comes behind the handshake.
+        # In TLS 1.3 a server refuses our certificate only after the handshake.
         return "" if talk.goes_on() else _of_hanging_up(options)
     except TimeoutError:
         return ""
     except ssl.SSLCertVerificationError as error:
         return _of_verification(error, name, options)
     except (ssl.SSLEOFError, ConnectionError):
-        return _of_hanging_up(options) if talk.heard else ""  # it only stops, or is no server
+        return _of_hanging_up(options) if talk.heard else ""  # a stopping server, or no server
     except ssl.SSLError as error:
         reason = error.reason or str(error)
         texts = (text for alert, text in _ALERTS.items() if alert in reason)
@@ -75,15 +75,15 @@ def _why_tls_fails(
 
 
 class _Talk:
-    """TLS over a socket that stays its owner's.
+    """TLS over a socket that the caller keeps.
 
-    ``wrap_socket`` takes it over, and leaves it open where the peer reset it before.
+    ``wrap_socket`` would take over the socket, and leaves it open if the peer has reset it.
     """
 
     def __init__(
         self, connection: socket.socket, context: ssl.SSLContext, name: str | None = None
     ) -> None:
-        self.heard = False  # anything at all from the server
+        self.heard = False  # whether the server sent anything
         self._connection = connection
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
@@ -92,7 +92,7 @@ class _Talk:
         self._drive(self._tls.do_handshake)
 
     def goes_on(self) -> bool:
-        """Whether the server says anything behind the handshake, rather than hang up."""
+        """Return whether the server sends data after the handshake, and did not hang up."""
         return bool(self._drive(lambda: self._tls.read(1)))
 
     def _drive(self, step: Callable[[], object]) -> object:
@@ -109,7 +109,7 @@ class _Talk:
 
 
 def _of_hanging_up(options: TlsOptions) -> str:
-    """Explain a hang-up in the handshake; that our own certificate is valid was checked before."""
+    """Explain a hang-up during the handshake; our certificate's validity was checked before."""
     if not options.cert:
         return _WANTS_CERTIFICATE
     return f"it hangs up on our certificate {options.cert}; does it trust the CA of that?"
@@ -121,16 +121,16 @@ def _of_verification(error: ssl.SSLCertVerificationError, name: str, options: Tl
             return "its certificate is not valid yet"
         case 10:
             return "its certificate has expired"
-        case 62 | 64:  # of a name, of an address
+        case 62 | 64:  # host name, IP address
             return f"its certificate is not for {name}"
     where = "this machine's CAs" if options.ca in ("", SYSTEM_CAS) else options.ca
     return f"its certificate is of no CA in {where} ({error.verify_message})"
 
 
 def _why_plain_fails(connection: socket.socket) -> str:
-    """Say whether a server that hung up on plain text speaks TLS."""
+    """Return why plain text failed, if the server speaks TLS; else empty."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no secrets are sent
     context.set_alpn_protocols(["h2"])
     try:
         _Talk(connection, context).shake_hands()

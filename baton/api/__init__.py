@@ -1,1 +1,1 @@
-"""What a request may ask and what it answers, as plain values: what users import."""
+"""The values that users import: parameters of requests, outputs, receipts, errors."""

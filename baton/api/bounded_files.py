@@ -1,6 +1,6 @@
-"""Read files from others within limits of size and depth; refuse pipes and devices.
+"""Reads untrusted files within limits of size and depth; refuses pipes and devices.
 
-Refuses to know: fields.
+Knows nothing of the fields in the files.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from baton.api.errors import ConfigError, ModelLoadError
 # The largest known JSON files are tokenizers of 35 MB and indices of 10 MB.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_DEPTH = 64
-MAX_TEXT_BYTES = 16 * 2**20  # for a file that a person writes
-MAX_DATA_BYTES = 4 * 2**30  # for a file of prompts or a trace
+MAX_TEXT_BYTES = 16 * 2**20  # for files that people write
+MAX_DATA_BYTES = 4 * 2**30  # for files of prompts, and traces
 _MAX_SHOWN_CHARS = 300
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
+    """Read a file that contains one JSON object.
 
     Raises:
-        ModelLoadError: the file cannot be read, holds no object, or is beyond a limit.
+        ModelLoadError: the file cannot be read, is not a JSON object, or exceeds a limit.
     """
     content = read_file(path)
     try:
@@ -36,7 +36,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_file(
     path: Path, max_bytes: int = MAX_JSON_BYTES, error_type: type[ConfigError] = ModelLoadError
 ) -> bytes:
-    """Read a regular file; refuse a pipe, a device or a file that is too large unread.
+    """Read a regular file; pipes, devices and too large files are refused unread.
 
     Raises:
         ConfigError: the file cannot be read, or has more than ``max_bytes``; the error has the
@@ -54,11 +54,11 @@ def read_file(
 def size_of(path: Path, error_type: type[ConfigError] = ModelLoadError) -> int:
     """Return a regular file's size in bytes; raises ``error_type`` for any other file.
 
-    Opening a pipe may wait for ever, and reading a device may never end.
+    Opening a pipe may block for ever, and reading a device may never end.
     """
     try:
         found = path.stat()
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+    except (OSError, ValueError) as error:  # ValueError: the path has a null byte
         why = getattr(error, "strerror", None) or error
         raise error_type(f"{path}: cannot be read: {why}") from error
     if not stat.S_ISREG(found.st_mode):
@@ -87,29 +87,29 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; raises ValueError whose one line says what is wrong."""
+    """Parse TOML; raises ValueError with a one-line message."""
     import tomllib  # imported here: most commands read no TOML
 
     try:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("too many levels") from None
-    except ValueError as error:  # TOMLDecodeError, numbers of 5,000 digits
+    except ValueError as error:  # TOMLDecodeError, or a number of more than 4,300 digits
         raise ValueError(str(error)[:_MAX_SHOWN_CHARS]) from None
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raises ValueError whose one line says what is wrong."""
+    """Parse JSON; raises ValueError with a one-line message."""
     try:
         return json.loads(text, parse_constant=_read_constant)
     except RecursionError:
         raise ValueError(f"not valid JSON: more than {MAX_DEPTH} levels") from None
-    except ValueError as error:  # JSONDecodeError, numbers of 5,000 digits
+    except ValueError as error:  # JSONDecodeError, or a number of more than 4,300 digits
         raise ValueError(f"not valid JSON: {str(error)[:_MAX_SHOWN_CHARS]}") from None
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Parse a JSON object; raises ValueError whose one line says what is wrong."""
+    """Parse a JSON object; raises ValueError with a one-line message."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -123,14 +123,14 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def _read_constant(name: str) -> float:
-    """Read the infinity that transformers writes for limits; raises ValueError for NaN."""
+    """Return the infinity that transformers writes for limits; raises ValueError for NaN."""
     if name == "NaN":
         raise ValueError(f"{name} is no JSON")
     return float(name)
 
 
 def _check_depth(value: dict[str, Any]) -> None:
-    """Raise ValueError for a value so deep that code that recurses into it could fail."""
+    """Raise ValueError if a value is so deep that recursive code could fail on it."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -1,16 +1,16 @@
-"""Errors: the one exception tree, and the one table from it to gRPC's and HTTP's status codes.
+"""Errors: Baton's exception classes, and their status codes in gRPC and HTTP.
 
     BatonError
-    ├── InvalidRequestError     a request's field is outside its limit          INVALID_ARGUMENT
-    │   └── PromptTooLongError  a prompt has more tokens than the model takes    INVALID_ARGUMENT
-    ├── PoisonRequestError      nodes died of a request like it                  FAILED_PRECONDITION
-    ├── UnauthenticatedError    a call brings no key that is known              UNAUTHENTICATED
-    ├── PermissionDeniedError   the caller is known and may not do this          PERMISSION_DENIED
+    ├── InvalidRequestError     a request's field is outside its limit           INVALID_ARGUMENT
+    │   └── PromptTooLongError  a prompt has more tokens than the model accepts  INVALID_ARGUMENT
+    ├── PoisonRequestError      nodes died while computing such a request        FAILED_PRECONDITION
+    ├── UnauthenticatedError    a call has no valid API key                      UNAUTHENTICATED
+    ├── PermissionDeniedError   the caller may not do this                       PERMISSION_DENIED
     ├── ConfigError             a program's option or file is wrong              (start-up only)
     │   └── ModelLoadError      a model folder is missing, broken or unsupported
     ├── NotFoundError           no node or request of that name                  NOT_FOUND
-    ├── OverloadedError         no room now; try again later                     RESOURCE_EXHAUSTED
-    ├── NodeUnavailableError    a node or the router is not there                UNAVAILABLE
+    ├── OverloadedError         no capacity now; try again later                 RESOURCE_EXHAUSTED
+    ├── NodeUnavailableError    a node or the router cannot be reached           UNAVAILABLE
     ├── DeadlineExceededError   an absolute deadline passed                      DEADLINE_EXCEEDED
     ├── RequestCancelledError   the client or an operator ended it               CANCELLED
     ├── TransferError           KV blocks did not arrive                         UNAVAILABLE
@@ -32,12 +32,12 @@ MAX_QUOTED_CHARS = 2_000
 
 
 class BatonError(Exception):
-    """Base of every error that Baton raises on purpose.
+    """Base class of all errors that Baton raises deliberately.
 
     Attributes:
         retryable: whether the same request may succeed later.
-        retry_delay_s: how long to wait before; None when it is not retryable.
-        receipt: what the request had cost when it failed, as far as it is known.
+        retry_delay_s: how long to wait before a retry; None: not retryable.
+        receipt: the request's cost until it failed, as far as known.
     """
 
     retryable: ClassVar[bool] = False
@@ -60,17 +60,17 @@ class InvalidRequestError(BatonError, ValueError):
         self.problem = problem
 
     def of_field(self, field: str) -> InvalidRequestError:
-        """Return the same error about a field that the client calls otherwise."""
+        """Return the same error for another field name, which the client used."""
         return InvalidRequestError(field, self.problem)
 
 
 class PromptTooLongError(InvalidRequestError):
-    """A prompt has more tokens than the model takes.
+    """A prompt has more tokens than the model accepts.
 
-    Agents know these words, and the code, and make their conversation shorter.
+    Agents recognize this text and code, and shorten their conversation.
 
     Args:
-        field: what the user calls the prompt.
+        field: name of the prompt's field in the client's request.
         num_tokens: tokens of the prompt.
         limit: most tokens of a prompt.
     """
@@ -90,18 +90,18 @@ class PromptTooLongError(InvalidRequestError):
 
 
 def _shortened(text: str) -> str:
-    """Shorten a line that may quote megabytes of a client's text to its beginning and end."""
+    """Shorten a message that may quote megabytes of client text to its beginning and end."""
     if len(text) <= MAX_QUOTED_CHARS:
         return text
     return f"{text[: MAX_QUOTED_CHARS // 2]} ... {text[-MAX_QUOTED_CHARS // 2 :]}"
 
 
 class PoisonRequestError(BatonError):
-    """The request, or one like it, killed the nodes that computed it; it is not tried again."""
+    """The nodes that computed such a request have died, so it is not retried."""
 
 
 class UnauthenticatedError(BatonError):
-    """A call brings no API key, or none that the router knows."""
+    """A call has no API key, or one that the router does not know."""
 
 
 class PermissionDeniedError(BatonError):
@@ -109,33 +109,33 @@ class PermissionDeniedError(BatonError):
 
 
 class ConfigError(BatonError, ValueError):
-    """A program's option, file or environment is wrong; raised at start-up only."""
+    """A program's option, file or environment is invalid; raised only at start-up."""
 
 
 class ModelLoadError(ConfigError):
-    """A model folder is missing, incomplete, broken or of an unsupported kind."""
+    """A model folder is missing, incomplete, damaged or unsupported."""
 
 
 class NotFoundError(BatonError):
-    """There is no node or request of that name, or it is forgotten."""
+    """No node or request has this name or id, or it was forgotten."""
 
 
 class OverloadedError(BatonError):
-    """There is no room for the request now; the same request may succeed later."""
+    """There is no capacity for the request now; the same request may succeed later."""
 
     retryable = True
     retry_delay_s = 1.0
 
 
 class NodeUnavailableError(BatonError):
-    """A node (or the router) that the request needs is not there."""
+    """A node that the request needs, or the router, cannot be reached."""
 
     retryable = True
     retry_delay_s = 0.5
 
 
 class DeadlineExceededError(BatonError):
-    """The request's absolute deadline passed."""
+    """The request's deadline has passed."""
 
 
 class RequestCancelledError(BatonError):
@@ -143,18 +143,18 @@ class RequestCancelledError(BatonError):
 
 
 class TransferError(BatonError):
-    """KV blocks did not arrive at the decode node."""
+    """KV blocks did not reach the decode node."""
 
     retryable = True
     retry_delay_s = 0.5
 
 
 class DamagedModelError(BatonError):
-    """A model computed NaN or infinite logits; only the request that has them ends."""
+    """A model computed NaN or infinite logits; only the affected request fails."""
 
 
 class EngineDeadError(BatonError):
-    """The engine of a node cannot continue; the process is about to exit."""
+    """A node's engine cannot continue, and the process exits."""
 
 
 STATUS_OF_ERROR: dict[type[BatonError], str] = {
@@ -173,7 +173,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
     EngineDeadError: "INTERNAL",
 }
 
-# By gRPC's status, so that both APIs always say the same of an error.
+# Keyed by gRPC's status, so both APIs report an error alike.
 HTTP_STATUS_OF: dict[str, int] = {
     "INVALID_ARGUMENT": 400,
     "FAILED_PRECONDITION": 422,
@@ -183,13 +183,13 @@ HTTP_STATUS_OF: dict[str, int] = {
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
-    "CANCELLED": 499,  # nobody's standard, but what proxies say of a request that was given up
+    "CANCELLED": 499,  # no standard code; proxies use it for requests whose client disconnected
     "INTERNAL": 500,
 }
 
 
 def status_name(error: BatonError) -> str:
-    """Return the name of an error's gRPC status; the nearest class in the table counts."""
+    """Return the gRPC status of an error; unlisted classes use their nearest listed base class."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF_ERROR:
             return STATUS_OF_ERROR[kind]

@@ -1,6 +1,6 @@
-"""What comes back: deltas of a running request, the finished completion, and its receipt.
+"""Outputs of a request: deltas while it runs, the finished completion, and its receipt.
 
-Torch-free and protobuf-free, so that the engine, the nodes, the router and the client share it.
+Imports neither torch nor protobuf, so engine, nodes, router and client can all use it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The logprob of a token of output or prompt, and of the most probable ones in its place.
+    """The logprob of one output or prompt token, and of the most probable tokens at its position.
 
-    Natural logarithms, of the model's own distribution: before penalties, biases, bans,
-    temperature and filters.
+    Natural logarithms of the model's own distribution, before penalties, biases, bans, temperature
+    and filters.
 
     Attributes:
+        logprob: logprob of the token itself.
         top: the most probable tokens, best first, as (token id, logprob); as many as were asked
-            for. The token itself need not be among them.
+            for. May lack the token itself.
     """
 
     logprob: float
@@ -38,12 +39,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReceipt:
-    """What the prefill node did; durations in seconds on that node's clock.
+    """The prefill node's cost of a request; seconds on that node's clock.
 
     Attributes:
         queue_s: command received -> first chunk scheduled.
         prefill_s: first chunk scheduled -> token 1 sampled.
-        send_s: token 1 sampled -> given to the link to the router; 0 before, and of an older node.
+        send_s: token 1 sampled -> handed to the link to the router; 0 if not sent yet, or from an
+            older node.
     """
 
     queue_s: float
@@ -56,11 +58,11 @@ class PrefillReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReceipt:
-    """A push of KV blocks and how it ended; travels in the commit record.
+    """The cost of a push of KV blocks; sent in the commit record.
 
     Attributes:
-        num_descriptors: ranges of memory that were written, neighbours merged.
-        posting_s: spent in calls that post writes; on one host they copy the bytes.
+        num_descriptors: memory ranges that were written, after merging adjacent ones.
+        posting_s: time in calls that post writes; on one host these calls copy the bytes.
     """
 
     num_bytes: int
@@ -73,13 +75,14 @@ class PushReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReceipt:
-    """What the decode node did; durations in seconds on that node's clock.
+    """The decode node's cost of a request; seconds on that node's clock.
 
     Attributes:
-        num_cached_tokens: prompt tokens in the node's own prefix cache, which did not travel.
-        num_drafts: drafts that the node computed.
-        num_accepted_drafts: drafts that became part of the output.
-        why_drafts: reason for the last step's number of drafts, for people; empty: none was chosen.
+        num_cached_tokens: prompt tokens from the node's own prefix cache, whose KV was not pushed.
+        num_drafts: draft tokens that the node computed.
+        num_accepted_drafts: draft tokens that became part of the output.
+        why_drafts: reason for the last step's number of draft tokens, for people; empty: none was
+            chosen.
     """
 
     parked_s: float
@@ -97,11 +100,12 @@ class DecodeReceipt:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """The reason why a request failed on a node.
+    """Why a request failed on a node.
 
     Attributes:
-        code: name of a gRPC status code; or ``PREEMPTED``: a decode node was short of memory and
-            gives the request back, for another attempt behind the tokens that it has.
+        code: name of a gRPC status code; or ``PREEMPTED``: the decode node ran out of memory and
+            returns the request. The router starts another attempt, which continues after the tokens
+            so far.
     """
 
     code: str
@@ -109,19 +113,21 @@ class RequestError:
 
 
 class RequestDelta(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one request: what a step gave it, from the scheduler to the router.
+    """New tokens that one step gave a request; sent from the scheduler to the router.
 
-    A struct, for one is made per output token, and a frozen dataclass takes ten times as long.
+    A msgspec struct, because one is made per output token: a frozen dataclass takes ten times as
+    long.
 
     Attributes:
-        output_index: position in the output of ``token_ids[0]``; makes duplicates harmless.
-        logprobs: one per token, or none when the request does not ask for them.
-        prompt_logprobs: with the first output, one per prompt token, if the request asks for them;
-            None for the first, which nothing comes before.
-        epoch: which of a router's attempts it is of.
-        prefill, decode: what it cost on a node, which adds that to its first token or to its last.
-        error: ends the request on this node.
-        sampled_at: of token 1, on the prefill node: when it was sampled, by `time.monotonic`.
+        output_index: position of ``token_ids[0]`` in the output, by which duplicates are
+            recognized.
+        logprobs: one per token; empty if the request did not ask for them.
+        prompt_logprobs: one per prompt token, sent with the first output token if the request asked
+            for them. The first is None.
+        epoch: number of the router's attempt.
+        prefill, decode: the node's receipt, sent with its first or last token.
+        error: why the request failed on this node.
+        sampled_at: when token 1 was sampled on the prefill node, by `time.monotonic`.
     """
 
     request_id: str
@@ -144,15 +150,16 @@ class Receipt:
     Attributes:
         ttft_s: request received -> token 1 handed to the client's stream.
         total_s: request received -> last token.
-        num_output_tokens: tokens that the client got; a node may have computed more.
-        prefill_node: the last attempt's node; all fields below are the last attempt's, too.
-        decode_node: empty when the request ended with the prefill node's token.
-        prefill: None when the decode node had (nearly) all of the prompt in its cache and computed
-            the rest itself.
-        decode: None when the request ended with the prefill node's token, or when a stop string
-            ended it at the router: the decode node, still at work, was told to stop and gave no
-            account.
-        num_attempts: 1, unless nodes were lost, did not reach each other or were short of memory.
+        num_output_tokens: tokens that the client received; a node may have computed more.
+        prefill_node: prefill node of the last attempt. All fields below are of the last attempt,
+            too.
+        decode_node: empty if the request ended with the prefill node's token.
+        prefill: None if the decode node had almost all of the prompt in its cache and computed the
+            rest itself.
+        decode: None if the request ended with the prefill node's token, or at a stop string. The
+            router finds stop strings and aborts the decode node, which then sends no receipt.
+        num_attempts: more than 1 if nodes were lost, could not reach each other, or ran out of
+            memory.
         router_queue_s: request received -> sent to the nodes of the attempt that gave token 1.
         accept_s: request received -> checked and tokenized; the first part of ``router_queue_s``.
         delivery_s: token 1 read from a node's link -> handed to the client's stream.
@@ -173,10 +180,10 @@ class Receipt:
 
     @property
     def network_s(self) -> float:
-        """Seconds on the links to the prefill node and back; event loops' rounds there included.
+        """Seconds on the links to the prefill node and back, including waits for event loops.
 
-        Both ways together, because no clocks are compared. Where a decode node computed the prompt
-        alone, this is its time, too.
+        Both directions together, because clocks of two machines are not compared. If the decode
+        node computed the prompt alone, its computing time is included.
         """
         prefill = self.prefill
         on_node_s = prefill.queue_s + prefill.prefill_s + prefill.send_s if prefill else 0.0
@@ -184,9 +191,9 @@ class Receipt:
 
     @property
     def ttft_parts(self) -> dict[str, float]:
-        """Seconds of the way to token 1 by name. One part begins where another ends.
+        """The parts of the time to token 1 in seconds, by name, in their order.
 
-        They sum to ``ttft_s``, unless another attempt followed the one that gave token 1.
+        They add up to ``ttft_s``, unless another attempt followed the one that gave token 1.
         """
         prefill = self.prefill
         on_nodes = {"decode_prompt_s": self.network_s}
@@ -206,9 +213,10 @@ class Receipt:
 
     @property
     def handoff_s(self) -> float | None:
-        """Seconds from token 1's being sampled until the decode node has its KV; None: no hand-off.
+        """Seconds from sampling token 1 until the decode node has its KV; None: no hand-off.
 
-        Of two nodes' clocks: both are taken to have got their commands at the same time.
+        Compares two nodes' clocks, assuming that both nodes received their commands at the same
+        time.
         """
         if self.prefill is None or self.decode is None:
             return None
@@ -216,7 +224,7 @@ class Receipt:
 
     @property
     def time_per_token_s(self) -> float:
-        """Mean seconds per token after the first; 0 when there is only one."""
+        """Mean seconds per token after the first; 0 if there is only one token."""
         after_first = self.num_output_tokens - 1
         return (self.total_s - self.ttft_s) / after_first if after_first > 0 else 0.0
 
@@ -226,13 +234,13 @@ class Receipt:
         computed_by = self.prefill or self.decode
         if computed_by is None:
             return 0
-        # A later attempt goes on behind output tokens, and may find these, too.
+        # A later attempt continues after output tokens, and may find these in the cache, too.
         return min(computed_by.num_cached_tokens, self.num_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """The cost of a request in an engine without a network; durations in seconds.
+    """The cost of a request in an engine without a router; durations in seconds.
 
     Attributes:
         queue_s: from its arrival until it was first scheduled.
@@ -240,8 +248,8 @@ class RequestMetrics:
         total_s: time until its last token.
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_preemptions: how often the request lost its blocks and was computed again.
-        num_drafts: drafts that were computed.
-        num_accepted_drafts: drafts that became part of the output.
+        num_drafts: draft tokens that were computed.
+        num_accepted_drafts: draft tokens that became part of the output.
     """
 
     num_output_tokens: int
@@ -255,23 +263,24 @@ class RequestMetrics:
 
     @property
     def time_per_token_s(self) -> float:
-        """Mean seconds per token after the first; 0 when there is only one."""
+        """Mean seconds per token after the first; 0 if there is only one token."""
         after_first = self.num_output_tokens - 1
         return (self.total_s - self.ttft_s) / after_first if after_first > 0 else 0.0
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """One streamed piece of a completion, as a client sees it; see RequestDelta.
+    """One streamed piece of a completion, as clients receive it; see RequestDelta.
 
-    A struct, for one is made per piece. (`msgspec.structs` has ``replace`` and ``asdict``.)
+    A msgspec struct, because one is made per piece. (`msgspec.structs` has ``replace`` and
+    ``asdict``.)
 
     Attributes:
-        text: that ``token_ids`` add; empty when there is no tokenizer, and in the router until
-            they are text.
-        receipt: with the last one.
-        choice_index: which of a prompt's ``n`` outputs it belongs to.
-        prompt_index: which prompt of a batch.
-        stop_string: with the last one, the stop string that ended the text, if one did.
+        text: text of ``token_ids``; empty without a tokenizer, and in the router until they are
+            detokenized.
+        receipt: only in the last piece.
+        choice_index: number of the output among a prompt's ``n`` outputs.
+        prompt_index: number of the prompt in a batch.
+        stop_string: the stop string that ended the text; only in the last piece.
     """
 
     request_id: str
@@ -288,9 +297,12 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Join consecutive pieces of one output, at least one, into a single piece.
+    """Join consecutive pieces of one output into one piece.
 
-    It has logprobs of all tokens or of none: a node may have left some out.
+    Has logprobs of all tokens or of none, because a node may have left some out.
+
+    Args:
+        deltas: at least one piece.
     """
     first, last = deltas[0], deltas[-1]
     if first is last:
@@ -314,7 +326,7 @@ def count_logprobs(delta: TextDelta) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished output. ``text`` is empty when there is no tokenizer.
+    """A finished output. ``text`` is empty without a tokenizer.
 
     Attributes:
         choice_index: number of the output among a prompt's ``n`` outputs.

@@ -1,16 +1,16 @@
-"""Make text from others harmless: within one line, or as lines on a terminal."""
+"""Escapes untrusted text so it stays within one line, or cannot control a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Harmless characters that Python counts as not printable: line ends, tabs, and characters that join
-# parts of an emoji or of a word.
+# Harmless characters that Python counts as not printable: line ends, tabs, soft hyphens, and
+# characters that join parts of an emoji or a word.
 _KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}\N{SOFT HYPHEN}"
 
 
 def printable(text: str) -> str:
-    """Return a text with what cannot be printed, line ends too, as Python's escapes."""
+    """Return text with line ends and unprintable characters as Python escapes."""
     if text.isprintable():
         return text
     return "".join(
@@ -20,10 +20,10 @@ def printable(text: str) -> str:
 
 
 def on_terminal(text: str) -> str:
-    """Return the text as a terminal may show it, with control characters as escapes.
+    """Return text that a terminal can show, with control characters as escapes.
 
-    Escapes stand for control characters (C1, DEL, and C0 except line ends and tabs), for marks
-    that change the direction of text, and for code points that have no meaning in Unicode.
+    Escaped are control characters (C1, DEL, and C0 except line ends and tabs), marks that change
+    the text's direction, and unassigned code points.
     """
     if text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""Checks of a request and what is drawn for it, the same at every edge: router, node, offline."""
+"""Checks of requests, seeds and ids of outputs; shared by router, nodes and offline use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.api.sampling_params import MAX_SEED, SamplingParams
 from baton.api.thinking import Thinking
 
 MAX_PRIORITY = 2**31 - 1
-# Numbers that one answer may hold of its prompt: some 2 MiB on the wire, where a message ends at 8.
+# Logprobs of a prompt in one answer: about 2 MiB, of the 8 MiB that a message may have.
 MAX_PROMPT_LOGPROBS = 250_000
 
 
@@ -20,8 +20,8 @@ def check_prompt(
     """Raise InvalidRequestError unless the prompt can be served.
 
     Args:
-        vocab_size: token ids are below it.
-        max_model_len: most tokens of prompt and output; the output needs at least one.
+        vocab_size: number of token ids.
+        max_model_len: most tokens of prompt and output together; the output needs at least one.
     """
     if not token_ids:
         raise InvalidRequestError(field, "must have at least 1 token, got 0")
@@ -31,7 +31,7 @@ def check_prompt(
 
 
 def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
-    """Raise InvalidRequestError for more logprobs of a prompt than one message holds."""
+    """Raise InvalidRequestError if the prompt has more logprobs than a message can hold."""
     if params.prompt_logprobs is None:
         return
     num_logprobs = num_prompt_tokens * (params.prompt_logprobs + 1)
@@ -47,7 +47,7 @@ def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> Non
 
 
 def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
-    """Raise InvalidRequestError if a parameter names a token that the model does not have."""
+    """Raise InvalidRequestError if a parameter has a token id that the model does not have."""
     check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     check_token_ids("banned_token_ids", params.banned_token_ids, vocab_size)
@@ -61,7 +61,7 @@ def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
 
 
 def _check_marks(params: SamplingParams, thinking: Thinking, vocab_size: int) -> None:
-    """Raise InvalidRequestError unless a thought can end with the marks that are given."""
+    """Raise InvalidRequestError if the marks cannot end a thought."""
     if not thinking.close_token_ids or not (thinking.is_open or thinking.open_marks):
         raise InvalidRequestError(
             "thinking", "must have a closing mark, and an opening mark unless the thought is open"
@@ -78,7 +78,7 @@ def _check_marks(params: SamplingParams, thinking: Thinking, vocab_size: int) ->
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise InvalidRequestError if one is none of the model's."""
+    """Raise InvalidRequestError if a token id is not in the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequestError(
@@ -87,10 +87,10 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def check_priority(priority: int, most_urgent: int | None = None) -> None:
-    """Raise InvalidRequestError unless it fits where messages carry it, and its client may ask it.
+    """Raise InvalidRequestError if a priority is out of range, or too urgent for its client.
 
     Args:
-        most_urgent: the least number that the client may ask for; None: any.
+        most_urgent: smallest number that the client may ask for; None: any.
     """
     if most_urgent is not None and priority < most_urgent:
         raise InvalidRequestError(
@@ -103,18 +103,18 @@ def check_priority(priority: int, most_urgent: int | None = None) -> None:
 
 
 def draw_seed() -> int:
-    """Draw a seed for a request that came without one."""
+    """Draw a seed for a request without one."""
     return secrets.randbits(63)
 
 
 def choice_seed(seed: int, choice_index: int) -> int:
     """Return the seed of one of a prompt's ``n`` outputs: output i gets seed + i.
 
-    Behind the greatest seed comes the least one; samplers count modulo 2**64, too.
+    After the greatest seed comes the smallest; samplers count modulo 2**64, too.
     """
     return (seed + choice_index + MAX_SEED + 1) % 2**64 - MAX_SEED - 1
 
 
 def choice_request_id(request_id: str, choice_index: int) -> str:
-    """Return the id of one of a prompt's ``n`` outputs: the first has the request's own."""
+    """Return the id of one of a prompt's ``n`` outputs; the first has the request's id."""
     return f"{request_id}-{choice_index}" if choice_index else request_id

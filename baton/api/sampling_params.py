@@ -1,4 +1,4 @@
-"""SamplingParams: how the next token of a request is chosen and when its output ends."""
+"""SamplingParams: how a request's next token is chosen, and when its output ends."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGPROBS = 20
 MAX_N = 128
-_LEAST_TOP_P = 5e-324  # keeps one token, as 0 is to do; samplers take no 0
+_LEAST_TOP_P = 5e-324  # keeps one token, which is what 0 means; samplers do not accept 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters; a value outside its limit raises InvalidRequestError naming the field.
 
-    The logits of a token go through, in this order: repetition penalty, presence and frequency
-    penalty, logit bias, bans (``banned_token_ids``, ``allowed_token_ids``, ``structured_output``,
-    ``min_tokens``); then
-    the most probable token is taken (greedy), or one is drawn after temperature, top-k, top-p and
-    min-p.
+    Logits are changed in this order: repetition penalty, presence and frequency penalty, logit
+    bias, bans (``banned_token_ids``, ``allowed_token_ids``, ``structured_output``, ``min_tokens``).
+    Then the most probable token is taken (greedy), or one is drawn after temperature, top-k, top-p
+    and min-p.
 
     Attributes:
-        n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) is what a
-            request with seed + i gives. Through a router with `Client.generate_batch`.
+        n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) equals the
+            output of a request with seed + i. Through a router: `Client.generate_batch`.
         max_tokens: most output tokens, at least 1.
         temperature: 0 is greedy; larger is more random.
         top_k: keep the k most probable tokens; 0 is off.
-        top_p: keep the smallest set of tokens whose probability reaches this, in [0, 1]; 0 keeps
-            the most probable token alone.
+        top_p: keep the smallest set of tokens whose probabilities add up to this, in [0, 1]; 0
+            keeps only the most probable token.
         min_p: keep tokens at least this times as probable as the best one, in [0, 1]; 0 is off.
         seed: equal seeds give equal tokens in any batch and on any node; None draws a seed.
-        repetition_penalty: above 0; logits of tokens in prompt or output are divided by it where
-            positive and multiplied where negative (Keskar et al., arXiv 1909.05858). 1 is off.
-        presence_penalty: in [-2, 2]; taken once off the logit of each token in the output.
-        frequency_penalty: in [-2, 2]; taken off as often as the token is in the output.
-        logit_bias: token id -> bias in [-100, 100], added to the logit; at most 300. Given as a
-            mapping or as pairs, kept as pairs sorted by token id.
-        allowed_token_ids: nothing else is drawn; None allows all.
-        banned_token_ids: are never drawn.
-        min_tokens: tokens that end the output are not drawn, and stop strings not looked for,
-            before there are this many; at most ``max_tokens``. If nothing else is allowed, they
-            are drawn all the same.
-        stop_token_ids: end the output; the token itself is part of it.
+        repetition_penalty: above 0; positive logits of tokens in prompt or output are divided by
+            it, negative ones multiplied (Keskar et al., arXiv 1909.05858). 1 is off.
+        presence_penalty: in [-2, 2]; subtracted once from the logit of each token in the output.
+        frequency_penalty: in [-2, 2]; subtracted once per occurrence of the token in the output.
+        logit_bias: token id -> bias in [-100, 100], added to the logit; at most 300. A mapping or
+            pairs; stored as pairs sorted by token id.
+        allowed_token_ids: only these tokens are drawn; None allows all.
+        banned_token_ids: tokens that are never drawn.
+        min_tokens: least output tokens, at most ``max_tokens``. Before, tokens that end the output
+            are drawn only if no others are allowed, and stop strings are ignored.
+        stop_token_ids: tokens that end the output; the token itself is part of it.
         stop: strings that end the output; the text ends before the first one found.
-        ignore_eos: go on after the model's end-of-sequence token.
-        logprobs: give the logprob of each output token, and of this many most probable ones, 0 to
-            20; None gives none. Of the model's own distribution, before all of the above.
+        ignore_eos: continue after the model's end-of-sequence token.
+        logprobs: return the logprob of each output token, and of this many most probable ones, 0 to
+            20; None returns none. Computed from the model's own distribution, before all of the
+            above.
         structured_output: what the output must look like. An end-of-sequence token is drawn only
-            where it may end, and ends it in spite of ``ignore_eos``; where nothing else can follow,
-            it ends by itself, before ``min_tokens`` if need be. Where the bans leave no token that
-            fits, the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut
-            it short.
-        thinking: the thought that precedes the answer, and how many tokens it may have. A
-            ``structured_output`` then holds behind the thought.
-        prompt_logprobs: as ``logprobs``, for each prompt token given those before; first is None.
-            They come with the first output token; the prompt is computed without the prefix cache.
+            where the output may end, and ends it despite ``ignore_eos``. Where nothing else can
+            follow, the output ends by itself, even before ``min_tokens``. If the bans leave no
+            token that fits, the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may
+            still cut the output short.
+        thinking: the thought before the answer, and how many tokens it may have. A
+            ``structured_output`` then begins after the thought.
+        prompt_logprobs: like ``logprobs``, for each prompt token given those before it; the first
+            is None. Returned with the first output token; such prompts are computed without the
+            prefix cache.
     """
 
     n: int = 1
@@ -131,9 +131,10 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Return whether each token's choice depends on more than the model's logits.
+        """Whether each token's choice depends on more than the model's logits.
 
-        A grammar, or the end of a thought, does so in some steps: see `StepPlan.constrained`.
+        A grammar or the end of a thought can change logits in some steps, too: see
+        `StepPlan.constrained`.
         """
         return bool(
             self.repetition_penalty != 1
@@ -145,11 +146,19 @@ class SamplingParams:
             or self.min_tokens
         )
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """Return a copy that has this seed. The other values are not checked again."""
+        copied = object.__new__(SamplingParams)
+        for name in self.__slots__:
+            object.__setattr__(copied, name, getattr(self, name))
+        copied._keep("seed", seed)
+        return copied
+
     def _keep(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 
     def _keep_ids(self, field: str, max_ids: int) -> tuple[int, ...]:
-        """Turn a list of token ids into a tuple, so that the value is frozen indeed."""
+        """Store a list of token ids as a tuple, which nobody can change."""
         token_ids = _as_tuple(field, getattr(self, field), "token ids", max_ids)
         for token_id in token_ids:
             _check_int(field, token_id, 0, MAX_TOKEN_ID)
@@ -167,7 +176,7 @@ def _as_tuple(field: str, value: object, what: str, limit: int) -> tuple[Any, ..
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
-    """Return a mapping, or pairs, as pairs sorted by token id."""
+    """Return a mapping or pairs as pairs sorted by token id."""
     field = "logit_bias"
     given = value.items() if isinstance(value, Mapping) else value
     biases: dict[int, float] = {}
@@ -184,7 +193,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
-    """Return stop strings as a tuple; one string is a list of one."""
+    """Return stop strings as a tuple; a single string becomes a tuple of one."""
     given = (value,) if isinstance(value, str) else value
     strings = _as_tuple("stop", given, "strings", MAX_STOP_STRINGS)
     kept = []
@@ -202,7 +211,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 
 def _check_number(field: str, value: object, limits: str, low: float, high: float) -> None:
-    """Check that it is finite and from ``low`` to ``high``; ``limits`` is that in words."""
+    """Raise InvalidRequestError, with ``limits`` as text, unless a finite number is in range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and low <= value <= high and value < math.inf:  # type: ignore[operator]  # a number
         return

@@ -1,6 +1,6 @@
-"""StructuredOutput: what an output must look like. A JSON schema, a regex, a grammar or a choice.
+"""StructuredOutput: constrains an output to a JSON schema, regex, grammar or list of choices.
 
-Knows no model and no grammar library: `baton/text/grammars.py` turns it into what a matcher reads.
+Knows neither models nor grammar libraries; `baton/text/grammars.py` prepares it for the matcher.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ KINDS = ("json_schema", "regex", "grammar", "choice", "json_object")
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StructuredOutput:
-    """A constraint on an output: exactly one field; else raises InvalidRequestError naming it.
+    """A constraint on an output; raises InvalidRequestError unless exactly one field is given.
 
     Attributes:
-        json_schema: a JSON Schema, as text or as a mapping; kept as text.
-        regex: the whole output matches it (syntax of Rust's `regex` crate, no look-around).
+        json_schema: a JSON Schema, as text or as a mapping; stored as text.
+        regex: pattern for the whole output (syntax of Rust's `regex` crate, no look-around).
         grammar: a context-free grammar, in llguidance's Lark dialect (its first rule is ``start``)
             or in GBNF (``root ::= ...``).
-        choice: the output is one of these texts; at most 1000.
-        json_object: the output is any JSON object.
+        choice: the allowed outputs; at most 1000.
+        json_object: allow any JSON object.
     """
 
     json_schema: str | Mapping[str, Any] | None = None
@@ -40,7 +40,7 @@ class StructuredOutput:
         if not isinstance(self.json_object, bool):
             raise _invalid("json_object", f"must be true or false, got {self.json_object!r}")
         object.__setattr__(self, "choice", _choices(self.choice))
-        # A given value that is empty is a wrong one of its kind, not an absent one.
+        # An empty value counts as given, and is refused as invalid for its kind.
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, (), False)]
         if len(given) != 1:
             raise InvalidRequestError(
@@ -54,17 +54,17 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """Which one it is: the name of the field."""
+        """The name of the field that is given."""
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, (), False))
 
     @property
     def text(self) -> str:
-        """The schema, regex or grammar as it is sent; empty for the other kinds."""
+        """The schema, regex or grammar; empty for the other kinds."""
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else ""
 
     def __repr__(self) -> str:
-        """Show sizes only: it is printed where the users' texts must not be."""
+        """Show only sizes, because logs must not contain users' texts."""
         size = f"{len(self.choice)} texts" if self.choice else f"{len(self.text)} characters"
         return f"StructuredOutput({self.kind}: {size})"
 
@@ -74,9 +74,9 @@ def _invalid(kind: str, problem: str) -> InvalidRequestError:
 
 
 def _schema_text(value: object) -> str:
-    """Write compact JSON; the order of its keys is kept, as outputs have the same."""
+    """Return compact JSON in the given order of keys, which outputs follow, too."""
     if isinstance(value, str):
-        _check_text("json_schema", value)  # before it is parsed
+        _check_text("json_schema", value)  # checks the size before parsing
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, Mapping):

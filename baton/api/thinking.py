@@ -1,6 +1,6 @@
-"""Thinking: the thought that precedes an answer, and how many tokens it may have.
+"""Thinking: the thought before an answer, and how many tokens it may have.
 
-The marks of a thought are token ids. Whoever has the tokenizer fills them in.
+The marks of a thought are token ids, so code that has the tokenizer fills them in.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ _MAX_TOKEN_ID = 2**31 - 1
 class Thinking:
     """A thought before the answer; a value outside its limit raises InvalidRequestError.
 
-    A ``structured_output`` holds from the closing mark on. Tokens of the thought are free.
+    A ``structured_output`` begins after the closing mark; the thought itself is unconstrained.
 
     Attributes:
-        budget_tokens: most tokens between the opening and the closing mark; then the closing mark
-            is forced. 0 closes a thought at once. None: no limit.
-        close_token_ids: the closing mark. Empty: `engine.LLM` and the router fill in all fields but
-            ``budget_tokens`` and ``must_open``, by the checkpoint's chat template and the prompt.
-        open_marks: token sequences of which one opens the thought.
-        is_open: the prompt has opened the thought.
-        must_open: the output begins with an opening mark; False: the model chooses.
-        may_reopen: a later opening mark goes on with the thought, within the rest of the budget.
-        behind_token_ids: forced behind the closing mark where a ``structured_output`` follows.
+        budget_tokens: most tokens between the opening and the closing mark; after them the closing
+            mark is forced. 0 closes a thought at once. None: no limit.
+        close_token_ids: the closing mark. If empty, `engine.LLM` and the router fill in all fields
+            except ``budget_tokens`` and ``must_open``, from the checkpoint's chat template and the
+            prompt.
+        open_marks: token sequences; any of them opens the thought.
+        is_open: whether the prompt has opened the thought.
+        must_open: whether the output must begin with a thought of at least one token, unless the
+            budget is 0; False: the model chooses.
+        may_reopen: whether a later opening mark continues the thought, within the rest of the
+            budget.
+        behind_token_ids: tokens forced after the closing mark if a ``structured_output`` follows.
         gap_token_ids: one of these may come between the closing mark and a ``structured_output``.
     """
 
@@ -46,7 +49,7 @@ class Thinking:
 
     @property
     def closes_by_token(self) -> bool:
-        """Return whether one token alone closes the thought, whatever its text is."""
+        """Whether a single token closes the thought, whatever its text."""
         return len(self.close_token_ids) == 1 and not self.behind_token_ids
 
     def __post_init__(self) -> None:
@@ -63,7 +66,7 @@ class Thinking:
 
 
 def check_budget(field: str, value: object) -> None:
-    """Raise InvalidRequestError about a field unless its value is a number of thought tokens."""
+    """Raise InvalidRequestError unless a value is a valid number of thought tokens."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= MAX_BUDGET_TOKENS:  # type: ignore[operator]  # a number
         raise InvalidRequestError(

@@ -1,1 +1,1 @@
-"""What a model's folder or file says of itself, without reading its weights."""
+"""Checkpoints: read a model's folder or file, apart from its weights."""

@@ -1,6 +1,6 @@
-"""The user's cache: folders in it that nobody else can write, looked at by descriptor.
+"""Cache folder: the user's cached files, in folders that nobody else can write.
 
-Who could put a file there could run code in our processes, or change what a model is told.
+Someone who could write there could run code in Baton's processes or change model files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class CacheFolderError(Exception):
-    """A cache folder cannot be used; the message is one line that says why."""
+    """A cache folder is unusable; the message is one line that says why."""
 
 
 def cache_folder(name: str) -> Path:
@@ -22,21 +22,21 @@ def cache_folder(name: str) -> Path:
     cache = os.environ.get("BATON_CACHE")
     try:
         return (Path(cache) if cache else Path.home() / ".cache" / "baton") / name
-    except RuntimeError as error:  # a user without an entry, as containers have
+    except RuntimeError as error:  # a user without a home, as in containers
         raise CacheFolderError("BATON_CACHE: a folder where there is no home, got none") from error
 
 
 def own_cache_folder(name: str) -> Path:
-    """Return :func:`cache_folder`, made if it is not there, writable by nobody else."""
+    """Return :func:`cache_folder`, created if missing, writable by nobody else."""
     folder = cache_folder(name)
     os.close(open_own_folder(folder))
     return folder
 
 
 def open_own_folder(folder: Path) -> int:
-    """Open the folder and return its descriptor; make it if absent, writable by nobody else.
+    """Open the folder and return its descriptor; create it if missing, writable by nobody else.
 
-    Raises CacheFolderError, or OSError where it cannot be made.
+    Raises CacheFolderError, or OSError if it cannot be created.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -44,7 +44,7 @@ def open_own_folder(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE:
-        os.fchmod(descriptor, 0o700)  # what others have put there is found out by its owner
+        os.fchmod(descriptor, 0o700)  # files that others may have put there are checked by owner
         found = os.fstat(descriptor)
     if not is_own(found):
         os.close(descriptor)
@@ -54,5 +54,5 @@ def open_own_folder(folder: Path) -> int:
 
 
 def is_own(found: os.stat_result) -> bool:
-    """Say whether a file or folder is ours (or root's), and nobody else can write it."""
+    """Return whether a file or folder is this user's or root's, and not writable by others."""
     return found.st_uid in (os.geteuid(), 0) and not found.st_mode & _OTHERS_WRITE

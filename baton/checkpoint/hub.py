@@ -1,8 +1,7 @@
 """Models of the Hugging Face hub: a folder of files, or the GGUF file of one quantization.
 
-Folders go to the hub library's cache. GGUF files go to Baton's cache, where a later start resumes
-an interrupted download. Files that are cached are served when the hub cannot be reached.
-Refuses to know: what is in the files.
+Folders go to the hub library's cache, GGUF files to Baton's cache, where interrupted downloads are
+resumed. Cached files are used if the hub cannot be reached. Does not read the files.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _SCHEME, _GGUF, _SAFETENSORS = "hf://", ".gguf", ".safetensors"
 _OWNER_AND_NAME = r"[\w.-]+/[\w.-]+"
 _NAME = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})(?::(?P<quantization>[\w.-]+))?")
 _FILE = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})/(?P<file>[\w./ +-]+\.gguf)", re.IGNORECASE)
-# Quantizations as names of files have them.
+# Quantizations as file names spell them.
 _QUANTIZATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
-_NO_MODELS = ("mmproj", "imatrix")  # projectors of images, statistics for quantizing
+_NO_MODELS = ("mmproj", "imatrix")  # image projectors, and statistics for quantizing
 _PART_OF_FILE = ".part"
 _SHOWN_FILES = 8
 
@@ -61,15 +60,15 @@ class HubName:
 
 
 def fetch(model: str, name: HubName, patterns: Sequence[str]) -> Path:
-    """Fetch a model and return its folder, or its GGUF file (of several parts, the first).
+    """Fetch a model and return its folder or its GGUF file (the first part of several).
 
     Args:
-        model: what the user typed, for error messages.
-        name: that, parsed.
-        patterns: files that a folder needs.
+        model: the user's text, for error messages.
+        name: the parsed text.
+        patterns: files needed of a folder.
 
     Raises:
-        ModelLoadError: the hub does not have it, or cannot be reached and it is not here either.
+        ModelLoadError: the hub lacks the model, or cannot be reached and nothing is cached.
     """
     files = None if name.file else _files_of(model, name)
     if name.file:
@@ -88,15 +87,16 @@ def _has_gguf_alone(files: Sequence[str]) -> bool:
 
 
 def _files_of(model: str, name: HubName) -> Sequence[str] | None:
-    """List a repository's files; without the hub, those that are cached.
+    """List a repository's files; without the hub, the cached ones.
 
-    Returns None if neither is known and `_snapshot` shall report the reason.
+    Returns None if neither is known, so that `_snapshot` reports the reason.
     """
-    import huggingface_hub  # takes half a second, which a local folder does not need
+    import huggingface_hub  # here: takes half a second, which local folders do not need
 
     try:
         return huggingface_hub.HfApi().list_repo_files(name.repository)
-    except Exception as error:  # requests' or httpx', by the hub library's version: no common base
+    # From requests or httpx, by the hub library's version: no common base.
+    except Exception as error:
         here = _cached_files(name.repository)
         if here or not name.quantization:
             return here or None
@@ -104,7 +104,7 @@ def _files_of(model: str, name: HubName) -> Sequence[str] | None:
 
 
 def _cached_files(repository: str) -> list[str]:
-    """List the whole GGUF files of a repository that were fetched before."""
+    """List the complete GGUF files of a repository that are cached."""
     folder = _folder(repository)
     return [
         str(path.relative_to(folder))
@@ -114,7 +114,7 @@ def _cached_files(repository: str) -> list[str]:
 
 
 def _choose(model: str, name: HubName, files: Sequence[str]) -> str:
-    """Return the one GGUF file that the name means."""
+    """Return the only GGUF file that matches the name; raises ModelLoadError otherwise."""
     ggufs = [file for file in files if PurePosixPath(file).suffix.lower() == _GGUF]
     firsts = [str(path) for path in only_first_parts([Path(file) for file in ggufs])]
     models = [file for file in firsts if not any(word in file.lower() for word in _NO_MODELS)]
@@ -137,12 +137,12 @@ def _choose(model: str, name: HubName, files: Sequence[str]) -> str:
 
 
 def _stem(file: str) -> str:
-    """Return a file's path without its suffix and its number among parts."""
+    """Return a file's path without suffix and part number."""
     return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", file, flags=re.IGNORECASE)
 
 
 def _quantization(file: str) -> str | None:
-    """Return the last word of a file's name that says how weights are stored."""
+    """Return the last quantization in a file's name, or None."""
     words = re.findall(rf"(?:^|[-._/])({_QUANTIZATION.pattern})(?=[-.]|$)", _stem(file), re.I)
     return words[-1] if words else None
 
@@ -177,16 +177,16 @@ def _fetched(model: str, repository: str, file: str) -> Path:
 
 
 def _download(repository: str, file: str, path: Path) -> None:
-    """Download a file with a progress bar, and resume a download that was interrupted."""
+    """Download a file with a progress bar, resuming an interrupted download."""
     import huggingface_hub
     from huggingface_hub.file_download import http_get
 
     url = huggingface_hub.hf_hub_url(repository, file)
     found = huggingface_hub.get_hf_file_metadata(url)
-    # The content's digest is in the name: a download of other content is not resumed.
+    # The content's digest is in the name, so that only equal content is resumed.
     part = path.with_name(f"{path.name}.{(found.etag or 'content')[:16]}{_PART_OF_FILE}")
     token = huggingface_hub.get_token()
-    # The token is for the hub alone; addresses that the hub redirects to are signed.
+    # The token is only for the hub; redirect addresses are signed.
     needs_token = token is not None and found.location == url
     with part.open("r+b" if part.exists() else "w+b") as content:
         have = content.seek(0, os.SEEK_END)
@@ -210,7 +210,7 @@ def _download(repository: str, file: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait until no other process of this machine fetches this file."""
+    """Wait until no other process on this machine downloads this file."""
     with path.with_name(path.name + ".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Model folders: from what a user typed to a folder, and what makes two folders the same model."""
+"""Model folders: find the folder for a user's model name, and digest what identifies a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GGUF = ".gguf"
 _SHOWN_FILES = 4
 _MAX_LIMIT = 2**31 - 1
 
-# What NVIDIA's ModelOpt writes; of older releases config.json says nothing of quantization.
+# From NVIDIA's ModelOpt; its older config.json files do not mention quantization.
 MODELOPT_FILE = "hf_quant_config.json"
 _TOKENIZER_FILES = [
     "config.json",
@@ -34,35 +34,35 @@ _TOKENIZER_FILES = [
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 ]
-# What may differ between two folders that hold the same model.
+# Fields that may differ between two folders with the same model.
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def find_model_folder(model: str, *, weights: bool = True) -> Path:
     """Find the folder of a model, in Hugging Face layout.
 
-    A model is given as a folder in that layout, as a GGUF file, as a folder or an installed
-    package with one GGUF file in it, or as a hub id ("Qwen/Qwen3-0.6B"), of GGUF files with a
-    quantization behind it ("Qwen/Qwen3-0.6B-GGUF:Q8_0"), with "hf://" before it or not. A GGUF
-    file's folder is made in the user's cache (`gguf/folder.py`).
+    A model is given as a folder in that layout, as a GGUF file, as a folder or an installed package
+    with one GGUF file, or as a hub id ("Qwen/Qwen3-0.6B"), optionally with "hf://" before it and a
+    GGUF quantization after it ("Qwen/Qwen3-0.6B-GGUF:Q8_0"). For a GGUF file, a folder is made in
+    the user's cache (`gguf/folder.py`).
 
     Args:
-        weights: fetch the weights too; the router needs only the configuration and tokenizer,
-            which in a GGUF file are with the weights.
+        weights: whether to fetch the weights; the router only needs configuration and tokenizer,
+            which a GGUF file stores with the weights.
 
     Raises:
-        ModelLoadError: the model is not found, is broken, or cannot be fetched.
+        ModelLoadError: the model is missing, broken, or cannot be fetched.
     """
     if (found := find_local_folder(model)) is not None:
         return found
     name = None if model.startswith((".", "/", "~")) else HubName.parse(model)
-    if name is None:  # so a path or a package was meant
+    if name is None:  # the user meant a path or a package
         raise ModelLoadError(f"model: {_nothing_here(model)}")
     return _fetch_from_hub(model, name, weights=weights)
 
 
 def find_local_folder(model: str) -> Path | None:
-    """Find the folder of a model that is on this machine; None if there is no such model.
+    """Return the folder of a model on this machine, or None.
 
     Raises:
         ModelLoadError: a file or folder of this name is no model, or is broken.
@@ -85,7 +85,7 @@ def find_local_folder(model: str) -> Path | None:
 
 
 def _nothing_here(model: str) -> str:
-    """Say where a model was looked for in vain, and what can be given instead."""
+    """Say where a model was looked for, and what names are possible."""
     if "/" in model or model.startswith((".", "~")) or model.lower().endswith(_GGUF):
         return f"{model!r}: there is no such folder or file"
     return (
@@ -95,7 +95,7 @@ def _nothing_here(model: str) -> str:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the folder, or its GGUF file's folder where it has no weights of its own."""
+    """Return the folder, or its GGUF file's folder if it has no other weights."""
     ggufs = sorted(path for path in folder.glob(f"*{_GGUF}") if path.name != WEIGHTS)
     has_config = (folder / "config.json").is_file()
     if has_config and (not ggufs or any(folder.glob("*.safetensors"))):
@@ -106,7 +106,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _in_package(name: str) -> Path | None:
-    """Find the GGUF file of an installed package without importing the package."""
+    """Return the GGUF file of an installed package, without importing the package."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         return None
     try:
@@ -129,13 +129,13 @@ def _only(ggufs: Sequence[Path], place: str) -> Path:
 
 
 def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
-    """Fetch a model of the hub and return its folder; raises ModelLoadError."""
+    """Fetch a model from the hub and return its folder; raises ModelLoadError."""
     patterns = _TOKENIZER_FILES + (["*.safetensors", "*.safetensors.index.json"] if weights else [])
     fetched = fetch(model, name, patterns)
     return fetched if fetched.is_dir() else folder_of_gguf(fetched)
 
 
-# Fields of the text of models that see images, too, that their files may leave out.
+# Defaults of text fields that multimodal models' files may leave out.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "Gemma3ForConditionalGeneration": {
         "vocab_size": 262_208,
@@ -151,7 +151,7 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits of a model by which a router checks requests."""
+    """Limits of a model that a router checks requests against."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -160,7 +160,7 @@ class ModelLimits:
 def read_limits(folder: Path) -> ModelLimits:
     """Read limits from `config.json`; raises ModelLoadError naming a missing or wrong field.
 
-    Models that see images, too, say them of their text.
+    Multimodal models keep them in the configuration of their text part.
     """
     whole = _read_config(folder)
     of_text = whole.get("text_config")
@@ -180,7 +180,7 @@ def read_limits(folder: Path) -> ModelLimits:
 
 
 def config_digest(folder: Path) -> str:
-    """Digest what `config.json` says about the network; equal for equal architectures."""
+    """Return a digest of the architecture in `config.json`."""
     config = _read_config(folder)
     stable = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
     return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:16]
@@ -191,13 +191,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest the weights: their sizes, and of large files samples (`weights_samples`).
+    """Return a digest of the weights: file sizes, and samples of large files (`weights_samples`).
 
-    Raises ModelLoadError when a file cannot be read.
+    Raises ModelLoadError if a file cannot be read.
     """
     digest = hashlib.sha256()
     files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
-    # Whatever a GGUF file is called here, its content counts.
+    # A GGUF file counts by content, whatever its name here.
     for number, path in enumerate(weight_files(folder)):
         files[WEIGHTS if number == 0 else f"{number}-{WEIGHTS}"] = path
     for name, path in sorted(files.items()):

@@ -1,6 +1,6 @@
-"""What decides a model's tokens, entry by entry: equal in all nodes that serve one model name.
+"""Model identity: entries that decide a model's tokens, equal on all nodes that serve it.
 
-A folder says what it can; a node adds in what numbers it computes. Knows no node and no router.
+A folder determines most; a node adds its numeric types. Knows no node and no router.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
 from baton.checkpoint.model_folder import config_digest, weights_digest
 
-# The order is the one in which people are told what differs.
+# In the order in which differences are reported.
 IDENTITY_KEYS = (
     "model",
     "weights",
@@ -28,7 +28,7 @@ IDENTITY_KEYS = (
     "kv_cache_dtype",
 )
 NONE = "none"
-# The weights of nodes that have no model: they may say whatever folder they like.
+# Weights of simulated nodes, which may claim any folder.
 SIMULATED = "simulated"
 _INDEX = "model.safetensors.index.json"
 _DIGEST_CHARS = 16
@@ -37,7 +37,7 @@ Identity = tuple[tuple[str, str], ...]
 
 
 def identity_of(entries: Mapping[str, str]) -> Identity:
-    """Pick the entries that decide tokens; a missing one is empty."""
+    """Return the entries that decide tokens; a missing one is empty."""
     return tuple((key, entries.get(key, "")) for key in IDENTITY_KEYS)
 
 
@@ -47,10 +47,10 @@ def describe_identity(identity: Identity) -> str:
 
 
 def folder_identity(folder: Path) -> dict[str, str]:
-    """Compute the entries that a model folder decides; without ``weights`` if some are missing.
+    """Return the entries that a model folder decides; without ``weights`` if files are missing.
 
     Raises:
-        ModelLoadError: a file of it cannot be read.
+        ModelLoadError: a file cannot be read.
     """
     entries = {
         "model": config_digest(folder),
@@ -64,7 +64,7 @@ def folder_identity(folder: Path) -> dict[str, str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Say whether all of the weights are here."""
+    """Return whether all weights are here."""
     index = folder / _INDEX
     if not index.is_file():
         return any(folder.glob("*.safetensors")) or (folder / GGUF_WEIGHTS).is_file()
@@ -76,7 +76,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _chat_template_digest(folder: Path) -> str:
-    """Digest every place of a template; `chat_template.py` decides which of them counts."""
+    """Digest all places of a template; `chat_template.py` decides which counts."""
     parts = [
         _read_object(folder / name).get("chat_template")
         for name in ("tokenizer_config.json", "chat_template.json")
@@ -88,14 +88,14 @@ def _chat_template_digest(folder: Path) -> str:
 
 
 def _generation_digest(path: Path) -> str:
-    """Digest what decides which tokens end an output; the version that wrote it does not count."""
+    """Digest the settings that decide which tokens end an output."""
     settings = _read_object(path)
     settings.pop("transformers_version", None)
     return _digest(json.dumps(settings, sort_keys=True).encode()) if settings else NONE
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty where there is no such file."""
+    """Return a JSON object; empty if there is no file."""
     if not path.is_file():
         return {}
     return read_object(path)

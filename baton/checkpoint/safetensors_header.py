@@ -1,6 +1,6 @@
-"""Read headers of safetensors files, and check them against the file's size first.
+"""Safetensors headers: read them, and check them against the file's size.
 
-The format: https://huggingface.co/docs/safetensors. Refuses to know: what a tensor is for.
+Format: https://huggingface.co/docs/safetensors. Does not know what a tensor is for.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from baton.api.bounded_files import parse_object, size_of
 from baton.api.errors import ModelLoadError
 
-_LENGTH_BYTES = 8  # of the number in front of the header: the header's length
+_LENGTH_BYTES = 8  # size of the number before the header: the header's length
 _MAX_HEADER_BYTES = 100 * 2**20
-_MAX_SIZE = 2**48  # the largest dimension
+_MAX_SIZE = 2**48  # largest dimension
 _BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -31,7 +31,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies in its file, in bytes from the file's start."""
+    """The position of a tensor in its file, in bytes from the file's start."""
 
     shape: tuple[int, ...]
     begin: int
@@ -39,7 +39,7 @@ class TensorPlace:
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
-    """Return where a file's tensors lie; raises ModelLoadError naming the file and the field."""
+    """Return a file's tensors by name; raises ModelLoadError naming the file and the field."""
     size = size_of(path)
     try:
         with path.open("rb") as file:
@@ -51,11 +51,11 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
 
 
 def header_of(file: BinaryIO, size: int) -> dict[str, TensorPlace]:
-    """Return where the tensors of an open file of ``size`` bytes lie.
+    """Return the tensors of an open file of ``size`` bytes, by name.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the header does not fit the file; one line says why.
+        ValueError: the header does not fit the file, with the reason in one line.
     """
     file.seek(0)
     start = file.read(_LENGTH_BYTES)

@@ -1,7 +1,7 @@
-"""Sampling defaults: what a checkpoint's `generation_config.json` recommends to sample with.
+"""Sampling defaults: the sampling parameters in a checkpoint's `generation_config.json`.
 
-A request's own parameters win over them, and they win over Baton's. (Its end-of-sequence tokens are
-the engine's matter: they end outputs in any case.)
+A request's own parameters take precedence, and these take precedence over Baton's. (Its
+end-of-sequence tokens are read by the engine and apply in any case.)
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Read the defaults that the checkpoint recommends, by `SamplingParams` name; may be empty.
+    """Return the recommended defaults by `SamplingParams` field; may be empty.
 
-    Raises ModelLoadError for a file that is broken, or a value outside its limit.
+    Raises ModelLoadError for a broken file or a value out of range.
     """
     path = folder / "generation_config.json"
     if not path.is_file():
@@ -36,7 +36,7 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
 
 
 def _top_k(value: Any) -> Any:
-    """Read a top-k as other libraries write it: -1 is off, and 20.0 is 20."""
+    """Return a top-k from other notations: -1 means off, and 20.0 means 20."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     is_off = isinstance(value, int) and not isinstance(value, bool) and value == -1

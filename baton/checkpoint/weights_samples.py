@@ -1,8 +1,8 @@
-"""Which bytes of a file of weights stand for all of them: two fine-tunes of one model must differ.
+"""Weights samples: part of a weights file, chosen so that fine-tunes differ in it.
 
-a file of at most 64 MiB     all of it
-larger, safetensors or GGUF   its header; of each tensor all, or where it is large three samples
-larger, of another kind      64 KiB of every 4 MiB
+a file of at most 64 MiB      all of it
+larger, safetensors or GGUF   its header; each tensor whole, or three samples of a large one
+larger, of another kind       64 KiB of every 4 MiB
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def _ranges(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _tensors(file: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Locate the tensors of a safetensors file; a file of another kind has none."""
+    """Return (begin, end) of each tensor of a safetensors or GGUF file; empty for other files."""
     if file.read(len(MAGIC)) == MAGIC:
         try:
             stored = GgufFile.read(Path(file.name)).tensors.values()
         except ModelLoadError:
-            return []  # who loads it will say what is wrong
+            return []  # loading the file will report the error
         return sorted((tensor.start, tensor.start + tensor.num_bytes) for tensor in stored)
     try:
         return sorted((place.begin, place.end) for place in header_of(file, size).values())
     except ValueError:
-        return []  # who loads it will say what is wrong
+        return []  # loading the file will report the error

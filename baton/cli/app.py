@@ -1,4 +1,4 @@
-"""`baton`: every command in one place. Each is imported when it is called, and not for the list."""
+"""`baton`: the command with all subcommands, each imported when called."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Keeps the group a group."""
+    """Keep the app a group of commands."""
 
 
 def version() -> None:
@@ -77,7 +77,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point of the `baton` command."""
+    """Run the `baton` command."""
     prefer_own_packages()
     words = sys.argv[1:]
     if words[1:] and words[-1] in HELP_NAMES and (text := help_of(words[:-1])):
@@ -87,9 +87,9 @@ def main() -> None:
 
 
 def help_of(words: Sequence[str]) -> str:
-    """The help of a command, which words call; empty if there is none.
+    """Return the help of the command that these words call; empty if there is none.
 
-    As Typer shows it, without its reading of flags, for which it imports Pydantic.
+    Equal to Typer's own output, but skips its flag parsing, which imports Pydantic.
     """
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="baton", **command.context_settings)

@@ -28,7 +28,7 @@ app = CommandLine(
 
 @app.callback()
 def _root() -> None:
-    """Keeps the group a group."""
+    """Keep the app a group of commands."""
 
 
 @app.command()
@@ -57,7 +57,7 @@ def dev(
 ) -> None:
     """Make a throw-away CA with certificates for a router, nodes, a client and an operator.
 
-    Not for production: the CA's key lies beside them. A CA that is in the folder is used again.
+    Not for production: the CA's key is in the same folder. A CA that exists there is used again.
     """
     from baton.access.dev_certificates import LOCAL_HOSTS, write_dev_certificates
 
@@ -92,7 +92,7 @@ def _all(num_prefill: int, num_decode: int, hosts: tuple[str, ...]) -> list[Hold
 
 
 def _one(name: str, role: str, tenant: str, hosts: tuple[str, ...]) -> Holder:
-    """Raises ConfigError."""
+    """Return the holder of one certificate; raises ConfigError."""
     from baton.access.dev_certificates import Holder
 
     for option, text in (("name", name), *((("tenant", tenant),) if tenant else ())):

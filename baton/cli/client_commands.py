@@ -70,7 +70,7 @@ def generate(
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
     """Complete a text; prints it as it is made."""
-    from baton.client.client import Client  # here: who asks for help does not wait for it
+    from baton.client.client import Client  # here, so that `--help` is fast
 
     with _interruptible():
         params = SamplingParams(
@@ -129,7 +129,7 @@ def chat(
     with contextlib.suppress(ImportError):  # makes the arrow keys work in `input`
         import readline  # noqa: F401
     messages = [{"role": "system", "content": system}] if system else []
-    session_id = uuid.uuid4().hex  # every turn begins with all before it
+    session_id = uuid.uuid4().hex  # every turn repeats the conversation
     with _interruptible():
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
@@ -139,7 +139,7 @@ def chat(
             while (text := _read_line()) is not None:
                 if text:
                     num_failed += not _answer(client, messages, text, params, session_id)
-    if num_failed and not sys.stdin.isatty():  # a script; people have read the error
+    if num_failed and not sys.stdin.isatty():  # in a script; people have read the error
         raise typer.Exit(1)
 
 
@@ -154,7 +154,7 @@ def _print_text(text: str) -> None:
 
 
 def _print_stream(deltas: Iterator[TextDelta]) -> tuple[str, TextDelta | None]:
-    """Print a completion as it comes; returns its text and the last delta."""
+    """Print a completion as it comes; return its text and the last delta."""
     pieces: list[str] = []
     last = None
     for delta in deltas:
@@ -172,9 +172,9 @@ def _answer(
     params: SamplingParams,
     session_id: str,
 ) -> bool:
-    """Take one turn of a chat and say whether it went well.
+    """Take one turn of a chat; return whether it succeeded.
 
-    A question that failed is forgotten, and the conversation goes on.
+    After a failure, the user's message is dropped and the conversation can continue.
     """
     question = {"role": "user", "content": text}
     try:
@@ -192,7 +192,7 @@ def _answer(
 
 
 def _read_line() -> str | None:
-    """A line of the user's; None at the end of input."""
+    """Return a line of the user's input, or None at its end."""
     try:
         return input("> ").strip()
     except EOFError:
@@ -202,7 +202,7 @@ def _read_line() -> str | None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Exit code 130 for Ctrl-C."""
+    """Exit with code 130 on Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""CommandLine: what all commands have in common: `-h`, plain help, options from the environment.
+"""CommandLine: common base of all commands: `-h`, plain help, options from the environment.
 
-Every option can be given as an environment variable, too: ``BATON_`` and its name in capitals.
-Errors of ours end a command with one line, which names options where users wrote them.
+Every option can also be given as an environment variable: ``BATON_`` and its name in capitals. A
+BatonError ends a command with one line that names options as users wrote them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _HELP_SETTINGS = {"help_option_names": HELP_NAMES}
 
 
 def with_option_names(text: str, names: Mapping[str, str]) -> str:
-    """An error's text with ``--max-model-len`` for ``max_model_len``.
+    """Replace names like ``max_model_len`` in an error's text by ``--max-model-len``.
 
     Args:
-        names: what users know options by, by what they are called inside.
+        names: users' names of options, by internal names.
     """
 
     def option(found: re.Match[str]) -> str:
         return names.get(found[0], found[0])
 
-    # One word may be a word of the text: it is an option only in front.
+    # A single word may be ordinary text, so it is replaced only at the front.
     text = text.removeprefix("structured_output.")  # each of its fields has an option
     return re.sub(r"^[a-z]\w*(?=: )|\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b", option, text)
 
@@ -47,7 +47,7 @@ _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
 class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-type]
-    """Breaks lines at blanks only: an option's name stays in one piece."""
+    """Break help lines at spaces only, so that option names stay whole."""
 
     def write_text(self, text: str) -> None:
         super().write_text(text.replace("-", _HYPHEN))
@@ -66,7 +66,7 @@ class _Context(typer.Context):
 
 
 class _Command(typer.core.TyperCommand):
-    """A command; the variables of its options are told once, below them."""
+    """A command that mentions the variables of its options once, below the options."""
 
     context_class = _Context
 
@@ -82,12 +82,12 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except CommandError as error:  # of a file, and says of what in it
+        except CommandError as error:  # from a file, and names the place in it
             self._end(error, error.exit_code)
         except BadParameter as error:
             name = getattr(error.param, "name", None) or ""
             if place_of(ctx, name) != (variable := variable_of(name)):
-                raise  # on the command line, which Typer shows how to use
+                raise  # on the command line: Typer shows the usage
             why = error.message.removeprefix("Value error, ").replace("Input should", "must", 1)
             self._end(f"{variable}: {why}", EXIT_USAGE)
 
@@ -95,7 +95,7 @@ class _Command(typer.core.TyperCommand):
         return self.run_guarded(ctx, super().invoke)
 
     def run_guarded(self, ctx: Any, run: Callable[[Any], Any]) -> Any:
-        """Run something of this command; what goes wrong is told in one line."""
+        """Run a part of this command; errors are printed in one line."""
         try:
             return run(ctx)
         except (BatonError, CommandError) as error:
@@ -103,13 +103,13 @@ class _Command(typer.core.TyperCommand):
             self._end(text, getattr(error, "exit_code", 1))
 
     def _end(self, error: object, exit_code: int) -> NoReturn:
-        from baton.processes.process import print_error  # here: else nobody waits for it
+        from baton.processes.process import print_error  # here, since only errors need it
 
         print_error(error)
         raise typer.Exit(exit_code) from None
 
     def _names(self, ctx: Any) -> dict[str, str]:
-        """Of options: where each was written, by what it is called inside."""
+        """Return where each option was written, by internal name."""
         names = {
             one.name: place_of(ctx, one.name) or flag_of(one.name)
             for one in self.params
@@ -130,7 +130,7 @@ class CommandGroup(typer.core.TyperGroup):
         super().__init__(**settings)
 
     def summaries(self, ctx: Any) -> list[tuple[str, str]]:
-        """The commands, each with what it does."""
+        """Return (name, first line of help) of each command."""
         found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         return [(name, (one.help or "").partition("\n\n")[0]) for name, one in found if one]
 
@@ -140,7 +140,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 class CommandLine(typer.Typer):
-    """Commands whose help has no boxes and cuts nothing off, however narrow the terminal is."""
+    """Commands with plain help that is not cut off on narrow terminals."""
 
     def __init__(self, *, cls: type[CommandGroup] = CommandGroup, **settings: Any) -> None:
         super().__init__(cls=cls, rich_markup_mode=None, pretty_exceptions_enable=False, **settings)

@@ -1,4 +1,4 @@
-"""`baton completion SHELL`: the script by which a shell completes commands, options and nodes."""
+"""`baton completion SHELL`: script for a shell to complete commands, options and nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 class Shell(enum.Enum):
-    """The shells that can complete."""
+    """Shells with completion."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -24,7 +24,7 @@ def completion(
     Now: source <(baton completion bash). For good: baton --install-completion, or this output in
     ~/.bashrc, ~/.zshrc or ~/.config/fish/completions/baton.fish.
     """
-    # Imported here: who asks for help does not wait for it.
+    # Imported here, so that `--help` is fast.
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     script = get_completion_script(

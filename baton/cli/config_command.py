@@ -1,4 +1,4 @@
-"""`baton config show PROGRAM`: a program's options as they would be, and where each comes from."""
+"""`baton config show PROGRAM`: effective options of a program, with their sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECRET = "(given, and not shown)"
 
 
 class _Shown(lazy_group(PROGRAM_ENTRIES)):  # type: ignore[misc]  # a class that is made
-    """The programs; each is shown, and not run."""
+    """The programs as commands that show their options instead of running."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
@@ -32,9 +32,9 @@ class _Shown(lazy_group(PROGRAM_ENTRIES)):  # type: ignore[misc]  # a class that
 
 
 def _show(context: Any) -> None:
-    """Print a line per option: its name, its value, where that was written."""
+    """Print a line per option: name, value, source."""
     kind, values = PROGRAMS.load(context.info_name), context.params
-    make_or_refuse(kind, values)  # what cannot be is said, and not shown
+    make_or_refuse(kind, values)  # invalid options are reported instead
     rows = [
         (one.name, _value(one, values[one.name]), _place(context, one)) for one in options_of(kind)
     ]
@@ -65,4 +65,4 @@ app.add_typer(show, name="show")
 
 @show.callback()
 def _programs() -> None:
-    """Keeps the group a group."""
+    """Do nothing; with a callback, Typer makes the app a group even of one command."""

@@ -1,8 +1,8 @@
 """Configuration files: TOML with the options of all programs of a fleet.
 
-What stands above the tables is for every program that has such an option; `[router]`, `[decode]`
-and so on are for that program alone and win. The environment wins over files, the command line
-over both.
+Entries above the tables apply to every program with such an option; `[router]`, `[decode]` and
+others apply to one program and take precedence. Environment variables override files; the command
+line overrides both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.options import OF_ONE_PROCESS, Option, options_of
 from baton.processes.child_processes import ENVIRONMENT_PREFIX
 from baton.registry import Registry
 
-# The dataclasses with all options of the programs that take a file, by names of commands.
+# Dataclasses with the options of programs that read a file, by command name.
 PROGRAMS: Registry[type[Any]] = Registry(
     "program",
     {
@@ -41,12 +41,12 @@ _META = "baton.config_file"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value of a file.
+    """A value from a file.
 
     Attributes:
-        value: of its option's type.
-        place: file, table and key, for people.
-        is_own: whether it stands in the program's own table.
+        value: already converted to the option's type.
+        place: file, table and key, for messages.
+        is_own: whether it is in the program's own table.
     """
 
     value: Any
@@ -55,7 +55,7 @@ class Given:
 
 
 def program(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose options can be in a file, too; its name is one of `PROGRAMS`."""
+    """Let a command, whose name is one of `PROGRAMS`, read options from a file too."""
     settings = typer.Option(
         help="TOML file of options, named like their variables: max_model_len = 4096. Above its "
         "tables: of all programs; in [router], [prefill] and so on: of one.",
@@ -83,15 +83,15 @@ def _take_file(context: typer.Context, value: str) -> str:
 
 
 def file_of(context: Any) -> Path | None:
-    """The file that a command was given."""
+    """Return the configuration file that a command was given, or None."""
     path: Path | None = context.meta.get(_META, (None, {}))[0]
     return path
 
 
 def passed_on(context: Any, names: Iterable[str]) -> list[str]:
-    """Options as arguments for another program, which has the environment and the file itself.
+    """Return options as arguments for a child program, which reads environment and file itself.
 
-    So they are those of the command line, and of the command's own table where no variable wins.
+    Includes options of the command line, and of this command's own table unless overridden.
     """
     _, given = context.meta.get(_META, (None, {}))
     found: list[str] = []
@@ -106,10 +106,10 @@ def passed_on(context: Any, names: Iterable[str]) -> list[str]:
 def read_config_file(
     path: Path, program_name: str, declared: Mapping[str, Option]
 ) -> dict[str, Given]:
-    """What a file says of a program's options, by their names.
+    """Return a file's values for a program's options, by option name.
 
     Raises:
-        CommandError: it cannot be read, or names what is no option, or its types are wrong.
+        CommandError: the file is unreadable, or has unknown names or wrong types.
     """
     try:
         content = parse_toml(read_text(path))
@@ -127,14 +127,14 @@ def read_config_file(
             found[name] = _check(f"{path}: {key}", value, declared[name], is_own=True)
     except OSError as error:
         raise CommandError(f"{path}: cannot be read ({error.strerror})", EXIT_USAGE) from None
-    except ValueError as error:  # and ConfigError
+    except ValueError as error:  # including ConfigError
         raise CommandError(f"{path}: {error}", EXIT_USAGE) from None
     return found
 
 
 def _is_for_all(name: str, declared: Mapping[str, Option]) -> bool:
-    """Whether this program has an option of a name that stands above the tables."""
-    if name in OF_ONE_PROCESS or name in PROGRAMS.names():  # which are tables
+    """Return whether this program has the option of an entry above the tables."""
+    if name in OF_ONE_PROCESS or name in PROGRAMS.names():  # the programs' names are tables
         raise ConfigError(f"{name}: each program has its own; say it in one's table, as [router]")
     if name in declared:
         return True
@@ -156,17 +156,17 @@ def _check(place: str, value: Any, option: Option, *, is_own: bool) -> Given:
 
 
 def flag_of(name: str) -> str:
-    """The option on a command line: ``--max-model-len``."""
+    """Return an option's flag: ``--max-model-len``."""
     return f"--{name.replace('_', '-')}"
 
 
 def variable_of(name: str) -> str:
-    """The variable of an option: ``BATON_MAX_MODEL_LEN``."""
+    """Return an option's variable: ``BATON_MAX_MODEL_LEN``."""
     return f"{ENVIRONMENT_PREFIX}_{name.upper()}"
 
 
 def place_of(context: Any, name: str) -> str:
-    """Where the value of an option was written; empty: nowhere, it is the default."""
+    """Return where an option's value was written; empty for a default."""
     source = context.get_parameter_source(name)
     kind = source.name if source is not None else ""
     if kind == "COMMANDLINE":

@@ -1,6 +1,6 @@
-"""Options on the command line, made of their declarations (`baton/options.py`).
+"""Command-line options made from declarations (`baton/options.py`).
 
-A command whose parameter is a dataclass with options takes these options in its place.
+A command parameter that is a dataclass with options is replaced by these options.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ EXIT_USAGE = 2
 def with_declared_options(
     command: Callable[..., Any], *more: inspect.Parameter
 ) -> Callable[..., Any]:
-    """The command that takes options in place of each parameter that is a dataclass of options.
+    """Replace each parameter that is a dataclass of options by its options.
 
-    Its attribute ``declared`` has the options by their names.
+    The new command's attribute ``declared`` holds the options by name.
 
     Args:
-        more: options that Typer alone looks at.
+        more: additional options, which only Typer handles.
     """
     parameters = inspect.signature(command, eval_str=True).parameters
     kinds = {
@@ -57,12 +57,12 @@ def with_declared_options(
     made.__signature__ = inspect.Signature(ordered)
     made.__annotations__ = {one.name: one.annotation for one in ordered}
     made.declared = {one.name: one for own in declared.values() for one in own.values()}
-    del made.__wrapped__  # or Typer reads that one's types
+    del made.__wrapped__  # otherwise Typer would read the original's types
     return wrapped
 
 
 def make_or_refuse(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Make a dataclass of what users wrote; raises CommandError of what cannot be."""
+    """Make a dataclass from users' values; raises CommandError for invalid ones."""
     try:
         return make(kind, values)
     except ConfigError as error:
@@ -70,23 +70,23 @@ def make_or_refuse(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def by_name(kind: type[Any]) -> dict[str, Option]:
-    """The options of a dataclass by their names."""
+    """Return the options of a dataclass by name."""
     return {one.name: one for one in options_of(kind)}
 
 
 def help_of_option(option: Option) -> str:
-    """What an option does, and its limits, but that nothing is negative."""
+    """Return an option's help with its limits; "0 or more" is not mentioned."""
     said, limits = option.declaration.help, option.declaration.limits
     return said if limits in ("", "0 or more") else f"{said} Must be {limits}."
 
 
 def is_several(option: Option) -> bool:
-    """Whether it can be given several times."""
+    """Return whether an option may be repeated."""
     return typing.get_origin(option.type) is tuple
 
 
 def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """Make what a shell asks for the values that begin like what a user has typed."""
+    """Return a function for shells that completes values."""
 
     def complete(incomplete: str) -> list[str]:
         return [choice for choice in choices if choice.startswith(incomplete)]
@@ -95,7 +95,7 @@ def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    """The option as Typer wants it."""
+    """Return the option as a parameter for Typer."""
     kind, default = option.type, option.default
     if is_several(option):
         kind, default = list[str], list(default)

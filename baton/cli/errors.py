@@ -1,14 +1,14 @@
-"""CommandError: a command cannot be done."""
+"""CommandError: an error that ends a command."""
 
 from __future__ import annotations
 
 
 class CommandError(Exception):
-    """A command cannot be done.
+    """An error that ends a command.
 
     Args:
-        message: one line; a field in front of it is one of the command's.
-        exit_code: of the command.
+        message: one line; may begin with the name of an option.
+        exit_code: exit code of the command.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:

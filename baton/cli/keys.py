@@ -1,4 +1,4 @@
-"""`baton keys`: makes API keys, checks the file that has them, converts files of the old form."""
+"""`baton keys`: makes API keys, checks the keys file, converts old keys files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def new(
 @app.command()
 def check(file: Annotated[Path, typer.Argument(help="An --api-keys-file.")]) -> None:
     """Show who may do what; exit code 1 if the file is wrong."""
-    from rich.console import Console  # here: who asks for help does not wait for it
+    from rich.console import Console  # here, so that `--help` is fast
 
     keys = read_keys(file)
     table = make_table("name", "tenant", "roles", "expires", "models", "limits")
@@ -103,7 +103,7 @@ def convert(file: Annotated[Path, typer.Argument(help="A file of name:key lines.
 
 
 def _expiry(text: str) -> str:
-    """As the file has it; raises ConfigError."""
+    """Return an expiry in the file's form; raises ConfigError."""
     if days := re.fullmatch(r"(\d{1,5})d", text):
         now = datetime.datetime.now(datetime.UTC)
         return (now + datetime.timedelta(days=int(days[1]))).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -114,7 +114,7 @@ def _expiry(text: str) -> str:
 
 
 def _append(path: Path, entry: str) -> None:
-    """Replace the file by one that has the entry, too: a router may read it at any moment.
+    """Replace the file atomically by one with the entry, since a router may read it any time.
 
     Raises ConfigError.
     """

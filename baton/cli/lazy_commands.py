@@ -1,4 +1,4 @@
-"""Groups of commands that are listed without being imported: who asks for help waits for none."""
+"""Lazy command groups: list commands without importing them, so that help is fast."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from baton.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A command: where it is, by name (the ground knows that programs exist, not what is in
-    them), and the first line of its help."""
+    """A command's location by name (`baton` does not import programs), and the first line of its
+    help."""
 
     where: str
     summary: str
 
 
 def registry_of(entries: Mapping[str, Entry]) -> Registry[Any]:
-    """Where the commands are."""
+    """Return a registry of the commands."""
     return Registry("command", {name: one.where for name, one in entries.items()})
 
 
 def lazy_group(entries: Mapping[str, Entry]) -> type[CommandGroup]:
-    """All of these commands, in their order, each imported when it is called."""
+    """Return a group of these commands, each imported when called."""
     commands = registry_of(entries)
 
     class LazyGroup(CommandGroup):

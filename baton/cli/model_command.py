@@ -1,4 +1,4 @@
-"""`baton model show MODEL`: what memory a model takes, from its configuration."""
+"""`baton model show MODEL`: memory that a model needs, from its configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.registry import Registry
 
 _HELP = "Show what a model needs, before loading it."
 _MIB = 2**20
-# By name: the ground does not import models.
+# By name, because `baton` does not import models.
 _NEEDS: Registry[Any] = Registry("figure", {"memory": "models.memory_needs:memory_needs_of_folder"})
 
 app = CommandLine(no_args_is_help=True, add_completion=False, help=_HELP)
@@ -24,7 +24,7 @@ app = CommandLine(no_args_is_help=True, add_completion=False, help=_HELP)
 
 @app.callback()
 def _group() -> None:
-    """Keeps the group a group."""
+    """Keep the app a group of commands."""
 
 
 @app.command()

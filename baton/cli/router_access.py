@@ -1,4 +1,4 @@
-"""RouterAccess: how a command reaches its router; of clients and operators with a key, too."""
+"""RouterAccess: options for reaching a router, with a client's or operator's key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.options import group, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAccess:
-    """Which router, and what is shown to it."""
+    """Address of a router, and this side's certificates."""
 
     router: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
@@ -19,7 +19,7 @@ class RouterAccess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientAccess(RouterAccess):
-    """Which router, and a client's key."""
+    """Access with a client's key."""
 
     api_key: str = option(
         "",
@@ -31,7 +31,7 @@ class ClientAccess(RouterAccess):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorAccess(RouterAccess):
-    """Which router, and an operator's token."""
+    """Access with an operator's token."""
 
     token: str = option(
         "",

@@ -1,4 +1,4 @@
-"""Options of `baton generate` that say what the output must look like. Knows no grammar library."""
+"""Options of `baton generate` that constrain the output. Knows no grammar library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_structured_output(
     choice: list[str] | None,
     json_object: bool,
 ) -> StructuredOutput | None:
-    """None when no option is given; raises InvalidRequestError."""
+    """Return the constraint, or None without options; raises InvalidRequestError."""
     if json_schema is None and regex is None and grammar is None and not choice and not json_object:
         return None
     return StructuredOutput(
@@ -49,7 +49,7 @@ def make_structured_output(
 
 
 def _read(kind: str, value: str | None) -> str | None:
-    """The content of a file of that name if there is one, else the value itself."""
+    """Return the content of the file with this name, else the value itself."""
     if value is None:
         return None
     try:
@@ -58,5 +58,5 @@ def _read(kind: str, value: str | None) -> str | None:
         raise InvalidRequestError(
             f"structured_output.{kind}", f"{value} is not text: {error.reason}"
         ) from None
-    except (OSError, ValueError):  # no such file, or nothing that could be a file's name
+    except (OSError, ValueError):  # no such file, or not a file name
         return value

@@ -1,4 +1,4 @@
-"""The clients' channels to a router: opened anew when certificates change; errors with reasons."""
+"""A client's channel to a router: reopens when certificates change, and explains TLS errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from baton.v1 import inference_pb2_grpc
 
 
 class _Certificates:
-    """The certificates with which a client opens its next channel.
+    """The TLS files of a client, and the content that its channel uses.
 
     Args:
-        tls: None: as the environment says.
+        tls: TLS options; None: those of the environment.
 
     Raises:
         ConfigError: a TLS file cannot be used.
@@ -35,19 +35,21 @@ class _Certificates:
         return self._files.current() if self._files else None
 
     def have_changed(self) -> bool:
-        """Say whether there are others than those in use, and use them from now on."""
+        """Return whether the files have changed since the last call; if so, use the new content."""
         before, self.used = self.used, self._now()
         return self.used is not before
 
 
 class SyncChannel:
-    """A blocking channel; gRPC cannot give one other certificates, so it is replaced by another.
+    """A blocking channel, replaced by a new one when certificates change.
 
-    The one before stays open for the streams on it: a stream outlives one rotation, and not two.
+    gRPC cannot change the certificates of an open channel. The previous channel stays open for its
+    streams until the next change.
 
     Args:
         address: ``host:port`` of the router.
-        tls: None: as the environment says.
+        tls: TLS options; None: those of the environment.
+        tls: TLS options; None: those of the environment.
 
     Raises:
         ConfigError: a TLS file cannot be used.
@@ -60,7 +62,7 @@ class SyncChannel:
         self._open()
 
     def stub(self) -> Any:
-        """What the next call goes through."""
+        """Return the stub for the next call, on a new channel if certificates have changed."""
         if self._certificates.have_changed():
             if self._before is not None:
                 self._before.close()
@@ -69,7 +71,7 @@ class SyncChannel:
         return self._stub
 
     def error_of(self, error: grpc.RpcError) -> BatonError:
-        """Turn a failed call into its exception; if TLS may be why, ask the router once more."""
+        """Return the exception for a failed call, after a check whether TLS is the reason."""
         why = ""
         if is_unreachable(error):
             why = why_refused(self._address, self._certificates.options)
@@ -86,7 +88,7 @@ class SyncChannel:
 
 
 class AsyncChannel:
-    """A channel for asyncio."""
+    """A channel for asyncio; otherwise like `SyncChannel`."""
 
     def __init__(self, address: str, tls: TlsOptions | None) -> None:
         self._address = address
@@ -96,7 +98,7 @@ class AsyncChannel:
         self._open()
 
     def stub(self) -> Any:
-        """What the next call goes through; on the loop's thread."""
+        """Return the stub for the next call; must run on the loop's thread."""
         if self._certificates.have_changed():
             if self._before is not None:
                 task = asyncio.ensure_future(self._before.close(None))
@@ -107,7 +109,7 @@ class AsyncChannel:
         return self._stub
 
     async def error_of(self, error: grpc.RpcError) -> BatonError:
-        """Turn a failed call into its exception; if TLS may be why, ask the router once more."""
+        """Return the exception for a failed call, after a check whether TLS is the reason."""
         why = ""
         if is_unreachable(error):
             options = self._certificates.options

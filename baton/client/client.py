@@ -1,4 +1,4 @@
-"""Client and AsyncClient: talk to a router from Python. No torch."""
+"""Client and AsyncClient: call a router from Python. Do not import torch."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Client:
 
     Args:
         address: ``host:port`` of the router.
-        api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
-        tls: certificates, which are read again when they change; as ``BATON_TLS_CA``,
-            ``BATON_TLS_CERT`` and ``BATON_TLS_KEY`` in the environment if None.
+        api_key: key for routers that need one; None: ``BATON_API_KEY`` of the environment.
+        tls: certificates, read again when they change; None: ``BATON_TLS_CA``, ``BATON_TLS_CERT``
+            and ``BATON_TLS_KEY`` of the environment.
 
     Raises:
         ConfigError: a certificate cannot be used.
@@ -91,12 +91,12 @@ class Client:
         session_id: str = "",
         priority: int = 0,
     ) -> Iterator[TextDelta]:
-        """Yield the completion piece by piece as it is made; leaving the loop cancels the request.
+        """Yield the completion in pieces as they arrive; leaving the loop cancels the request.
 
         Args:
-            resumable: when the connection breaks, go on where it broke, within some seconds.
-            session_id: requests with the same one share a beginning, such as a conversation's.
-            priority: where requests wait, smaller goes first.
+            resumable: if the connection breaks, reconnect within some seconds and continue.
+            session_id: requests with the same id share a beginning, such as a conversation's.
+            priority: a smaller number is served first when requests wait.
         """
         request = make_request(
             prompt,
@@ -151,7 +151,7 @@ class Client:
         session_id: str = "",
         priority: int = 0,
     ) -> Iterator[TextDelta]:
-        """Yield pieces of all completions as they are made; each names its prompt and choice."""
+        """Yield pieces of all completions as they arrive; each has its prompt and choice index."""
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority
         )
@@ -168,7 +168,7 @@ class Client:
         return int(self._call(self._channel.stub().CountTokens, request).num_tokens)
 
     def models(self) -> list[ModelDescription]:
-        """List what the router serves."""
+        """List the models that the router serves."""
         return models_from_proto(
             self._call(self._channel.stub().ListModels, inference_pb2.ListModelsRequest())
         )
@@ -209,9 +209,9 @@ class AsyncClient:
 
     Args:
         address: ``host:port`` of the router.
-        api_key: for routers that want one; as ``BATON_API_KEY`` in the environment if None.
-        tls: certificates, which are read again when they change; as ``BATON_TLS_CA``,
-            ``BATON_TLS_CERT`` and ``BATON_TLS_KEY`` in the environment if None.
+        api_key: key for routers that need one; None: ``BATON_API_KEY`` of the environment.
+        tls: certificates, read again when they change; None: ``BATON_TLS_CA``, ``BATON_TLS_CERT``
+            and ``BATON_TLS_KEY`` of the environment.
 
     Raises:
         ConfigError: a certificate cannot be used.
@@ -254,12 +254,12 @@ class AsyncClient:
         session_id: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Yield the completion piece by piece as it is made; closing the iterator cancels it.
+        """Yield the completion in pieces as they arrive; closing the iterator cancels the request.
 
         Args:
-            resumable: when the connection breaks, go on where it broke, within some seconds.
-            session_id: requests with the same one share a beginning, such as a conversation's.
-            priority: where requests wait, smaller goes first.
+            resumable: if the connection breaks, reconnect within some seconds and continue.
+            session_id: requests with the same id share a beginning, such as a conversation's.
+            priority: a smaller number is served first when requests wait.
         """
         request = make_request(
             prompt,
@@ -316,7 +316,7 @@ class AsyncClient:
         session_id: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Yield pieces of all completions as they are made; each names its prompt and choice."""
+        """Yield pieces of all completions as they arrive; each has its prompt and choice index."""
         request = make_batch_request(
             prompts, sampling_params, session_id=session_id, priority=priority
         )
@@ -334,7 +334,7 @@ class AsyncClient:
         return int((await self._call(self._channel.stub().CountTokens, request)).num_tokens)
 
     async def models(self) -> list[ModelDescription]:
-        """List what the router serves."""
+        """List the models that the router serves."""
         return models_from_proto(
             await self._call(self._channel.stub().ListModels, inference_pb2.ListModelsRequest())
         )

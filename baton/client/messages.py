@@ -1,4 +1,4 @@
-"""What both clients put into messages and make of answers. Opens no connection."""
+"""Makes the clients' request messages, and reads answers and errors. Opens no connection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from baton.wire import types as wire_types
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages such as ``[{"role": "user", "content": "Hello"}]``."""
 
-# A router keeps a resumable request for about as long.
+# Routers keep a resumable request for about this time.
 RESUME_WITHIN_S = 10.0
 _RESUME_PAUSE_S = 0.25
 API_KEY_VARIABLE = "BATON_API_KEY"
@@ -50,13 +50,13 @@ class ModelDescription:
 
 
 def credentials(api_key: str | None) -> rpc.Metadata:
-    """Make the metadata that shows who calls.
+    """Return the metadata with the caller's API key.
 
     Args:
-        api_key: as the environment variable ``BATON_API_KEY`` if None; empty: nothing.
+        api_key: None: the environment variable ``BATON_API_KEY``; empty: no key.
 
     Raises:
-        ConfigError: it cannot be sent.
+        ConfigError: the key has characters that cannot be sent.
     """
     key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
     if key and not (key.isascii() and key.isprintable()):
@@ -65,7 +65,7 @@ def credentials(api_key: str | None) -> rpc.Metadata:
 
 
 class Progress:
-    """The progress of a stream, over all the calls that it takes."""
+    """The progress of one stream, which may take several calls."""
 
     def __init__(
         self,
@@ -82,11 +82,12 @@ class Progress:
         self._broke_at: float | None = None
 
     def next_call(self, stub: Any) -> Any:
-        """Start the call that brings the missing tokens."""
+        """Start a call for the tokens that are still missing."""
         timeout_s = None
         if self._expires_at is not None:
             timeout_s = max(self._expires_at - time.monotonic(), 0)
-        if self._next_output_index == 0:  # the same request again: the same stream, not another
+        # With the same request id the router continues the same stream.
+        if self._next_output_index == 0:
             return stub.Generate(self._request, timeout=timeout_s, metadata=self._metadata)
         rest = inference_pb2.ResumeRequest(
             request_id=self._request.request_id, next_output_index=self._next_output_index
@@ -100,7 +101,7 @@ class Progress:
         return delta
 
     def pause_after(self, problem: BatonError, error: grpc.RpcError) -> float:
-        """Return the seconds until the next call if the connection broke; else raise."""
+        """Return the seconds until the next call if the connection broke, or raise."""
         is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and not _said_by_router(error)
         if not (self._request.resumable and is_broken):
             raise problem from None
@@ -120,7 +121,7 @@ def make_request(
     session_id: str = "",
     priority: int = 0,
 ) -> inference_pb2.GenerateRequest:
-    """Make the request message of a prompt; raises InvalidRequestError."""
+    """Make the request message for a prompt; raises InvalidRequestError."""
     check_priority(priority)
     params = wire_types.sampling_params_to_proto(sampling_params or SamplingParams())
     request = inference_pb2.GenerateRequest(
@@ -142,7 +143,7 @@ def make_batch_request(
     session_id: str = "",
     priority: int = 0,
 ) -> inference_pb2.GenerateBatchRequest:
-    """Make the request message of several prompts; raises InvalidRequestError."""
+    """Make the request message for several prompts; raises InvalidRequestError."""
     if isinstance(prompts, str):
         raise InvalidRequestError("prompts", "must be a list of prompts, got a text")
     check_priority(priority)
@@ -159,7 +160,7 @@ def make_batch_request(
 
 
 def make_prompt(prompt: Prompt) -> inference_pb2.Prompt:
-    """Make the prompt's message; raises InvalidRequestError."""
+    """Make a prompt's message; raises InvalidRequestError."""
     message = inference_pb2.Prompt()
     _fill_prompt(message, prompt)
     return message
@@ -188,7 +189,10 @@ def _fill_prompt(
 
 
 def _checked_text(field: str, text: object) -> str:
-    """Check that a text can be sent; a terminal may hand over bytes that are no characters."""
+    """Return a text, or raise InvalidRequestError if it cannot be encoded.
+
+    Text from a terminal may contain bytes that are not characters.
+    """
     if not isinstance(text, str):
         raise InvalidRequestError(field, f"must be text, got {type(text).__name__}")
     try:
@@ -199,7 +203,7 @@ def _checked_text(field: str, text: object) -> str:
 
 
 def join(deltas: Sequence[TextDelta]) -> Completion:
-    """Join pieces to the completion that they make."""
+    """Join the pieces of one output to a completion."""
     whole = join_deltas(deltas)
     return Completion(
         request_id=whole.request_id,
@@ -214,7 +218,7 @@ def join(deltas: Sequence[TextDelta]) -> Completion:
 
 
 def join_batch(deltas: Sequence[TextDelta]) -> list[list[Completion]]:
-    """Join pieces to completions, by prompt and output."""
+    """Join the pieces of a batch to completions, by prompt and choice."""
     order = sorted(deltas, key=lambda d: (d.prompt_index, d.choice_index, d.output_index))
     return [
         [join(list(choice)) for _, choice in itertools.groupby(prompt, lambda d: d.choice_index)]
@@ -227,7 +231,7 @@ def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelD
 
 
 def is_unreachable(error: grpc.RpcError) -> bool:
-    """Say whether a call failed because no connection could be opened or kept."""
+    """Return whether a call failed because the router cannot be reached."""
     details = (error.details() or "").lower()
     return error.code() is grpc.StatusCode.UNAVAILABLE and (
         "failed to connect" in details or "connection refused" in details
@@ -235,10 +239,10 @@ def is_unreachable(error: grpc.RpcError) -> bool:
 
 
 def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
-    """Return the error that the router raised, or the nearest one when it did not say.
+    """Return the error that the router raised; if it sent none, the nearest one for the status.
 
     Args:
-        why: it could not be reached, where that is known.
+        why: why the router cannot be reached, if known.
     """
     code, details = error.code(), error.details() or ""
     said = error_from_trailers(details, trailers_of(error))

@@ -1,1 +1,1 @@
-"""The C library of native kernels as a file: built once per CPU, kept in a cache, found again."""
+"""The native kernels' C library: built once per CPU and kept in a cache."""

@@ -1,8 +1,9 @@
-"""The library built ahead for several instruction sets, and the best one for this CPU found again.
+"""Builds the library ahead of time for several instruction sets, and picks the best for a CPU.
 
-For machines without a compiler: ``python -m baton_kernels.native.build_ahead FOLDER`` builds, and
-a process whose ``BATON_NATIVE_LIBRARIES`` names the folder loads from there. Who could write to it
-could run code here: folder and files must be ours or root's, and nobody else's to write.
+For machines without a compiler: ``python -m baton_kernels.native.build_ahead FOLDER`` builds, and a
+process loads from the folder in ``BATON_NATIVE_LIBRARIES``. Whoever can write there could run code
+in our process, so folder and files must belong to this user or root, and be writable by nobody
+else.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ FOLDER_VARIABLE = "BATON_NATIVE_LIBRARIES"
 _INDEX = "libraries.json"
 _X86_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_V4 = (*_X86_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-_FEATURES = ("flags\t", "flags ", "Features")  # x86's line in /proc/cpuinfo, and Arm's
-_WIDE = "-mprefer-vector-width=512"  # GCC would use half of the registers' width
+# Beginnings of the features' line in /proc/cpuinfo: x86, Arm.
+_FEATURES = ("flags\t", "flags ", "Features")
+_WIDE = "-mprefer-vector-width=512"  # GCC's default uses only half of the register width
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What a library is compiled for.
+    """An instruction set to compile the library for.
 
     Attributes:
         name: name of the library's file.
-        machine: the name from `platform.machine`.
-        flags: the compiler's flags.
+        machine: machine type, as `platform.machine` names it.
+        flags: compiler flags.
         needs: features that the CPU must have, as /proc/cpuinfo names them.
     """
 
@@ -46,7 +48,7 @@ class InstructionSet:
 
 
 _DOTS = ("-march=x86-64-v4", "-mavx512vnni", _WIDE)
-# The best first: the first one whose needs a CPU meets is loaded.
+# Best first: a CPU loads the first one whose needs it meets.
 INSTRUCTION_SETS = (
     InstructionSet(
         "x86-64-v4-amx",
@@ -78,12 +80,12 @@ INSTRUCTION_SETS = (
 
 
 def build_libraries(folder: Path, sets: Iterable[InstructionSet] | None = None) -> list[Path]:
-    """Build the library for every instruction set of this kind of machine; return the files.
+    """Build the library for each instruction set of this machine type; return the files.
 
-    Each uses the OpenMP runtime that torch brings. ``CC`` names the compiler.
+    The libraries use torch's OpenMP runtime. ``CC`` names the compiler.
 
     Raises:
-        BuildError: no sources, no compiler, or it failed.
+        BuildError: there are no sources or no compiler, or the compiler failed.
         OSError: the folder cannot be written.
     """
     wanted = [one for one in sets or INSTRUCTION_SETS if one.machine == platform.machine()]
@@ -108,14 +110,14 @@ def build_libraries(folder: Path, sets: Iterable[InstructionSet] | None = None) 
 
 
 def open_library_built_ahead(openmp_runtime: str | None) -> tuple[int, Path] | None:
-    """Open the best library of the folder for this CPU; None where no folder is named.
+    """Open the best library in the folder for this CPU; None: no folder is named.
 
     Args:
         openmp_runtime: file of the OpenMP runtime that the library can use.
 
     Raises:
-        BuildError: a folder is named, and there is nothing in it that may and can be used: it is
-            of other sources, of no instruction set that this CPU has, damaged or others' to write.
+        BuildError: the named folder has no usable library: it was built from other sources, does
+            not suit this CPU, is damaged, or others may write it.
     """
     named = os.environ.get(FOLDER_VARIABLE)
     if not named:
@@ -146,7 +148,7 @@ def open_library_built_ahead(openmp_runtime: str | None) -> tuple[int, Path] | N
 def best_for_cpu(
     libraries: Sequence[Mapping[str, object]], machine: str, features: frozenset[str]
 ) -> Mapping[str, object] | None:
-    """Return the first library that runs on a CPU with these features; None if none does."""
+    """Return the first library that runs on a CPU with these features; None: none does."""
     for library in libraries:
         needs = library["needs"]
         if not isinstance(needs, list):
@@ -157,7 +159,7 @@ def best_for_cpu(
 
 
 def cpu_features() -> frozenset[str]:
-    """Read the features that every core of this machine has, as /proc/cpuinfo names them."""
+    """Return the features that all cores of this machine have, as /proc/cpuinfo names them."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return frozenset()
@@ -172,7 +174,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 
 def _open_own(folder: Path, name: str) -> int:
-    """Open a file of the folder, both ours (or root's) and nobody else's to write."""
+    """Open a file in a folder; both must belong to this user or root and be safe from others."""
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)

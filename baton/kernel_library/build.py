@@ -1,10 +1,10 @@
-"""Build the C sources into a shared library in the user's cache, with the system's compiler.
+"""Builds the C sources into a shared library in the user's cache, with the system's compiler.
 
-One library per source, compiler, flags and CPU. One process builds at a time and the others wait
-for its library: the cache folder is locked meanwhile (flock). A finished file is renamed into
-place. Another user's file could run code here, so folder and file must belong to this user alone,
-and are opened by descriptor. Where the cache cannot be written, a folder for temporary files takes
-its place. Refuses to know: what the functions in the library do.
+There is one library per version of the sources, compiler, flags and CPU. A lock on the cache folder
+(flock) lets one process build while others wait for its library. Finished files are renamed into
+place. A file that others can write could run their code here, so folder and file must belong to
+this user alone, and are opened by descriptor. If the cache is not writable, a folder for temporary
+files is used. Knows nothing of the functions in the library.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fvisibility=default", "-w",
 )  # fmt: skip
-# By platform.machine(). GCC would use half of the registers' width of an x86 otherwise, and would
-# order instructions for what it takes a CPU for that is newer than itself (log, 2026-11-27).
+# By platform.machine(). On x86, GCC's default uses only half of the register width. On CPUs newer
+# than itself, GCC orders instructions for a wrong model, hence -mtune (log, 2026-11-27).
 _X86_FLAGS = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
-_ARM_FLAGS = ("-mcpu=native",)  # clang has learned -march=native there in release 16
+_ARM_FLAGS = ("-mcpu=native",)  # clang knows -march=native on Arm only since release 16
 _CPU_FLAGS = {
     "x86_64": _X86_FLAGS, "AMD64": _X86_FLAGS, "aarch64": _ARM_FLAGS, "arm64": _ARM_FLAGS
 }  # fmt: skip
-_CHOOSES_CPU = ("-march", "-mcpu")  # in CC: the user knows better
-_TIME_LIMIT_S = 300.0  # on a busy machine; some 40 s of it are needed on two cores
+_CHOOSES_CPU = ("-march", "-mcpu")  # if CC has one of these, the user has chosen the CPU
+_TIME_LIMIT_S = 300.0  # for busy machines; two cores need about 40 s
 _LOCK_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedLibrary:
-    """A library that only this user can change.
+    """An open library file that only this user can change.
 
     Attributes:
-        descriptor: number of the open file; whoever opened the library closes it.
-        path: name of the file.
-        problem: why the library is not in the user's cache; empty: the library is there.
+        descriptor: descriptor of the open file; the caller closes it.
+        path: path of the file.
+        problem: why the library is not in the user's cache; empty: it is there.
     """
 
     descriptor: int
@@ -63,7 +63,7 @@ class OpenedLibrary:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What a library is made of; `name` is its file's."""
+    """What the library is built from; `name` is its file's name."""
 
     sources: Sequence[Path]
     compiler: Sequence[str]
@@ -77,21 +77,20 @@ class _Recipe:
 def open_library(
     openmp_runtime: str | None, on_build: Callable[[], None] = lambda: None
 ) -> OpenedLibrary:
-    """Open the library for this machine, and build it where there is none.
+    """Open the library for this machine; build it if there is none.
 
-    The opened file belongs to this user (or root), and nobody else can write the file or its
-    folder. A file that others can write is built anew; a folder that belongs to another user is an
-    error.
+    The file belongs to this user (or root), and nobody else can write it or its folder. A file that
+    others can write is built again; a folder of another user is an error.
 
-    ``CC`` in the environment names the compiler, and may choose another instruction set than that
-    of this CPU: ``CC="gcc -march=x86-64-v3"``.
+    ``CC`` in the environment names the compiler, and may choose another instruction set than this
+    CPU's: ``CC="gcc -march=x86-64-v3"``.
 
     Args:
         openmp_runtime: file of the OpenMP runtime that the library can use; None: there is none.
         on_build: called before the compiler starts, as building takes a minute.
 
     Raises:
-        BuildError: no sources, no compiler, no safe folder for the library, or the compiler failed.
+        BuildError: there are no sources, no compiler or no safe folder, or the compiler failed.
     """
     recipe = _recipe(openmp_runtime)
 
@@ -113,9 +112,9 @@ def open_library(
 
 
 def find_library(openmp_runtime: str | None) -> Path | None:
-    """Find the library that :func:`open_library` would open; None: it would build the library.
+    """Return the library that :func:`open_library` would open; None: it would have to build.
 
-    Raises BuildError where it could not build.
+    Raises BuildError if it could not build.
     """
     name = _recipe(openmp_runtime).name
     for place in (_cache_folder, _temporary_folder):
@@ -133,11 +132,11 @@ def find_library(openmp_runtime: str | None) -> Path | None:
 
 
 class _NotWritableError(Exception):
-    """A folder cannot be used for the library; the message says which and why."""
+    """A folder cannot be used for the library; the message says which folder and why."""
 
 
 def _recipe(openmp_runtime: str | None) -> _Recipe:
-    """Choose sources, compiler and flags; raises BuildError."""
+    """Choose the sources, compiler and flags; raises BuildError."""
     sources, compiler = find_sources(), find_compiler(openmp_runtime)
     flags = [*FLAGS, "-fopenmp-simd" if openmp_runtime is None else "-fopenmp"]
     if not any(word.startswith(_CHOOSES_CPU) for word in compiler):
@@ -146,15 +145,15 @@ def _recipe(openmp_runtime: str | None) -> _Recipe:
 
 
 def _cache_folder() -> Path:
-    """Return the folder for libraries in the user's cache."""
+    """Return the folder for the library in the user's cache."""
     try:
         return cache_folder("native")
-    except CacheFolderError as error:  # no home
+    except CacheFolderError as error:  # there is no home folder
         raise _NotWritableError(str(error)) from error
 
 
 def _temporary_folder() -> Path:
-    """Return this user's folder for libraries where the cache cannot be written."""
+    """Return this user's folder for the library if the cache is not writable."""
     try:
         return Path(tempfile.gettempdir()) / f"baton-native-{os.geteuid()}"
     except OSError as error:
@@ -162,7 +161,7 @@ def _temporary_folder() -> Path:
 
 
 def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
-    """Open a library in a folder, made there if absent, and return its descriptor.
+    """Open a library in a folder, and build it first if it is missing; return its descriptor.
 
     Raises:
         BuildError: the folder belongs to another user, or ``make`` failed.
@@ -178,9 +177,10 @@ def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
         library = _open_own(name, folder_fd)
         if library is None:
             with _locked(folder_fd):
-                library = _open_own(name, folder_fd)  # another process may have built it meanwhile
+                # Another process may have built it in the meantime.
+                library = _open_own(name, folder_fd)
                 if library is None:
-                    _check_writable(folder_fd)  # before a minute of work
+                    _check_writable(folder_fd)  # before the build, which takes a minute
                     _store(make(), name, folder_fd)
                     library = _open_own(name, folder_fd)
     except OSError as error:
@@ -194,10 +194,10 @@ def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
 
 @contextlib.contextmanager
 def _locked(folder_fd: int) -> Iterator[None]:
-    """Hold the folder's lock, so that one process builds and the others wait for its library.
+    """Hold the folder's lock, so one process builds while others wait for its library.
 
-    Goes on without the lock where the file system has none, and after the time that a build may
-    take: two builds at once are only slow.
+    If the file system has no locks, or a build's time limit has passed, goes on without the lock:
+    two builds at once are only slow.
     """
     give_up_at = time.monotonic() + _TIME_LIMIT_S
     while time.monotonic() < give_up_at:
@@ -208,22 +208,22 @@ def _locked(folder_fd: int) -> Iterator[None]:
             time.sleep(_LOCK_POLL_S)
         except OSError:
             break
-    yield  # the lock ends when the descriptor is closed
+    yield  # closing the descriptor releases the lock
 
 
 def _check_writable(folder_fd: int) -> None:
-    """Raise OSError if no file can be made in the folder."""
+    """Raise OSError if no file can be created in the folder."""
     name = f".{secrets.token_hex(8)}"
     os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600, dir_fd=folder_fd))
     os.unlink(name, dir_fd=folder_fd)
 
 
 def _open_own(name: str, folder_fd: int) -> int | None:
-    """Open a file and return its descriptor; None unless it is ours alone."""
+    """Open a file and return its descriptor; None unless only this user or root can write it."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, dir_fd=folder_fd)
-    except OSError:  # not there, or a link
+    except OSError:  # missing, or a symbolic link
         return None
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and is_own(found) and found.st_nlink == 1:
@@ -233,7 +233,7 @@ def _open_own(name: str, folder_fd: int) -> int | None:
 
 
 def _store(content: bytes, name: str, folder_fd: int) -> None:
-    """Write a file and rename it into place."""
+    """Write a file under another name and rename it into place."""
     new = f".{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(new, flags, mode=0o600, dir_fd=folder_fd)
@@ -248,11 +248,11 @@ def _store(content: bytes, name: str, folder_fd: int) -> None:
 
 
 def find_sources() -> list[Path]:
-    """Find the C files: inside the package when installed, beside it in the repository.
+    """Return the C sources, in the installed package or beside it in the repository.
 
     Raises BuildError.
     """
-    found = importlib.util.find_spec("baton_kernels")  # does not import the package, nor torch
+    found = importlib.util.find_spec("baton_kernels")  # does not import the package or torch
     if found is None or found.origin is None:
         raise BuildError("the package baton_kernels is not installed")
     package = Path(found.origin).resolve().parent
@@ -264,14 +264,14 @@ def find_sources() -> list[Path]:
 
 
 def find_compiler(openmp_runtime: str | None) -> list[str]:
-    """Find the first compiler whose code runs on the OpenMP runtime; return its words."""
+    """Return the words of a compiler whose code runs on the OpenMP runtime; raises BuildError."""
     wanted, unfit = os.environ.get("CC"), ""
     for name in [wanted] if wanted else ["cc", "gcc", "clang"]:
         words = name.split()
         path = shutil.which(words[0]) if words else None
         if path is None:
             continue
-        # GCC's code runs on LLVM's runtime and Intel's too, clang's on these alone.
+        # GCC's code also runs on LLVM's and Intel's runtimes; clang's code only on those two.
         if (
             openmp_runtime
             and "libgomp" in openmp_runtime
@@ -284,7 +284,7 @@ def find_compiler(openmp_runtime: str | None) -> list[str]:
 
 
 def digest_of_sources(sources: Sequence[Path]) -> str:
-    """Name the sources by what is in them."""
+    """Return a digest of the sources' names and contents."""
     digest = hashlib.sha256()
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -304,7 +304,7 @@ def _key(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str])
 
 
 def _cpu_flags() -> str:
-    """Read the CPU's features, by which the compiler chooses instructions."""
+    """Return the lines of /proc/cpuinfo by which the compiler chooses instructions."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor()
@@ -316,7 +316,7 @@ def _cpu_flags() -> str:
 def compile_library(
     sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]
 ) -> bytes:
-    """Compile the library, one compiler per core, and return its content; raises BuildError."""
+    """Compile the library on all cores and return its content; raises BuildError."""
     deadline = time.monotonic() + _TIME_LIMIT_S
     try:
         held = HeldFolder("baton-build-")
@@ -325,7 +325,7 @@ def compile_library(
     with (
         held,
         ThreadPoolExecutor(_num_cores()) as at_once,
-        Compilers(deadline) as compilers,  # ends first: the threads wait for its processes
+        Compilers(deadline) as compilers,  # exits first, as the threads wait for its processes
     ):
         largest_first = sorted(sources, key=lambda one: -one.stat().st_size)
         objects = {f"{held.path}/{one.stem}.o": one for one in largest_first if one.suffix == ".c"}
@@ -334,12 +334,12 @@ def compile_library(
         )
         for _ in at_once.map(compilers.run, commands):
             pass
-        # Without -fopenmp: the runtime is torch's own, which the process has loaded already.
+        # Without -fopenmp, because the process has already loaded torch's runtime.
         finished = f"{held.path}/library.so"
         compilers.run([*compiler, "-shared", "-o", finished, *sorted(objects), "-lm"])
         return Path(finished).read_bytes()
 
 
 def _num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

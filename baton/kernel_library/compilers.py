@@ -1,8 +1,8 @@
-"""Compilers: run compiler processes that end when this process does, however this process ends.
+"""Compilers: runs compiler processes that end with this process, however it ends.
 
-A compiler's driver starts processes of its own (cc1, as), which no signal to the driver reaches.
-So all of them are in one process group, and a guard in the group waits for the end of a pipe that
-this process alone holds open. The guard then kills the group.
+A compiler starts processes of its own (cc1, as), which no signal to the compiler reaches. So all
+run in one process group with a guard process. The guard reads a pipe that only this process holds
+open; when the pipe closes, it kills the group.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _TOOL_TIMEOUT_S = 60.0
 
 
 class BuildError(Exception):
-    """The library cannot be had; the message is one line that says why."""
+    """The library cannot be built or used; the message says why in one line."""
 
 
 class Compilers:
-    """Runs compilers while it is used as a context manager; none is left after it.
+    """Runs compilers while used as a context manager; kills those left at its end.
 
     Args:
-        deadline: of `time.monotonic`, for all that is run.
+        deadline: by `time.monotonic`, for all commands together.
 
     Attributes:
-        group: number of the process group that the compilers are in.
+        group: id of the compilers' process group.
 
     Raises:
-        BuildError: there is no shell for the guard.
+        BuildError: there is no shell to run the guard.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -54,15 +54,15 @@ class Compilers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The guard is not waited for yet, so its number still means this group.
+        # The guard is not reaped before, so no other group can have taken its number.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.group, signal.SIGKILL)
         self._guard.communicate()
 
     def run(self, command: Sequence[str]) -> str:
-        """Run a compiler and return its output; may be called from several threads.
+        """Run a compiler and return its output; thread-safe.
 
-        Raises BuildError with the first line of the problem.
+        Raises BuildError with the first line of the compiler's error.
         """
         return run_tool(command, self._deadline - time.monotonic(), group=self.group)
 
@@ -70,10 +70,10 @@ class Compilers:
 def run_tool(
     command: Sequence[str], timeout_s: float = _TOOL_TIMEOUT_S, group: int | None = None
 ) -> str:
-    """Run a command and return its output; raises BuildError with the first line of the problem.
+    """Run a command and return its output; raises BuildError with the first line of its error.
 
     Args:
-        group: process group that the command joins; None: that of this process.
+        group: process group that the command joins; None: this process's group.
     """
     try:
         done = subprocess.run(

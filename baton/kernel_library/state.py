@@ -1,4 +1,4 @@
-"""Say whether native kernels are there for this CPU, and build them, without importing torch."""
+"""Finds out whether native kernels exist for this CPU, and builds them, without torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from baton.kernel_library.compilers import BuildError
 
 SWITCH_VARIABLE = "BATON_NATIVE_KERNELS"
 BUILDING = "building native kernels for this CPU, once; takes about a minute"
-# What to do where there is no compiler, and what the reader loses until then.
+# Advice if there is no compiler, and what its lack costs until then.
 SLOWER = "tokens come 4 to 5 times slower"
 ADVICE = "install a C compiler (apt install gcc, or dnf install gcc), and start again"
 _OFF = ("0", "off", "false", "no")
-_TORCHS_OPENMP = "libgomp"  # what torch's packages for Linux bring along
+_TORCHS_OPENMP = "libgomp"  # the runtime in torch's packages for Linux
 
 
 @dataclass(frozen=True, slots=True)
 class KernelState:
-    """Native kernels for this CPU.
+    """State of the native kernels for this CPU.
 
     Attributes:
-        path: file of the library; None: there is none yet.
-        problem: reason why there will be none; empty: the library is there, or can be built.
-        is_off: true if the environment forbids native kernels.
+        path: file of the library; None: there is none.
+        problem: why the library cannot be built or used; empty: it is there, or can be built.
+        is_off: whether the environment turns native kernels off.
     """
 
     path: Path | None = None
@@ -36,17 +36,17 @@ class KernelState:
 
     @property
     def can_be_built(self) -> bool:
-        """Say that the library is absent and a compiler is there."""
+        """Whether the library is missing, but a compiler is there."""
         return self.path is None and not self.problem and not self.is_off
 
 
 def are_kernels_off() -> bool:
-    """Say whether the environment forbids native kernels."""
+    """Return whether the environment turns native kernels off."""
     return os.environ.get(SWITCH_VARIABLE, "1").lower() in _OFF
 
 
 def find_kernels() -> KernelState:
-    """Look for the library; builds nothing, and takes some milliseconds."""
+    """Return the state of the kernels in some milliseconds; builds nothing."""
     if are_kernels_off():
         return KernelState(is_off=True)
     try:
@@ -60,7 +60,7 @@ def find_kernels() -> KernelState:
 
 
 def build_kernels(on_build: Callable[[], None]) -> KernelState:
-    """Build the library if there is none, and wait while another process builds it.
+    """Build the library if there is none; waits if another process is building it.
 
     Args:
         on_build: called before the compiler starts.

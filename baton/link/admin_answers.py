@@ -1,7 +1,7 @@
-"""AdminAnswers: a node's end of what operators ask it over its link to a router. Knows no answer.
+"""AdminAnswers: a node's end of operators' questions over its link to a router.
 
-An answer goes in parts, each only when no event waits: a large ledger holds up no token. Each part
-is a message by itself, and all of them merged are the answer: nobody reads megabytes in one go.
+An answer is sent in parts, each only when no event waits, so that a large ledger delays no tokens.
+Each part is a message, and all parts merged are the answer.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from baton.link.words import AdminCall, AdminReply, RequestError
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 64 * 2**10  # about
-MAX_PART_BYTES = 4 * 2**20  # a router takes no more in one message
+PART_BYTES = 64 * 2**10  # approximate size
+MAX_PART_BYTES = 4 * 2**20  # a router accepts no more in one message
 MAX_REPLY_BYTES = 16 * 2**20
-MAX_OPEN_CALLS = 8  # of one router
+MAX_OPEN_CALLS = 8  # per router
 MAX_TIMEOUT_S = 120.0
 
 Answer = Callable[[AdminCall], Awaitable[Sequence[bytes]]]
 
 
 class AdminAnswers:
-    """The open admin calls of one link.
+    """Track the open admin calls of one link.
 
     Args:
-        answer: makes the answer to a call; None: this node answers none.
-        send: puts a part on the link when there is room for it.
+        answer: makes the answer to a call; None: no call is answered.
+        send: puts a part on the link when there is room.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class AdminAnswers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, call: AdminCall) -> None:
-        """Begin to answer a call; returns at once."""
+        """Start answering a call; returns at once."""
         task = asyncio.create_task(self._run(call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Cancel all answers: the link is gone, nobody waits for them any more."""
+        """Cancel all answers, because the link is gone."""
         for task in self._tasks:
             task.cancel()
 

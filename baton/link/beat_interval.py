@@ -1,3 +1,3 @@
-"""How often a node and its router tell each other that they live. Help waits for no more."""
+"""Interval of beats between node and router; in a module of its own so that help loads fast."""
 
 BEAT_INTERVAL_S = 0.25

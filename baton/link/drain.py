@@ -1,10 +1,10 @@
-"""Drain: how a node comes to rest without losing anything.
+"""Drain: brings a node to rest without losing requests.
 
-    SERVING -> DRAINING -> DRAINED        (and back, whenever it is told to serve again)
+    SERVING -> DRAINING -> DRAINED        (and back, when told to serve again)
 
-A draining node says so in its beats. Every router answers that it has seen it, and as a link keeps
-its order, nothing that the router had placed before is still under way then. So DRAINED is exact:
-no router places anything more, and no request, transfer or block that a peer may write is left.
+A draining node says so in its beats, and every router answers that it has seen it. A link keeps its
+order, so nothing that the router placed before is still on its way then. So DRAINED is exact: no
+router places anything more, and no request, transfer or block that a peer may write is left.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from baton.link.words import NodeBeat, ServingState
 
 
 class Drain:
-    """The serving state of one node; lives on its asyncio loop.
+    """Hold the serving state of one node, on its asyncio loop.
 
     Attributes:
-        state: what the next beat says.
+        state: state for the next beat.
         drained: set while the state is ``DRAINED``.
     """
 
@@ -29,24 +29,24 @@ class Drain:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the node takes new requests."""
+        """Whether the node accepts new requests."""
         return self.state is ServingState.SERVING
 
     def begin(self) -> None:
-        """Take nothing new from now on; harmless when it is so already."""
+        """Start draining; harmless if the node drains already."""
         if self.state is ServingState.SERVING:
             self.state = ServingState.DRAINING
 
     def resume(self) -> None:
-        """Serve (again)."""
+        """Serve again."""
         self.state = ServingState.SERVING
         self.drained.clear()
 
     def mark(self, beat: NodeBeat, *, all_routers_know: bool) -> NodeBeat:
-        """Return the beat with the serving state in it; complete the drain if nothing is open."""
+        """Return the beat with the serving state; ends the drain if nothing is open."""
         if self.state is not ServingState.SERVING:
             is_quiet = all_routers_know and not _num_open(beat)
-            # (A router that joins a drained node has to see it, too; that takes a moment.)
+            # (A router that joins a drained node must see the drain too, which takes a moment.)
             self.state = ServingState.DRAINED if is_quiet else ServingState.DRAINING
             (self.drained.set if is_quiet else self.drained.clear)()
         return dataclasses.replace(beat, serving_state=self.state)

@@ -1,8 +1,8 @@
-"""Message cuts: what a node says in one step, in messages that a link carries.
+"""Message cuts: split a step's events into messages that a link can carry.
 
-A message that is too long does not fail by itself: it breaks the link, and with it every request
-of the node. So steps are cut between requests; what one alone has too much of ends it. Nor may a
-message have too many parts: the smallest has two bytes, and who reads it makes an object of each.
+A message that is too long breaks the link, and with it every request of the node. So steps are
+split between requests; a request that is too long by itself is ended. The number of parts is
+limited too: the smallest takes two bytes, and the reader makes an object of each.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from baton.v1 import node_pb2
 # Half of what a router takes in one message (`baton.serving.rpc.MAX_CLIENT_MESSAGE_BYTES`).
 MAX_LINK_MESSAGE_BYTES = 4 * 2**20
 MAX_LINK_DELTAS = 2**13
-# What a router reads of one message: more than a node that cuts its steps ever says.
+# Limit for reading: more than a node that splits its steps ever sends.
 MAX_READ_DELTAS = 2 * MAX_LINK_DELTAS
 MAX_PARTS = 2**18  # tokens and their logprobs; rows; hashes
-# Tokens with logprobs whose message a node's event loop makes itself: a few milliseconds.
+# Up to this many tokens with logprobs, a node's event loop makes the message itself.
 MAX_LOGPROBS_HERE = 512
-# That a delta has besides: all are counted before a message is read (`baton.wire.parts`).
+# Other parts of a delta; all are counted before a message is read (`baton.wire.parts`).
 _MORE_PARTS = 32
 
 
@@ -55,9 +55,9 @@ def cut_message(
 
 
 def parts_problem(message: node_pb2.NodeMessage) -> str:
-    """Say why a message has too many parts to be read; empty: it may be read.
+    """Return why a message has too many parts to be read; empty if it has not.
 
-    To be asked before anything is made of its parts: counting them costs a fraction of that.
+    Call before converting the message: counting costs a fraction of that.
     """
     step, events = message.deltas, message.kv_events
     if len(step.deltas) > MAX_READ_DELTAS:
@@ -70,7 +70,7 @@ def parts_problem(message: node_pb2.NodeMessage) -> str:
 
 
 def tops_problem(message: node_pb2.NodeMessage) -> str:
-    """Say why a message is refused: too many alternatives of a token; empty: it is not."""
+    """Return why a message has too many alternatives of a token; empty if it has not."""
     for delta in message.deltas.deltas:
         for one in itertools.chain(delta.logprobs, delta.prompt_logprobs):
             if len(one.top_token_ids) > MAX_LOGPROBS:
@@ -79,17 +79,17 @@ def tops_problem(message: node_pb2.NodeMessage) -> str:
 
 
 def has_many_logprobs(deltas: tuple[RequestDelta, ...]) -> bool:
-    """Return whether a step has so many logprobs that messages of them take some milliseconds."""
+    """Return whether a step has so many logprobs that making messages takes milliseconds."""
     return sum(len(one.logprobs) + len(one.prompt_logprobs) for one in deltas) > MAX_LOGPROBS_HERE
 
 
 def _num_parts(delta: node_pb2.RequestDelta) -> int:
-    """Count a delta's parts without the alternatives in logprobs, which a loop in C reads."""
+    """Count a delta's parts, without the alternatives in logprobs, which are read fast."""
     return len(delta.token_ids) + len(delta.logprobs) + len(delta.prompt_logprobs)
 
 
 def _too_long(delta: node_pb2.RequestDelta, num_bytes: int) -> node_pb2.RequestDelta:
-    """Make the error that ends a request: on another node it would be as large."""
+    """Return the error that ends a request whose step is too long on any node."""
     problem = f"logprobs: one step has {num_bytes} bytes of them, more than a message holds"
     error = node_pb2.RequestError(code="INVALID_ARGUMENT", message=problem)
     return node_pb2.RequestDelta(request_id=delta.request_id, epoch=delta.epoch, error=error)

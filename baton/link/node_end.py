@@ -1,9 +1,9 @@
-"""NodeEnd: what a node's end of a link to a router decides. No stream, no task, no clock.
+"""NodeEnd: the decisions of a node's end of a link. No stream, no task, no clock.
 
-register, take_first      join, or say what is in the way
-say, take                 events up and commands down, with requests under the other's names
-miss_beat                 a router that says nothing for too long is silent
-leave                     the stream broke: what the router had placed here ends
+register, take_first      join, or learn why not
+say, take                 events up and commands down, with request ids converted
+miss_beat                 notice a silent router
+leave                     after the stream broke: end the router's requests
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ Asked = RouterCommand | AdminCall | tuple[RequestDelta]
 
 
 class NodeEnd:
-    """One node's end of its links to one router, one after the other.
+    """Manage one node's successive links to one router.
 
     Args:
-        registration: who this node is.
+        registration: this node's registration.
 
     Attributes:
-        router_id: of the router's process, once it was joined.
+        router_id: id of the router's process; empty before the first link.
         joined: whether there is a link now.
-        obstacle: why the router does not take this node now, if it said so when last asked.
+        obstacle: why the router refused this node for now; empty if it did not.
     """
 
     def __init__(self, registration: NodeRegistration) -> None:
         self.router_id = ""
         self.joined = False
         self.obstacle = ""
-        # A key for each router: none of them can show the others' to be this node.
+        # Each router gets its own key, so that none can pose as this node to another.
         self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._num_missed_beats = 0
 
     def register(self) -> node_pb2.NodeMessage:
-        """The first message of a stream."""
+        """Return the first message of a stream."""
         return wire.registration_to_proto(self._registration)
 
     def take_first(self, message: node_pb2.RouterMessage) -> None:
-        """Join, unless the router has something against it now.
+        """Handle the answer to the registration: join, or keep the reason why not.
 
         Raises:
-            ConfigError: it refused this node for good, and why.
+            ConfigError: the router refused this node for good.
         """
         self.obstacle = message.registered.problem
         if not self.obstacle:
@@ -89,7 +89,7 @@ class NodeEnd:
             raise ConfigError(f"the router refused this node: {self.obstacle}")
 
     def say(self, event: NodeEvent, now: float) -> list[node_pb2.NodeMessage]:
-        """Messages for an event, as short as others' tokens want it; none if it cannot be sent.
+        """Return the messages for an event; empty if it cannot be sent.
 
         Args:
             now: by the clock of `RequestDelta.sampled_at`.
@@ -98,7 +98,7 @@ class NodeEnd:
             event = tuple(_with_send_time(delta, now) for delta in event)
         try:
             message = wire.node_event_to_proto(event)
-        except ValueError as error:  # a value that a peer sent and the wire cannot hold
+        except ValueError as error:  # a peer sent a value that the wire format cannot hold
             logger.error("dropped an event that cannot be sent: %s", error)
             return []
         for delta in message.deltas.deltas:
@@ -106,11 +106,11 @@ class NodeEnd:
         return list(cut_message(message))
 
     def take(self, message: node_pb2.RouterMessage) -> Asked | None:
-        """What a message asks of the node, or, as deltas, what is to be said to it at once."""
+        """Return a message's command for the node, or deltas to send back at once, or None."""
         self._num_missed_beats = 0
         try:
             command = wire.command_from_proto(message)
-        except InvalidRequestError as error:  # from the network: data, not a bug
+        except InvalidRequestError as error:  # invalid data from the network, not a bug
             logger.warning("refused a command: %s", error)
             return self._refuse(message, str(error))
         if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
@@ -119,7 +119,7 @@ class NodeEnd:
         return None if isinstance(command, RouterBeat | Refusal) else command
 
     def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> tuple[RequestDelta]:
-        """Tell the router that a request's command makes no sense, so that nobody waits for it."""
+        """Return the delta that tells the router that a command is invalid."""
         kind = message.WhichOneof("message")
         command = message.prefill if kind == "prefill" else message.decode
         name = node_request_id(command.request_id, self.router_id)
@@ -127,15 +127,15 @@ class NodeEnd:
         return (failed_delta(name, command.epoch, error),)
 
     def miss_beat(self) -> bool:
-        """Count a beat of ours; whether so many went by without a word that the router is silent.
+        """Count one of this node's beats; return whether the router is silent.
 
-        Our own ticks count, not time: a process that stood still has missed none.
+        Counts beats, not time, so a pause of this process does not make the router look silent.
         """
         self._num_missed_beats += 1
         return self._num_missed_beats > MAX_MISSED_BEATS
 
     def leave(self) -> AbortAll | None:
-        """The stream broke; what the router had placed here ends. None: there was no link."""
+        """Leave the link; return the command that ends the router's requests, or None."""
         if not self.joined:
             return None
         self.joined = False
@@ -143,7 +143,7 @@ class NodeEnd:
 
 
 def _with_send_time(delta: RequestDelta, now: float) -> RequestDelta:
-    """Say in the receipt of a token 1 how long the node had the token since it was sampled."""
+    """Write into token 1's receipt how long the node held the token after sampling."""
     if delta.prefill is None or not delta.sampled_at:
         return delta
     receipt = dataclasses.replace(delta.prefill, send_s=max(now - delta.sampled_at, 0.0))

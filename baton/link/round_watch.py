@@ -1,7 +1,7 @@
-"""RoundWatch: for how long a node's threads have stood in one round of their work.
+"""RoundWatch: finds threads of a node that are stuck in one round of work.
 
-A process whose engine hangs still beats, as other threads of it live. Counted in beats, not in
-seconds: a process that was stopped as a whole blames none of its threads when it goes on.
+If a node's engine hangs, its process still sends beats from other threads. Rounds are measured in
+beats, not in seconds, so a pause of the whole process does not make its threads look stuck.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from baton.link.words import BEAT_INTERVAL_S, NodeBeat
 
 
 class Rounds(NamedTuple):
-    """The rounds of one thread: how many have ended, and whether it is in one now, not asleep."""
+    """Number of rounds that a thread has ended, and whether it is within one now."""
 
     num_ended: int
     in_round: bool
 
 
 class RoundWatch:
-    """Finds threads of one node that are stuck in one round.
+    """Find threads of one node that are stuck in one round.
 
     Args:
-        rounds: of its threads, by their names; safe from any thread.
+        rounds: returns the threads' rounds by name; safe from any thread.
 
     Attributes:
-        stalled_s: of the thread that has been in one round for longest.
-        stalled_thread: its name; empty: none is.
+        stalled_s: how long the most stalled thread has been in its round.
+        stalled_thread: its name; empty if none is stalled.
     """
 
     def __init__(self, rounds: Callable[[], Mapping[str, Rounds]]) -> None:
@@ -36,11 +36,11 @@ class RoundWatch:
         self.stalled_thread = ""
         self._rounds = rounds
         self._last: Mapping[str, Rounds] = {}
-        self._num_beats: dict[str, int] = {}  # since a thread's round began
+        self._num_beats: dict[str, int] = {}  # beats since a thread's round began
         self._longest = 0
 
     def tick(self) -> None:
-        """Compare each thread's round with the last one; to be called once per beat."""
+        """Compare each thread's round with that of the last beat; call once per beat."""
         rounds = self._rounds()
         for name, now in rounds.items():
             if now.in_round and now == self._last.get(name):
@@ -52,7 +52,7 @@ class RoundWatch:
         self.stalled_s = self._num_beats.get(self.stalled_thread, 0) * BEAT_INTERVAL_S
 
     def mark(self, beat: NodeBeat) -> NodeBeat:
-        """Return the beat with the threads' rounds and a stalled thread in it."""
+        """Return the beat with the numbers of rounds and the stalled thread."""
         return dataclasses.replace(
             beat,
             num_rounds=sum(rounds.num_ended for rounds in self._last.values()),

@@ -1,6 +1,6 @@
-"""The router's end of a link, as far as it is about messages. No stream, no task, no clock.
+"""The messages of the router's end of a link. No stream, no task, no clock.
 
-What the router makes of what they say is `NodePool`'s, `Node`'s and `JoinGate`'s.
+`NodePool`, `Node` and `JoinGate` decide what follows from them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def registered(
     problem: str, router_id: str = "", *, may_retry: bool = False
 ) -> node_pb2.RouterMessage:
-    """The answer to a registration; with a problem a refusal."""
+    """Return the answer to a registration; with a problem, a refusal."""
     answer = node_pb2.Registered(
         problem=problem, router_id=router_id, may_retry=may_retry, protocol=PROTOCOL
     )
@@ -36,7 +36,7 @@ def registered(
 
 
 def read_event(message: node_pb2.NodeMessage) -> tuple[NodeEvent | None, str]:
-    """What a node says, if that is known here; or why its link is to end."""
+    """Return a message's event, or None for an unknown kind; and why the link must end, or ""."""
     problem = parts_problem(message)
     return None if problem else wire.node_event_from_proto(message), problem
 
@@ -44,10 +44,10 @@ def read_event(message: node_pb2.NodeMessage) -> tuple[NodeEvent | None, str]:
 def write_command(
     command: RouterCommand, node_name: str
 ) -> node_pb2.RouterMessage | RequestDelta | None:
-    """The message for a command to a node.
+    """Return the message for a command to a node.
 
-    What the wire cannot hold ends its request, and not the link of all: it gives that request's
-    delta instead, if it has one.
+    A command that the wire format cannot hold ends its request and not the link: then the request's
+    error delta is returned, or None without a request.
     """
     try:
         message = wire.command_to_proto(command)

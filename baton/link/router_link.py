@@ -1,7 +1,7 @@
-"""RouterLink: the stream between a node and a router, from the node's end.
+"""RouterLink: a node's end of its stream to one router.
 
-Joins, carries events up and commands down, and joins again when the stream breaks; what is said and
-what it means, `NodeEnd` decides.
+Joins, carries events up and commands down, and joins again when the stream breaks. `NodeEnd`
+decides what is sent and what messages mean.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RETRY_INTERVAL_S = 0.5
 _ASK_WHY_INTERVAL_S = 5.0
 REGISTER_TIMEOUT_S = 2.0
 _PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
-# Who it is, or what it may, is wrong: trying again changes nothing.
+# The node's identity or rights are wrong: retrying would not help.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _TOLD = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
@@ -50,17 +50,17 @@ class RouterLink:
 
     Args:
         router: ``host:port``.
-        registration: who this node is.
-        submit: takes commands; returns at once.
-        on_joined: called with True when registered, with False when the link is lost.
-        join_timeout_s: how long to try for the first time.
-        node_token: shows the router that this node may join.
-        answer: answers what operators ask; None: nothing.
-        tls: shows it who this node is; read anew for each link.
-        server_name: that the router's certificate must have; empty: the address's host.
+        registration: this node's registration.
+        submit: receives commands; returns at once.
+        on_joined: called with True after joining, with False when the link is lost.
+        join_timeout_s: longest time for the first join.
+        node_token: authorizes this node to join.
+        answer: answers operators' questions; None: none are answered.
+        tls: this node's certificates; read again for each link.
+        server_name: name that the router's certificate must have; empty: the address's host.
 
     Attributes:
-        problem: why there is no link, where TLS is the reason.
+        problem: why TLS prevents a link; empty if it does not.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RouterLink:
 
     @property
     def router_id(self) -> str:
-        """See `NodeEnd`; as are the next two."""
+        """See `NodeEnd` for this and the next two properties."""
         return self._end.router_id
 
     @property
@@ -104,16 +104,16 @@ class RouterLink:
         return self._end.obstacle
 
     def emit(self, event: NodeEvent) -> None:
-        """Queue an event; dropped while there is no link. On the loop's thread."""
+        """Queue an event, or drop it without a link. Call on the loop's thread."""
         if self.joined:
             self._events.put_nowait(event)
 
     async def run(self) -> None:
-        """Keep the link up for ever.
+        """Keep the link up; never returns.
 
         Raises:
-            NodeUnavailableError: the router did not answer in time, the first time.
-            ConfigError: the router refused this node, and why.
+            NodeUnavailableError: the router did not answer within ``join_timeout_s``.
+            ConfigError: the router refused this node.
         """
         give_up_at = time.monotonic() + self._join_timeout_s
         ever_joined = False
@@ -137,9 +137,9 @@ class RouterLink:
             self._stop_telling()
 
     async def _tell_why(self, *, is_first: bool) -> None:
-        """Log that there is no link, and why if known; again when that changes.
+        """Log why there is no link, and again when the reason changes.
 
-        A router that is only not there yet, as when both start at once, is no warning.
+        A router that is merely not up yet, as when both start at once, causes no warning.
         """
         told: str | None = None
         while True:
@@ -162,10 +162,10 @@ class RouterLink:
         self.problem = ""
 
     async def _connect(self) -> None:
-        """Open a link with the certificates that are there now, and hold it until it breaks."""
+        """Open a link with the current certificates, and hold it until it breaks."""
         try:
             tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
-        except ConfigError:  # `_tell_why` says it; they may be better at the next try
+        except ConfigError:  # `_tell_why` logs it; certificates may be valid at the next try
             return
         async with open_channel(self.router, tls, server_name=self._server_name) as channel:
             try:
@@ -182,17 +182,18 @@ class RouterLink:
         call = stub.Link(metadata=self._metadata)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                with contextlib.suppress(asyncio.InvalidStateError):  # refused: `read` says why
+                # Refused: `read` raises the reason.
+                with contextlib.suppress(asyncio.InvalidStateError):
                     await call.write(self._end.register())
                 first = await call.read()
-        except TimeoutError:  # it takes connections and does not answer
+        except TimeoutError:  # the router accepts connections but does not answer
             return
         if not isinstance(first, node_pb2.RouterMessage):
             return
         self._end.take_first(first)
         if not self.joined:
             return
-        while not self._events.empty():  # of a time before this link
+        while not self._events.empty():  # from before this link
             self._events.get_nowait()
         self._stop_telling()
         await self._on_joined(True)
@@ -200,7 +201,7 @@ class RouterLink:
         jobs = (self._write(call), self._read(call), self._watch())
         tasks = [asyncio.create_task(job) for job in jobs]
         try:
-            # Whichever ends, ends the link: a node that only listens or only talks is lost.
+            # The first job to end ends the link: a node that only reads or only writes is lost.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -211,9 +212,9 @@ class RouterLink:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send_part(self, reply: AdminReply) -> None:
-        """Put a part of an answer behind all events, so that no more than it is before a token.
+        """Queue a part of an answer when no event waits, so that tokens are hardly delayed.
 
-        On a link that is never idle, one now and then.
+        On a link that is never idle, wait a few pauses at most.
         """
         for _ in range(_MOST_PART_PAUSES):
             if self._events.empty():
@@ -234,7 +235,7 @@ class RouterLink:
                     self._submit(command)
 
     async def _watch(self) -> None:
-        """Return when the router missed too many beats."""
+        """Return when the router has missed too many beats."""
         is_silent = False
         while not is_silent:
             await asyncio.sleep(BEAT_INTERVAL_S)
@@ -242,9 +243,9 @@ class RouterLink:
         logger.warning("the router is silent")
 
     async def _say(self, event: NodeEvent) -> list[node_pb2.NodeMessage]:
-        """Return the messages for an event; those of many logprobs are made in a thread."""
+        """Return the messages for an event; those with many logprobs are made in a thread."""
         if isinstance(event, tuple) and has_many_logprobs(event):
-            # Without a new thread the loop stands still for a moment, but the link lives.
+            # If no thread can start, the loop blocks for a moment, but the link survives.
             with contextlib.suppress(RuntimeError):
                 return await asyncio.to_thread(self._end.say, event, time.monotonic())
         return self._end.say(event, time.monotonic())
@@ -258,5 +259,6 @@ class RouterLink:
             for message in messages:
                 try:
                     await call.write(message)
-                except asyncio.InvalidStateError:  # the router ended the call: we were dead to it
+                # The router ended the call: it considered this node dead.
+                except asyncio.InvalidStateError:
                     return

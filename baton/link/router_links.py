@@ -1,7 +1,7 @@
-"""RouterLinks: a node's links to all of its routers, which know nothing of each other.
+"""RouterLinks: a node's links to all of its routers, which do not know of each other.
 
-Each request's tokens go to the router that placed it, everything else to all. A router may be
-given by a DNS name with several addresses; those that come later are joined later.
+A request's tokens go to the router that placed it, everything else to all. A router's DNS name may
+have several addresses; new addresses are joined later.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _FIRST_RESOLVE_INTERVAL_S = 0.5
 
 
 class RouterLinks:
-    """Holds a link to each router; lives on the node's asyncio loop.
+    """Hold a link to each router, on the node's asyncio loop.
 
     Args:
         routers: ``host:port`` of each; a host may have several addresses.
-        registration: who this node is.
-        submit: takes commands for the node's loop; returns at once.
+        registration: this node's registration.
+        submit: receives commands for the node's loop; returns at once.
         drain: the node's serving state.
-        on_joined: called with whether there is a link to any router.
-        on_stop: called when a router wants the process to end, once it is drained.
-        join_timeout_s: how long to try to reach the first router.
-        node_token: shows routers that this node may join.
-        answer: answers what operators ask; None: nothing.
-        tls: shows them who this node is.
+        on_joined: called with whether any router is joined.
+        on_stop: called when a router tells the process to end after draining.
+        join_timeout_s: how long to try to reach a first router.
+        node_token: authorizes this node to join.
+        answer: answers operators' questions; None: none are answered.
+        tls: this node's certificates.
 
     Attributes:
-        reached: engine ids of the peers that this node reaches.
+        reached: engine ids of connected peers.
     """
 
     def __init__(
@@ -85,11 +85,12 @@ class RouterLinks:
         self._tls = tls
         self._links: dict[str, RouterLink] = {}  # by address
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._seers: set[str] = set()  # addresses of routers that know that the node drains
-        self._peers: dict[str, set[str]] = {}  # engine id -> addresses of the routers that have it
+        self._seers: set[str] = set()  # addresses of routers that have seen that this node drains
+        # Engine id -> addresses of the routers that list the peer.
+        self._peers: dict[str, set[str]] = {}
 
     def emit(self, event: NodeEvent) -> None:
-        """Hand an event to whom it concerns. On the loop's thread."""
+        """Send an event to the routers it concerns. Call on the loop's thread."""
         if isinstance(event, PeerReport):
             note = self.reached.add if event.connected else self.reached.discard
             note(event.engine_id)
@@ -105,16 +106,16 @@ class RouterLinks:
                         link.emit(tuple(deltas))
 
     def beat(self, beat: NodeBeat) -> None:
-        """Tell all routers how busy the node is, and whether it drains."""
+        """Report load and serving state to all routers."""
         joined = {address for address, link in self._links.items() if link.joined}
         self.emit(self._drain.mark(beat, all_routers_know=joined <= self._seers))
 
     async def run(self) -> None:
-        """Keep the links up for ever.
+        """Keep the links up; never returns.
 
         Raises:
-            NodeUnavailableError: no router answered in time, the first time.
-            ConfigError: a router refused this node, and why.
+            NodeUnavailableError: no router answered before the first join timed out.
+            ConfigError: a router refused this node.
         """
         give_up_at = time.monotonic() + self._join_timeout_s
         ever_joined = False
@@ -147,9 +148,9 @@ class RouterLinks:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _give_up(self, *, ever_joined: bool) -> None:
-        """Raise what kept this node from every router for so long, if it should not go on."""
+        """Raise the reason why no router could be joined in time, if this node should give up."""
         obstacles = [link.obstacle for link in self._links.values() if link.obstacle]
-        if obstacles:  # another node has its name, most likely
+        if obstacles:  # most likely another node has its name
             raise ConfigError(
                 f"the router refuses this node for {self._join_timeout_s:g} s: {obstacles[0]}"
             )
@@ -164,21 +165,21 @@ class RouterLinks:
     def _end(self, task: asyncio.Task[None]) -> None:
         """Raise a router's refusal; while this node drains, log it and drop the link."""
         try:
-            task.result()  # raises: it never ends by itself
+            task.result()  # always raises: a link does not end by itself
         except ConfigError as error:
             if self._drain.state is ServingState.SERVING:
                 raise
-            logger.warning("%s", error)  # other routers may still wait for what it has
+            logger.warning("%s", error)  # other routers may still wait for this node's results
             (address,) = (name for name, one in self._tasks.items() if one is task)
             del self._tasks[address], self._links[address]
 
     async def _follow(self, addresses: Mapping[str, str]) -> None:
-        """Dial addresses that are new; leave those that are gone and do not answer.
+        """Connect to new addresses; drop links to addresses that are gone and not joined.
 
         Args:
-            addresses: with the hosts that they were found by.
+            addresses: address -> the host that resolved to it.
         """
-        if not addresses:  # the name service is away: no reason to leave anybody
+        if not addresses:  # name resolution fails: keep all links
             return
         for address in self._links.keys() - set(addresses):
             if not self._links[address].joined:
@@ -195,7 +196,7 @@ class RouterLinks:
     def _make_link(self, address: str, host: str) -> RouterLink:
         async def on_joined(joined: bool) -> None:
             self._seers.discard(address)
-            if not joined:  # a router that is away says nothing of our peers
+            if not joined:  # a router without a link reports no peers
                 for routers in self._peers.values():
                     routers.discard(address)
             await self._on_joined(any(link.joined for link in self._links.values()))
@@ -205,7 +206,7 @@ class RouterLinks:
             self._registration,
             lambda command: self._take(address, command),
             on_joined=on_joined,
-            join_timeout_s=float("inf"),  # here is who gives up
+            join_timeout_s=float("inf"),  # `run` decides when to give up
             node_token=self._node_token,
             answer=self._answer,
             tls=self._tls,
@@ -227,7 +228,7 @@ class RouterLinks:
             case PeerUpdate(engine_id=engine_id, removed=True):
                 routers = self._peers.get(engine_id, set())
                 routers.discard(address)
-                if not routers:  # as long as one router has it, it lives
+                if not routers:  # the peer lives while any router lists it
                     self._peers.pop(engine_id, None)
                     self.reached.discard(engine_id)
                     self._submit(command)
@@ -247,9 +248,9 @@ def _by_router(deltas: Sequence[RequestDelta]) -> dict[str, list[RequestDelta]]:
 
 
 async def resolve_routers(routers: Sequence[str]) -> dict[str, str]:
-    """Resolve every router to its addresses, each with its host; skip names that do not resolve.
+    """Resolve all routers to addresses, with their hosts; skips names that fail to resolve.
 
-    An address stays as it was written where its name has one only: messages name it so.
+    A name with one address stays as written, for messages.
     """
     loop = asyncio.get_running_loop()
     addresses: dict[str, str] = {}
@@ -263,7 +264,8 @@ async def resolve_routers(routers: Sequence[str]) -> dict[str, str]:
             logger.debug("%s has no address: %s", host, error)
             continue
         hosts = list(dict.fromkeys(str(item[4][0]) for item in found))
-        ipv4 = [name for name in hosts if ":" not in name]  # of one machine, most often, both
+        # Dual-stack names usually mean one machine: IPv4 is enough.
+        ipv4 = [name for name in hosts if ":" not in name]
         names = ipv4 or [f"[{name}]" for name in hosts]
         if len(names) == 1:
             addresses[router] = host

@@ -1,7 +1,7 @@
-"""The only place where protobuf meets our own values: one function per direction and type.
+"""Convert the link's words and stream pieces to protobuf and back.
 
-What all services share is in `baton/wire/types.py`. Raises InvalidRequestError for values that a
-peer or a client should not have sent.
+Types shared by all services are in `baton/wire/types.py`. Raises InvalidRequestError for values
+that a peer or a client should not have sent.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
 
 
 def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration | None:
-    """Read a registration; None when the role is not one we know."""
+    """Return a registration; None if the role is unknown."""
     role = _ROLE_FROM_PROTO.get(message.role)
     if role is None:
         return None
@@ -197,7 +197,7 @@ def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
     return link.NodeBeat(
         serving_state=_SERVING_FROM_PROTO.get(
             message.serving_state,
-            link.ServingState.DRAINING,  # a state that we do not know yet
+            link.ServingState.DRAINING,  # a state of a newer version
         ),
         **{name: getattr(message, name) for name in _BEAT_FIELDS},
     )
@@ -261,7 +261,7 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
 
 
 def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | None:
-    """Read an event; None for a kind that this version does not know."""
+    """Return an event; None for a kind that this version does not know."""
     kind = message.WhichOneof("message")
     if kind == "deltas":
         step = message.deltas
@@ -378,7 +378,7 @@ def _trace_from_proto(
 
 
 def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | None:
-    """Read a command; None for a kind that this version does not know."""
+    """Return a command; None for a kind that this version does not know."""
     kind = message.WhichOneof("message")
     if kind == "registered":
         registered = message.registered

@@ -1,4 +1,4 @@
-"""What the router and the nodes answer alike to operators: log levels and profiles, as protobuf."""
+"""Answers that router and nodes give operators alike: log levels and profiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 def set_log_level(request: admin_pb2.SetLogLevelRequest) -> admin_pb2.SetLogLevelResponse:
     """Set the log level of this process; raises InvalidRequestError."""
-    logger.info("log-level %r %s", request.level, request.module)  # while INFO is still logged
+    # Logged first, while INFO is still on.
+    logger.info("log-level %r %s", request.level, request.module)
     try:
         previous = change_log_level(request.level, request.module)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What operators ask of nodes over the link, and the parts of the answers, as protobuf."""
+"""Convert operators' questions to nodes, and parts of the answers, to protobuf and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger as protobuf; the other half of this is `baton admin audit`, which prints it."""
+"""Convert the ledger to protobuf, which `baton admin audit` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.v1 import admin_pb2
 
 
 def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.ListBlocksResponse]:
-    """Split the ledger into messages of about this size, which merged are the whole."""
+    """Yield the ledger as messages of about this size, which merged are the whole."""
     part = admin_pb2.ListBlocksResponse(
         num_blocks=ledger.num_blocks,
         num_free_blocks=ledger.num_free_blocks,

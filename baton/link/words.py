@@ -1,6 +1,6 @@
-"""The words that router and node say to each other, as plain values.
+"""Words of the link: the messages between router and node, as plain values.
 
-``baton/link/wire.py`` turns them into protobuf and back; nothing else needs to know the difference.
+``baton/link/wire.py`` converts them to protobuf and back; no other code knows protobuf.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from baton.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.trace_context import TraceContext
 
-# The version of the messages of a link. It grows when one of them changes so that who knows the one
-# before would misread it; who speaks one speaks the one before, too. (More fields are no change.)
+# Version of the link's messages. It grows with changes that a reader of the previous version would
+# misread. Each end supports its version and the previous one. (New fields need no new version.)
 PROTOCOL = 1
-FIRST_PROTOCOL = 1  # of those that do not say so yet
-REVISION = "revision"  # among what must be equal for two nodes to be paired
+FIRST_PROTOCOL = 1  # version of ends that do not send one
+REVISION = "revision"  # the entry of ``compatibility`` that keeps revisions apart
 
 
 def protocol_problem(theirs: int, *, own: int = PROTOCOL) -> str:
-    """Why two ends of a link do not understand each other; empty if they do."""
+    """Return why two ends of a link are incompatible; empty if they are not."""
     if abs(theirs - own) <= 1:
         return ""
     return (
@@ -56,10 +56,10 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """How long one step took on an otherwise idle node that computed one token of each request.
+    """Duration of one step that decoded a token of each request on an otherwise idle node.
 
     Attributes:
-        num_context_tokens: that came before these tokens, of all requests together.
+        num_context_tokens: tokens before the decoded ones, over all requests.
     """
 
     num_requests: int
@@ -69,19 +69,18 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """A node's identity; two are paired only if ``compatibility`` is equal in every entry.
+    """A node's identity. Two nodes are paired only if all entries of ``compatibility`` are equal.
 
     Attributes:
-        prefix_hash: algorithm that names blocks (`baton/block_hash.py`); empty: no prefix cache.
-        kv_bytes_per_token: of all layers; 0: unknown.
-        tensor_parallel_size: ranks that share each layer of its model.
-        pipeline_parallel_size: stages that share its layers, each of so many ranks.
-        computes_prompts: a decode node that takes requests without a prefill node.
-        process_key: known to this process and its routers only; empty: it has none.
-        step_times: measured at its start, by rising tokens; the last one is of the largest step
-            that was measured. Empty: this node does not tell.
-        decode_times: measured at its start. Empty: this node does not tell, or does not decode.
-        protocol: version of the link's messages that it speaks.
+        prefix_hash: algorithm of block hashes (`baton/block_hash.py`); empty: no prefix cache.
+        kv_bytes_per_token: KV size over all layers; 0: unknown.
+        tensor_parallel_size: number of ranks that share each layer.
+        pipeline_parallel_size: number of pipeline stages.
+        computes_prompts: whether this decode node accepts requests without a prefill node.
+        process_key: secret shared only with this node's routers; empty: none.
+        step_times: measured at the node's start, sorted by tokens; empty: not measured.
+        decode_times: measured at the node's start; empty: not measured, or not a decode node.
+        protocol: version of the link's messages.
     """
 
     node_name: str
@@ -106,17 +105,17 @@ class NodeRegistration:
 
     @property
     def revision(self) -> str:
-        """Which revision of a fleet's nodes this one is of; empty: it was given none."""
+        """Revision of this node within a rollout; empty: none given."""
         return self.compatibility.get(REVISION, "")
 
 
 def failed_delta(request_id: str, epoch: int, error: RequestError) -> RequestDelta:
-    """Make the delta that ends a request on a node: an error, and no token."""
+    """Return the delta that ends a request on a node with an error."""
     return RequestDelta(request_id, 0, (), epoch=epoch, error=error)
 
 
 class ServingState(Enum):
-    """The states of a node in service; one that is to leave ends its open requests first."""
+    """States of a node in service; a draining node finishes its open requests."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -124,14 +123,14 @@ class ServingState(Enum):
 
 
 class StepDeltas(msgspec.Struct, frozen=True):
-    """The results of one engine step, as a router receives them.
+    """Results of one engine step, as a router receives them.
 
-    Most of it are rows of three columns: one more token of a request and nothing else. (A node
-    says the same as plain deltas; that most of them travel as rows is the wire's business.)
+    Most of it are rows: one token of a request and nothing else. (Nodes emit plain deltas; the wire
+    packs them into rows.)
 
     Attributes:
-        epochs: which attempt a row belongs to, and so which request: a router's never repeat.
-        deltas: all that is no row; it comes behind the rows.
+        epochs: each row's attempt, and so its request: a router's epochs never repeat.
+        deltas: everything that does not fit in rows; they follow the rows.
     """
 
     epochs: Sequence[int]
@@ -142,17 +141,17 @@ class StepDeltas(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBeat:
-    """The load of a node.
+    """A node's report of its load.
 
     Attributes:
-        num_transfers: hand-offs that were begun or granted and are not at their end.
-        serving_state: ``DRAINED`` only when every router knows, and no request, no transfer and no
-            block that a peer may still write is left.
-        num_uncomputed_tokens: of prompts that are to be computed here.
-        num_rounds: that the engine's thread has ended, idle ones too.
-        stalled_s: for so long one of the node's threads has been in one round; 0: none has.
-        longest_round_s: that ended, up to now.
-        stalled_thread: which thread it is.
+        num_transfers: hand-offs that were begun or granted and have not ended.
+        serving_state: ``DRAINED`` only if every router knows of the drain, and no request, transfer
+            or block that a peer may write is left.
+        num_uncomputed_tokens: prompt tokens still to compute here.
+        num_rounds: rounds that the engine's thread has ended, including idle ones.
+        stalled_s: how long one of the node's threads has been in one round; 0: none is stalled.
+        longest_round_s: duration of the longest round that has ended.
+        stalled_thread: name of the stalled thread.
     """
 
     num_waiting: int = 0
@@ -174,7 +173,7 @@ class PeerReport:
     """The state of a node's connection to a peer through its KV connector.
 
     Attributes:
-        bandwidth_bytes_per_s: as measured when they met; 0: unknown.
+        bandwidth_bytes_per_s: as measured when they connected; 0: unknown.
     """
 
     engine_id: str
@@ -186,7 +185,7 @@ class PeerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestView:
-    """An open request as operators see it; ``status`` and ``transfer_state`` are names."""
+    """An open request as operators see it."""
 
     request_id: str
     status: str
@@ -199,13 +198,13 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheEvents:
-    """The net changes of a node's prefix cache, as a router needs them.
+    """Net changes of a node's prefix cache.
 
     Attributes:
-        sequence: 1 more than the last one of the same engine id; a gap means something was lost.
-        snapshot: what came before is void; the cache holds ``stored`` and what follows.
-        stored: short hashes, heads of prefixes before their tails.
-        removed: short hashes; none of them is in ``stored``.
+        sequence: grows by 1 per message of an engine id; a gap means that one was lost.
+        snapshot: whether earlier events are void, so that the cache holds only ``stored``.
+        stored: short hashes of new blocks, in prefix order.
+        removed: short hashes of evicted blocks; disjoint from ``stored``.
     """
 
     sequence: int
@@ -219,7 +218,7 @@ class AdminReply:
     """A part of the answer to an `AdminCall`; parts come in order.
 
     Attributes:
-        error: in place of an answer; ``code`` is the name of a gRPC status code.
+        error: replaces the answer; ``code`` is the name of a gRPC status code.
     """
 
     call_id: int
@@ -237,7 +236,7 @@ NodeEvent = (
 
 @dataclass(frozen=True, slots=True)
 class PeerUpdate:
-    """A node of the other role came (``peer_info``) or went (``removed``)."""
+    """A node of the other role joined (``peer_info``) or left (``removed``)."""
 
     engine_id: str
     peer_info: bytes = b""
@@ -246,13 +245,13 @@ class PeerUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCommand:
-    """Compute a prompt's KV, sample token 1, hand over. Ends here if no decode node is named.
+    """Compute a prompt's KV, sample token 1, and hand over; without a decode node, end here.
 
     Attributes:
-        output_token_ids: sampled in earlier attempts. Their KV is computed as well, and the token
-            behind them is sampled in place of token 1.
-        cache_salt: of who shares the prompt's KV; empty: everybody.
-        trace: the span that what is done here is part of; None: it is not traced.
+        output_token_ids: output of earlier attempts. Their KV is computed too, and the next token
+            is sampled instead of token 1.
+        cache_salt: selects which prompts may share cached blocks; empty: all.
+        trace: parent span of the node's spans; None: not traced.
     """
 
     request_id: str
@@ -268,14 +267,14 @@ class PrefillCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCommand:
-    """Park a request until its KV arrives, then decode it from token 2 on.
+    """Park a request until its KV arrives, then decode from token 2 on.
 
     Attributes:
-        prefill_engine_id: whose KV will come; empty: nobody's. Then the prompt is computed here,
-            and the first token is sampled here, too.
-        output_token_ids: sampled in earlier attempts; their KV arrives with the prompt's.
-        cache_salt: of who shares the prompt's KV; empty: everybody.
-        trace: the span that what is done here is part of; None: it is not traced.
+        prefill_engine_id: the node that sends the KV; empty: compute the prompt and sample the
+            first token here.
+        output_token_ids: output of earlier attempts; their KV arrives with the prompt's.
+        cache_salt: selects which prompts may share cached blocks; empty: all.
+        trace: parent span of the node's spans; None: not traced.
     """
 
     request_id: str
@@ -291,7 +290,7 @@ class DecodeCommand:
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
-    """End a request on this node; harmless when it is not there (any more)."""
+    """End a request on this node; harmless if it is not there."""
 
     request_id: str
     epoch: int
@@ -299,10 +298,10 @@ class CancelCommand:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The router does not take this node, and why.
+    """The router refuses this node.
 
     Attributes:
-        may_retry: what is in the way may go.
+        may_retry: whether the problem may go away.
     """
 
     problem: str
@@ -311,12 +310,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class RouterBeat:
-    """The router lives. No node's loop ever sees it."""
+    """The router lives. Handled by the link, not by the node's loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainCommand:
-    """Take nothing new, end what is there; or serve again. No node's loop ever sees it.
+    """Drain the node, or serve again. Handled by the link, not by the node's loop.
 
     Attributes:
         stop: end the process once it is drained.
@@ -328,22 +327,22 @@ class DrainCommand:
 
 @dataclass(frozen=True, slots=True)
 class DrainSeen:
-    """This router places nothing more on the draining node. No node's loop ever sees it."""
+    """This router places no more requests on the draining node. Handled by the link."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendKVSnapshot:
-    """Send a snapshot of the prefix cache, and how it changes from then on."""
+    """Send a snapshot of the prefix cache, and changes from then on."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """What an operator asks of the node. No node's loop ever sees it.
+    """An operator's question to the node. Handled by the link, not by the node's loop.
 
     Attributes:
-        call_id: names it on this link.
-        request: a `NodeAdminRequest` as bytes: only who answers needs to understand it.
-        operator: who asks, as the router knows them.
+        call_id: identifies the call on this link.
+        request: a serialized `NodeAdminRequest`, parsed only where it is answered.
+        operator: the operator's name, as the router knows it.
     """
 
     call_id: int
@@ -368,13 +367,13 @@ RouterCommand = (
 
 @dataclass(frozen=True, slots=True)
 class AbortAll:
-    """Not from a router but because of it: end every request it had placed on the node."""
+    """End every request that a router placed here. Made by the link when it breaks."""
 
     reason: str
     router_id: str = ""
 
     def concerns(self, request_id: str) -> bool:
-        """Whether a request, named as nodes name it, is one of that router."""
+        """Return whether a request, by its id on nodes, was placed by that router."""
         return split_request_id(request_id)[1] == self.router_id
 
 
@@ -382,10 +381,10 @@ class AbortAll:
 
 
 def scoped_id(request_id: str, tenant: str) -> str:
-    """Join request id and tenant to an id that is unique where several tenants' requests meet.
+    """Return an id that is unique among tenants, from a request id and its tenant.
 
-    Clients choose their request ids; so that a guessed one is of no use, those of each tenant are
-    apart. As the client wrote it where there are no tenants.
+    Clients choose request ids, but a tenant must not reach another's request by guessing its id.
+    Without tenants, returns the client's id.
     """
     if not tenant:
         return request_id
@@ -393,11 +392,11 @@ def scoped_id(request_id: str, tenant: str) -> str:
 
 
 def node_request_id(request_id: str, router_id: str) -> str:
-    """Join request id and router id: two routers may serve one request id at once."""
+    """Return an id that is unique among routers, from a request id and its router's id."""
     return f"{request_id}~{router_id}"
 
 
 def split_request_id(node_request_id: str) -> tuple[str, str]:
-    """Split a node's request id into the router's own id and the router."""
+    """Split a node's request id into the router's request id and the router's id."""
     request_id, separator, router_id = node_request_id.rpartition("~")
     return (request_id, router_id) if separator else (router_id, "")

@@ -1,1 +1,1 @@
-"""Processes: their life, their children, workers for what may take too long."""
+"""Processes: their start and end, their children, and workers for costly work."""

@@ -1,4 +1,4 @@
-"""How a process of ours is started: by which command, and what it inherits of the environment."""
+"""How Baton's processes are started: the command, and the environment they inherit."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 
 from baton.options import OF_ONE_PROCESS
 
-# Of the variables that give a program its options: BATON_MAX_MODEL_LEN for --max-model-len.
+# Prefix of variables for options: BATON_MAX_MODEL_LEN for --max-model-len.
 ENVIRONMENT_PREFIX = "BATON"
 PARENT_PIPE_VARIABLE = f"{ENVIRONMENT_PREFIX}_PARENT_PIPE"
-# Starts one of our modules. (-P: not what has its name in the folder that the user is in, nor
-# what has the name of a module that it imports.)
+# Runs one of Baton's modules. (-P keeps modules in the user's current folder from being imported
+# instead.)
 PYTHON_MODULE = (sys.executable, "-P", "-m")
 
 
 def fleet_environment() -> dict[str, str]:
-    """Return what the processes of a fleet inherit of this one's environment.
+    """Return the environment that the processes of a fleet inherit from this process.
 
-    What it says of options of which each process has its own, it says of whoever reads it first.
+    Variables for options that each process has for itself are left out.
     """
     own = {f"{ENVIRONMENT_PREFIX}_{option.upper()}" for option in OF_ONE_PROCESS}
     return {name: text for name, text in os.environ.items() if name not in own}

@@ -1,8 +1,8 @@
-"""EarlyTemplate: a worker template that is forked from its program, before the program has threads.
+"""EarlyTemplate: a worker template that is forked from its program before threads start.
 
-It shares the memory of what the program has loaded by then, and imports nothing again. A template
-that starts later is a new process (`worker_processes`): a fork of a program with threads inherits
-their locks and nobody to release them.
+It shares the memory of what is loaded by then and imports nothing again. Later templates are new
+processes (`worker_processes`), because a fork of a program with threads inherits locks that nobody
+releases.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dataclasses import dataclass
 
 from baton.processes.worker_template import Work, serve_parent
 
-# What `worker_processes` gives a template that is a new process.
+# Environment of templates, also of those that are new processes.
 ENVIRONMENT = {
-    # Threads that a library starts are lost in a fork, and waited for for ever.
+    # Threads of libraries are lost in a fork, and then awaited for ever.
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
-    # Address space is counted: one heap for all threads.
+    # Address space is limited: all threads share one heap.
     "MALLOC_ARENA_MAX": "1",
 }
 _M_ARENA_MAX = -8  # of mallopt(3)
-_MAX_DESCRIPTORS = 2**16  # a program has opened few before it begins
+_MAX_DESCRIPTORS = 2**16  # more than a program has opened when it forks
 
 
 class ForkedProcess:
-    """A child of this process; see `subprocess.Popen` for the methods.
+    """A forked child of this process, with methods like `subprocess.Popen`.
 
     Attributes:
-        pid: process id of the child.
-        returncode: None while it runs; below 0 if a signal ended it.
+        pid: process id.
+        returncode: None while it runs; negative if a signal ended it.
     """
 
     def __init__(self, pid: int) -> None:
@@ -44,7 +44,7 @@ class ForkedProcess:
         self._waiting = threading.Lock()
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code, or None while it runs."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int:
@@ -54,7 +54,7 @@ class ForkedProcess:
         return returncode
 
     def kill(self) -> None:
-        """End it, unless it has ended."""
+        """Kill it, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -73,7 +73,7 @@ class EarlyTemplate:
     """A forked template.
 
     Attributes:
-        control: what `worker_processes` tells it everything by.
+        control: socket on which `worker_processes` sends it commands.
     """
 
     process: ForkedProcess
@@ -81,18 +81,18 @@ class EarlyTemplate:
 
 
 def may_fork() -> bool:
-    """Return whether this process has one thread, so that it may be forked."""
+    """Return whether this process has only one thread, so that it may be forked."""
     return threading.active_count() == 1
 
 
 def fork_template(make_work: Callable[[], Work]) -> EarlyTemplate:
-    """Fork a template; call this only if `may_fork`.
+    """Fork a template; call only if `may_fork`.
 
     Args:
         make_work: called in the template; returns the function that does the work.
 
     Raises:
-        OSError: a resource is missing.
+        OSError: forking failed.
     """
     assert may_fork(), "threads have begun"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -108,16 +108,16 @@ def fork_template(make_work: Callable[[], Work]) -> EarlyTemplate:
 
 
 def _be_template(control: socket.socket, make_work: Callable[[], Work]) -> None:
-    """Be a template until the parent is gone; never returns."""
+    """Act as a template until the parent is gone; never returns."""
     code = 1
     try:
-        os.setsid()  # Ctrl-C is for the program, which still has requests to end
+        os.setsid()  # Ctrl-C is for the program, which still has requests to finish
         os.environ.update(ENVIRONMENT)
-        with contextlib.suppress(AttributeError):  # of another C library
+        with contextlib.suppress(AttributeError):  # absent in other C libraries
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        kept = control.fileno()  # all else is the program's, such as our end of the socket
+        kept = control.fileno()  # all others are the program's, such as its end of the socket
         os.closerange(3, kept)
         os.closerange(kept + 1, _MAX_DESCRIPTORS)
         work = make_work()

@@ -1,4 +1,4 @@
-"""Loopback addresses for servers that are about to start here."""
+"""Free addresses: loopback addresses for servers that are about to start."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from random import SystemRandom
 
 from baton.api.errors import BatonError
 
-# Below the ports that connections get, and sockets that ask for any (from 32768 on Linux): one of
-# those would be taken by chance before the server listens.
+# Below the ephemeral ports (from 32768 on Linux), one of which might be taken by chance before the
+# server listens.
 _PORTS = range(10_000, 30_000)
-_NUM_CLAIMS = 64  # as many servers are between having an address and listening there, at most
+_NUM_CLAIMS = 64  # most servers that have an address and do not listen yet
 
-# Not `random`: tests seed it, each worker alike.
+# Not `random`, which tests seed equally in all workers.
 _next_ports = deque(_PORTS)
 _next_ports.rotate(SystemRandom().randrange(len(_PORTS)))
 _claims: deque[socket.socket] = deque()
@@ -27,10 +27,10 @@ def _close_claims() -> None:
 
 
 def free_address() -> str:
-    """Find a loopback address that nobody listens on, and that nobody else is told here.
+    """Return a loopback address on which nobody listens, and which no other caller gets here.
 
-    A process is told each port once. UDP sockets on the ports of the last ones say to other
-    processes that ask here which are spoken for; servers, which listen on TCP, do not meet them.
+    A process hands out each port once. UDP sockets on the last ports tell other processes that
+    these are taken; they do not disturb the servers, which use TCP.
 
     Raises:
         BatonError: all ports are taken.

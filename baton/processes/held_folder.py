@@ -1,7 +1,7 @@
-"""HeldFolder: a temporary folder that the next process removes if this one is killed.
+"""HeldFolder: a temporary folder that is removed later if its process is killed.
 
-A process that ends removes its folders. One that is killed cannot, so each folder is locked
-(flock) by its living owner, and whoever makes a folder first removes those without a lock.
+A process removes its folders when it ends. If it is killed it cannot, so each living owner holds a
+lock (flock) on its folder, and whoever makes a folder first removes unlocked ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class HeldFolder:
     First removes folders of this user with the same prefix whose owners have ended.
 
     Args:
-        prefix: beginning of the name; each kind of folder needs a prefix of its own.
-        parent: where the folder is made; None: in the system's folder for temporary files.
+        prefix: beginning of the name; must be unique to the kind of folder.
+        parent: folder to create it in; None: the system's folder for temporary files.
 
     Attributes:
-        path: the folder.
+        path: path of the folder.
 
     Raises:
-        OSError: no folder can be made there.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, prefix: str, parent: str | None = None) -> None:
@@ -39,14 +39,14 @@ class HeldFolder:
         self.path, self._descriptor = _make(prefix, parent)
 
     def close(self) -> None:
-        """Remove the folder and all that is in it; harmless when closed already."""
+        """Remove the folder with its content; harmless if closed already."""
         if self._descriptor >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
     def leave(self) -> None:
-        """Let go of the folder and keep it until the next one with its prefix is made."""
+        """Unlock the folder, which stays until the next one with its prefix is made."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -59,7 +59,7 @@ class HeldFolder:
 
 
 def abandoned_folders(prefix: str) -> list[Path]:
-    """Return this user's folders with a prefix whose owners have ended, in the system's folder."""
+    """Return this user's unlocked folders with a prefix, in the system's temporary folder."""
     found = []
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def _make(prefix: str, parent: str) -> tuple[Path, int]:
 
 
 def _lock(path: str) -> int | None:
-    """Return a descriptor that holds a folder's lock; None if it is locked, gone or another's."""
+    """Return a descriptor that locks a folder; None if it is locked, gone or another user's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def _lock(path: str) -> int | None:
 
 
 def _remove_abandoned(prefix: str, parent: str) -> None:
-    """Remove this user's folders that nobody holds; leave those that cannot be removed."""
+    """Remove this user's unlocked folders; skips those that cannot be removed."""
     for path in Path(parent).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             descriptor = _lock(str(path))

@@ -1,4 +1,4 @@
-"""Say in words why a process of ours ended: its own error, a signal, or memory that ran out."""
+"""Last words: why a process ended: its own error, a signal, or lack of memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 _READ_BYTES = 64 * 1024
 _SHOWN_CHARS = 300
-_ERROR = "error: "  # how `print_error` begins
+_ERROR = "error: "  # as `print_error` begins
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|can't allocate memory", re.IGNORECASE)
 _WRITTEN_BY_PYTHON = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b.*")
 _SIGNALS = {
@@ -19,13 +19,13 @@ _SIGNALS = {
 
 
 def why_ended(code: int, log: Path, log_start: int = 0, *, ran_out: bool = False) -> str:
-    """Say why a process ended, and where its log is.
+    """Return why a process ended, and where its log is.
 
     Args:
-        code: exit code as `subprocess` has it; below 0: minus the number of a signal.
-        log: file with what the process wrote.
-        log_start: bytes of the log that were written before the process began.
-        ran_out: true if the kernel killed a process for lack of memory while this one ran.
+        code: exit code as in `subprocess`; negative: minus a signal's number.
+        log: file with the process's output.
+        log_start: bytes in the log before the process began.
+        ran_out: whether the kernel killed a process for lack of memory meanwhile.
     """
     try:
         lines = _last_lines(log, log_start)
@@ -35,10 +35,9 @@ def why_ended(code: int, log: Path, log_start: int = 0, *, ran_out: bool = False
 
 
 def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Count processes that the kernel has killed for lack of memory, here or on this machine.
+    """Count processes that the kernel has killed for lack of memory.
 
-    Of this process's control group where the kernel counts that, else of the machine; 0 where
-    neither is known.
+    Counts in this process's control group if possible, else on the whole machine; 0: unknown.
     """
     try:
         groups = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()

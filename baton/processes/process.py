@@ -1,4 +1,4 @@
-"""Process life: one-line errors, stop signals, and never outliving the parent."""
+"""Process life: one-line errors, stop signals, and an end with the parent process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a dead engine's process may take to log why it died, write its dump and close its files.
+# Time for a dead engine's process to log the reason, write its dump and close files.
 END_AFTER_DEATH_S = 3.0
 _PARENT_GRACE_S = 5.0
-_MAX_DESCRIPTORS = 2**20  # containers have limits that no machine can keep
+_MAX_DESCRIPTORS = 2**20  # limits in containers may be absurdly high
 
 
 def run_program(
@@ -35,9 +35,9 @@ def run_program(
     """Run a program's main coroutine to its end; returns the exit code.
 
     Raises:
-        BatonError: what is wrong with options, files or peers.
+        BatonError: options, files or peers have a problem.
     """
-    # Imported here: who asks for help does not wait for it.
+    # Imported here, so that `--help` is fast.
     import uvloop
 
     from baton.telemetry.logs import close_logging, set_up_logging
@@ -53,19 +53,19 @@ def run_program(
         return 130
     finally:
         close_logging()
-        # The interpreter looks for garbage when it ends: of a node's objects for seconds, in which
-        # others wait for its memory and cores. Nothing here has to be found to be given back.
+        # At exit the interpreter would collect garbage, which takes seconds with a node's objects
+        # and keeps memory and cores from others. Nothing here needs finalizing.
         gc.freeze()
     return 0
 
 
 async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
-    """Run a program's main coroutine on a loop whose worker threads run already.
+    """Run a program's main coroutine on a loop whose worker threads are started first.
 
-    Ends the process at once when its engine is dead.
+    Ends the process at once if its engine is dead.
 
-    A dead engine may leave threads that never end. When they end, the event loop and the
-    interpreter wait for all threads, and start one more to do so.
+    A dead engine may leave threads that never end, for which the event loop and the interpreter
+    would wait at exit.
     """
     try:
         _start_workers()
@@ -75,11 +75,11 @@ async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
 
 
 def _start_workers() -> None:
-    """Start all worker threads of the running loop now: later the system may allow none."""
+    """Start all worker threads of the running loop now, since later the system may allow none."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
-    num_workers = min(32, (os.cpu_count() or 1) + 4)  # as many as the loop would start by itself
+    num_workers = min(32, (os.cpu_count() or 1) + 4)  # the loop's own default
     workers = ThreadPoolExecutor(num_workers, thread_name_prefix="asyncio")
     are_started = threading.Barrier(num_workers + 1)
     for _ in range(num_workers):
@@ -89,7 +89,7 @@ def _start_workers() -> None:
 
 
 def end_dead(error: EngineDeadError) -> NoReturn:
-    """Print why this process ends, and end it without waiting for its threads."""
+    """Print the reason, and end this process without waiting for threads."""
     from baton.telemetry.logs import close_logging
 
     end_within(END_AFTER_DEATH_S)
@@ -99,11 +99,10 @@ def end_dead(error: EngineDeadError) -> NoReturn:
 
 
 def end_within(timeout_s: float) -> None:
-    """Have the kernel end this process if it still runs after this time; safe from any thread.
+    """Let the kernel end this process after this time, if it still runs; safe from any thread.
 
-    The kernel needs no thread, descriptor, memory or interpreter of the process: SIGALRM ends the
-    process wherever it hangs, except in a system call that no signal interrupts. A later call can
-    only shorten the time.
+    This needs no thread, descriptor, memory or interpreter of the process: SIGALRM ends it wherever
+    it hangs, except in an uninterruptible system call. A later call can only shorten the time.
     """
     left_s, _ = signal.getitimer(signal.ITIMER_REAL)
     if not left_s or timeout_s < left_s:
@@ -111,22 +110,23 @@ def end_within(timeout_s: float) -> None:
 
 
 def _accept_alarm() -> None:
-    """Let SIGALRM end this process, even if its parent had the signal ignored or blocked."""
+    """Let SIGALRM end this process, even if the parent had it ignored or blocked."""
     if signal.getsignal(signal.SIGALRM) is signal.SIG_IGN:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
 
 
 def raise_descriptor_limit() -> None:
-    """Let the process open as many descriptors as it may be allowed.
+    """Raise the limit of open descriptors as far as allowed.
 
-    The soft limit is often 1,024 still, for the sake of programs that use `select`.
+    The soft limit is often still 1,024, for programs that use `select`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    with contextlib.suppress(OSError, ValueError):  # what there is is enough for few connections
+    # The present limit is enough for few connections.
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -144,9 +144,9 @@ def print_error(error: object) -> None:
 
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set; a second one ends the process at once.
+    """Return an event that SIGTERM and SIGINT set; a second signal ends the process at once.
 
-    Each signal is logged, so that a log's last lines say why its process ended.
+    Each signal is logged, so that the log shows why its process ended.
     """
     import asyncio
 
@@ -164,10 +164,10 @@ def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
 
 
 def watch_parent() -> None:
-    """End this process when the one that started it ends, however that ends.
+    """End this process when its parent ends, even if that is killed.
 
-    `baton up` hands each child the reading end of a pipe that it never writes to: end of file
-    means that it is gone. Works after kill -9 of the parent, too.
+    `baton up` passes each child the read end of a pipe that it never writes to; end of file means
+    that the parent is gone.
     """
     value = os.environ.pop(PARENT_PIPE_VARIABLE, "")
     if not value.isdigit():
@@ -185,6 +185,6 @@ def watch_parent() -> None:
                 break
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(_PARENT_GRACE_S)
-        os._exit(1)  # it did not stop by itself
+        os._exit(1)  # the signal did not stop it
 
     threading.Thread(target=wait, name="watch-parent", daemon=True).start()

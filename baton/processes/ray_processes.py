@@ -1,8 +1,8 @@
-"""Processes of ours that Ray places on the machines of its cluster.
+"""Ray processes: Baton's processes that Ray places on machines of its cluster.
 
-An actor starts the process where Ray has put it, and holds the pipe by which that process knows
-that it is still wanted: with the actor, its machine's Ray or the one who asked, it ends, too.
-Refuses to know: what the processes are for.
+An actor starts the process where Ray placed the actor, and holds its parent pipe. So the process
+ends with the actor, with its machine's Ray, or with the program that asked for it. Does not know
+the purpose of the processes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from baton.processes.child_processes import (
 
 _CALL_TIMEOUT_S = 10.0
 _POLL_S = 0.05
-# A Ray of our own gives out as many as anybody asks for: its cores are shared by all anyhow.
+# CPUs that a Ray of this machine alone may hand out; more than it has, as processes share cores.
 _OWN_CPUS = 64
 _OWN_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
 
 
 class ProcessActor:
-    """Starts one process of ours and looks after it, as Ray knows it."""
+    """Ray actor that starts and watches one process."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         read_end, self._write_end = os.pipe()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as there is the process
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # kept as long as the process
         self._num_read = 0
         self._process = subprocess.Popen(
             [*PYTHON_MODULE, "baton", *arguments],
@@ -51,11 +51,11 @@ class ProcessActor:
         os.close(read_end)
 
     def pid(self) -> int:
-        """Of the process, on its machine."""
+        """Return the process id on its machine."""
         return self._process.pid
 
     def look(self) -> tuple[int | None, bytes]:
-        """Its exit code, if it has ended, and what it has printed since the last look."""
+        """Return the exit code, or None, and the output since the last look."""
         code = self._process.poll()
         size = os.fstat(self._output.fileno()).st_size
         printed = os.pread(self._output.fileno(), size - self._num_read, self._num_read)
@@ -63,25 +63,26 @@ class ProcessActor:
         return code, printed
 
     def send_signal(self, number: int) -> None:
-        """As `subprocess.Popen` does."""
+        """Send a signal, as `subprocess.Popen` does."""
         self._process.send_signal(number)
 
 
 class RayProcess:
-    """What `subprocess.Popen` is for a process of this machine.
+    """A process placed by Ray, with methods like `subprocess.Popen`.
 
     Args:
-        actor: that has started it.
-        log: where what it prints goes, as often as somebody asks how it is.
+        actor: the actor that started it.
+        log: file for its output, appended at each `poll`.
     """
 
     def __init__(self, ray: Any, actor: Any, log: Path) -> None:
         self._ray, self._actor, self._log = ray, actor, log
         self.returncode: int | None = None
-        self.pid: int = self._ask("pid", -1, timeout_s=120.0)  # Ray may have to make room first
+        # Ray may have to free resources first.
+        self.pid: int = self._ask("pid", -1, timeout_s=120.0)
 
     def poll(self) -> int | None:
-        """Return its exit code; None: it runs."""
+        """Return the exit code, or None while it runs."""
         if self.returncode is None:
             code, printed = self._ask("look", (None, b""))
             with self._log.open("ab") as file:
@@ -101,18 +102,18 @@ class RayProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        """As `subprocess.Popen` does."""
+        """Send a signal, as `subprocess.Popen` does."""
         if self.returncode is None:
             self._ask("send_signal", None, int(number))
 
     def kill(self) -> None:
-        """As `subprocess.Popen` does."""
+        """Kill it, as `subprocess.Popen` does."""
         self.send_signal(signal.SIGKILL)
 
     def _ask(
         self, method: str, otherwise: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S
     ) -> Any:
-        """Call the actor; when it is gone the process is, too: its machine, or its Ray, ended."""
+        """Call the actor. If the actor is gone, so is the process."""
         try:
             return self._ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
         except self._ray.exceptions.GetTimeoutError:
@@ -128,19 +129,19 @@ class RayProcess:
 
 
 class RayCluster:
-    """A Ray cluster that places processes, until it is closed.
+    """A connection to a Ray cluster that places processes.
 
     Args:
-        address: of it; empty: that of RAY_ADDRESS, or a new one on this machine.
+        address: the cluster's address; empty: RAY_ADDRESS, or a new cluster on this machine.
 
     Raises:
-        ConfigError: Ray is not installed, or nobody is there.
+        ConfigError: Ray is not installed, or the cluster cannot be reached.
     """
 
     def __init__(self, address: str) -> None:
         self._ray = ray = connect_ray(address, log_to_driver=False, logging_level="ERROR")
         self.num_machines = sum(node["Alive"] for node in ray.nodes())
-        # Nodes find the same cluster by it, wherever they are.
+        # Address by which nodes on any machine find the cluster.
         self.address: str = ray.get_runtime_context().gcs_address
         self.own_host: str = ray.util.get_node_ip_address()
         self._num_gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
@@ -148,12 +149,12 @@ class RayCluster:
     def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], num_cpus: int, log: Path
     ) -> RayProcess:
-        """Start `baton` with these arguments where there is room, on many machines rather than few.
+        """Start `baton` with these arguments on a machine with room, spread over machines.
 
         Args:
-            environment: of which the process gets what gives programs of ours their options.
-            num_cpus: cores that it computes on.
-            log: of this machine, where what it prints goes.
+            environment: variables, of which the process gets those for Baton's options.
+            num_cpus: number of cores that it uses.
+            log: file on this machine for its output.
         """
         ours = {k: v for k, v in environment.items() if k.startswith(f"{ENVIRONMENT_PREFIX}_")}
         actor = self._ray.remote(ProcessActor).options(
@@ -166,16 +167,16 @@ class RayCluster:
         return RayProcess(self._ray, actor.remote(list(arguments), ours), log)
 
     def close(self) -> None:
-        """Leave it; processes that still run end."""
+        """Disconnect; processes that still run end."""
         self._ray.shutdown()
 
 
 def connect_ray(address: str, **settings: Any) -> Any:
-    """Import Ray and have it reach a cluster; raises ConfigError.
+    """Import Ray and connect to a cluster; raises ConfigError.
 
     Args:
-        address: of it; empty: that of RAY_ADDRESS, or a new one on this machine.
-        settings: more arguments of ``ray.init``.
+        address: the cluster's address; empty: RAY_ADDRESS, or a new cluster on this machine.
+        settings: additional arguments of ``ray.init``.
     """
     try:
         ray = importlib.import_module("ray")
@@ -195,10 +196,10 @@ def connect_ray(address: str, **settings: Any) -> Any:
         why = " ".join(str(error).split())
         raise ConfigError(f"ray_address: {address or 'auto'}: {why}") from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)  # Ray has its own idea of it
+        signal.signal(signal.SIGTERM, before)  # undo Ray's own handler
     return ray
 
 
 def where_code_is() -> dict[str, str]:
-    """What an actor needs of this process's environment to find the same code."""
+    """Return the environment that an actor needs to find the same code."""
     return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}

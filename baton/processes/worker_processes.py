@@ -1,7 +1,7 @@
-"""WorkerProcesses: does what clients' texts may make costly in processes that can be ended.
+"""WorkerProcesses: runs work on clients' texts in processes that can be killed.
 
-Knows no kind of work; `worker_template` is the other end. A template process loads what the work
-needs once and forks workers of it, within milliseconds, one whenever one ended.
+Independent of the kind of work; `worker_template` is the other end. A template process loads what
+the work needs once and forks workers within milliseconds, whenever one has ended.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = ["WorkLimitError", "WorkLimits", "WorkerProcesses"]
 
 logger = logging.getLogger(__name__)
 
-# A worker that is over its time ends itself; one that does not even do that is ended from here.
+# Workers over time end themselves; one that fails to is killed after this extra time.
 _GRACE_S = 5.0
 _POLL_S = 0.05
-# How long a template may load code and data before it forks: seconds, more on a busy machine.
+# Time for a template to load code and data: seconds, more on a busy machine.
 _START_S = 120.0
-# How many workers in turn get a piece of work, while workers end for other reasons than the work.
+# Number of workers that try a piece of work, if workers end for other reasons.
 _MAX_TRIES = 3
 
 
@@ -54,15 +54,15 @@ Template = subprocess.Popen[bytes] | ForkedProcess
 
 
 class WorkLimitError(Exception):
-    """A piece of work cost more than it may; whoever asked for it says so in words of its own."""
+    """A piece of work exceeded its limits; callers report this in their own words."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A worker's end here.
+    """Hold this process's end of a worker.
 
     Attributes:
-        template: process that forks the worker; the kernel ends both together.
+        template: process that forked the worker; the kernel ends both together.
         is_ready: whether the worker has said that it waits for work.
     """
 
@@ -72,11 +72,11 @@ class _Worker:
     is_ready: bool = False
 
     async def wait_ready(self) -> None:
-        """Wait until the worker can begin work; limits of the work do not count this time.
+        """Wait until the worker is ready; this time does not count towards the work's limits.
 
         Raises:
             ConnectionError: the worker ended before it was ready.
-            NodeUnavailableError: the template did not load in time, and was killed.
+            NodeUnavailableError: the template did not load in time and was killed.
         """
         if self.link.fileno() < 0:
             raise ConnectionError("there was no descriptor for the worker")
@@ -86,17 +86,17 @@ class _Worker:
             async with asyncio.timeout(_START_S):
                 self.is_ready = await self._receive(len(READY)) == READY
         except TimeoutError:
-            self.template.kill()  # the next piece of work starts another one
+            self.template.kill()  # the next piece of work starts another template
             problem = f"a process that reads requests has not started in {_START_S:g} s; try again"
             raise NodeUnavailableError(problem) from None
         if not self.is_ready:
             raise ConnectionError("the worker ended before it was ready")
 
     async def ask(self, work: bytes) -> tuple[bytes, bool]:
-        """Return the answer, empty if the worker ended over it, and whether it has ended.
+        """Return the answer (empty if the worker died), and whether the worker has ended.
 
         Raises:
-            ConnectionError: it ended before it had read the work, which has no part in that.
+            ConnectionError: the worker ended before it read the work, so the work is not to blame.
         """
         await asyncio.get_running_loop().sock_sendall(self.link, LENGTH.pack(len(work)) + work)
         if header := await self._receive(ANSWER.size):
@@ -118,18 +118,17 @@ class _Worker:
 
 
 class WorkerProcesses:
-    """Processes that do one kind of work, each piece within limits. For one event loop only.
+    """Run one kind of work in processes, each piece within limits. Belongs to one event loop.
 
-    They start with the first piece of work, or with `start`, and end with this process, however
-    that ends. Callers take turns: however much work one of them has, one worker is left for the
-    others.
+    Processes start with the first piece of work or with `start`, and end with this process in any
+    case. Callers take turns, and one worker is always left for other callers.
 
     Args:
-        work: ``"module:function"``; given ``options`` it returns the function that does the work.
-        limits: of one piece.
+        work: ``"module:function"``; called with ``options``, returns the function for the work.
+        limits: limits of one piece.
         num_workers: at least 2.
-        max_waiting: pieces of work that wait; of one caller, half as many.
-        early: a template that was forked for this work; None: a new process is started.
+        max_waiting: most pieces of work that wait; half as many per caller.
+        early: template forked for this work; None: start a new process.
     """
 
     def __init__(
@@ -151,19 +150,19 @@ class WorkerProcesses:
         self._early = early
         self._template: Template | None = None
         self._control: socket.socket | None = None
-        self._links: dict[int, socket.socket] = {}  # of all workers that were not dropped
+        self._links: dict[int, socket.socket] = {}  # of all workers in use, by number
         self._idle: list[_Worker] = []
-        self._active: Counter[str] = Counter()  # caller -> workers
-        # Who waited longest for a turn comes first.
+        self._active: Counter[str] = Counter()  # number of busy workers per caller
+        # The caller that has waited longest for a turn comes first.
         self._waiting: OrderedDict[str, deque[asyncio.Future[_Worker]]] = OrderedDict()
         self._num_waiting = 0
         self._finalizer: weakref.finalize[..., WorkerProcesses] | None = None
 
     def start(self) -> None:
-        """Start the processes now, so that the first piece of work need not wait for them.
+        """Start the processes, so that the first piece of work need not wait for them.
 
         Raises:
-            NodeUnavailableError: the processes cannot be started; a resource is missing.
+            NodeUnavailableError: a process cannot be started for lack of a resource.
         """
         is_new = self._template is None
         try:
@@ -181,17 +180,17 @@ class WorkerProcesses:
             ) from None
 
     async def run(self, work: bytes, *, caller: str = "") -> bytes:
-        """Return the result of a piece of work. Cancelling ends the worker that does it.
+        """Return the result of a piece of work. Cancelling ends its worker.
 
         Args:
-            caller: whose work it is.
+            caller: the caller's name, for taking turns.
 
         Raises:
-            InvalidRequestError: what the work itself raised.
-            WorkLimitError: it costs more than it may.
+            InvalidRequestError: raised by the work.
+            WorkLimitError: the work exceeded its limits.
             OverloadedError: too much work waits.
-            NodeUnavailableError: the processes cannot be started or ended at the work again and
-                again, or the machine gave the work no processor time.
+            NodeUnavailableError: processes cannot be started or repeatedly ended, or the machine
+                gave the work no CPU time.
         """
         self.start()
         worker = await self._take(caller)
@@ -202,8 +201,8 @@ class WorkerProcesses:
                 answer, has_ended, was_read = await self._ask(worker, work)
                 if answer or (not await self._has_ended(worker.template) and was_read):
                     break
-                # When memory is short, the kernel kills idle workers first. A template that is
-                # killed takes its workers with it. The work is to blame for neither.
+                # When memory is short, the kernel kills idle workers first, and a killed template
+                # takes its workers with it. The work is to blame for neither.
                 worker = self._replace(worker)
             else:
                 raise NodeUnavailableError("a process that reads requests ended; try again")
@@ -218,7 +217,7 @@ class WorkerProcesses:
         raise WorkLimitError(f"takes more than {self.limits} of memory")
 
     async def wait_ready(self) -> None:
-        """Start the processes and wait until one of them can begin work.
+        """Start the processes and wait until a worker is ready.
 
         Raises:
             NodeUnavailableError: the processes cannot be started.
@@ -233,7 +232,7 @@ class WorkerProcesses:
             self._give_back(worker if worker.is_ready else self._replace(worker), "")
 
     async def _ask(self, worker: _Worker, work: bytes) -> tuple[bytes, bool, bool]:
-        """Have a worker do a piece of work; its time begins when the worker is ready.
+        """Let a worker do a piece of work; its time starts when the worker is ready.
 
         Returns:
             The answer, empty if there is none; whether the worker has ended; whether the worker may
@@ -251,23 +250,23 @@ class WorkerProcesses:
         except ConnectionError:
             return b"", True, False
         except TimeoutError:
-            pass  # the worker hangs and does not end itself
+            pass  # the worker hangs and did not end itself
         if not answer and time.monotonic() - began_at >= self.limits.wall_s:
-            # Work that ran would have reached its limit of processor time before: this got none.
+            # Running work would have reached its CPU limit earlier, so it got no CPU.
             raise NodeUnavailableError(
                 f"this machine did not read the request in {self.limits.wall_s:g} s; try again"
             )
         return answer, has_ended, True
 
     def close(self) -> None:
-        """End the processes; also done when nobody has this object any more."""
+        """End the processes; also done when this object is garbage collected."""
         if self._finalizer is not None:
             self._finalizer()
 
     # ------------------------------------------------------------------ turns
 
     async def _take(self, caller: str) -> _Worker:
-        """Wait for this caller's turn and take an idle worker."""
+        """Wait for the caller's turn and take an idle worker."""
         if self._idle and caller not in self._waiting and self._may_have(caller):
             self._active[caller] += 1
             return self._idle.pop()
@@ -307,7 +306,7 @@ class WorkerProcesses:
             self._waiting.move_to_end(waiting)
             if not queue:
                 del self._waiting[waiting]
-            if not future.done():  # its caller did not go away
+            if not future.done():  # if the caller still waits
                 self._active[waiting] += 1
                 future.set_result(self._idle.pop())
 
@@ -319,13 +318,13 @@ class WorkerProcesses:
             self._template, ours = early.process, early.control
         else:
             self._template, ours = _spawn_template()
-        with contextlib.suppress(ConnectionError):  # whoever asks its workers will find out
+        with contextlib.suppress(ConnectionError):  # the callers of its workers will notice
             ours.send(msgspec.json.encode(self._setup))
         self._control = ours
         self._finalizer = weakref.finalize(self, _end, self._template, ours, self._links)
 
     def _fork(self) -> _Worker:
-        """Ask the template for a new worker; it comes as soon as the template is loaded."""
+        """Ask the template for a new worker, which is ready once the template is loaded."""
         assert self._control is not None
         assert self._template is not None
         ours, theirs = socket.socketpair()
@@ -334,15 +333,15 @@ class WorkerProcesses:
         self._links[worker.number] = ours
         with theirs:
             command = COMMAND.pack(FORK, worker.number)
-            # If the template has ended, whoever asks this worker will find out.
+            # If the template has ended, the caller of this worker will notice.
             with contextlib.suppress(ConnectionError):
                 socket.send_fds(self._control, [command], [theirs.fileno()])
         return worker
 
     def _replace(self, worker: _Worker) -> _Worker:
-        """End a useless worker, and start another.
+        """End a worker and return a new one.
 
-        Returns the ended worker where no descriptor is left for another: its next caller tries
+        Returns the ended worker if no descriptor is left for a new one; its next caller tries
         again.
         """
         assert self._control is not None
@@ -356,9 +355,9 @@ class WorkerProcesses:
             return worker
 
     async def _has_ended(self, template: Template) -> bool:
-        """Return whether this template has ended; replace it if so."""
+        """Return whether this template has ended; if so, replace it."""
         if template.poll() is None:
-            await asyncio.sleep(_POLL_S)  # its sockets close before it can be seen to have ended
+            await asyncio.sleep(_POLL_S)  # its sockets close before its end is visible
         if template.poll() is None:
             return False
         if self._template is template:
@@ -366,11 +365,11 @@ class WorkerProcesses:
         return True
 
     def _restart_template(self) -> None:
-        """Replace a template that has ended by another one.
+        """Replace a template that has ended, with its idle workers.
 
-        Replaces idle workers, too. Callers replace workers that are at work, because the callers
-        still read from those sockets: if a socket is closed under its reader, the reader may read
-        from another socket with the same descriptor.
+        Callers replace busy workers themselves, because they still read from those sockets: if a
+        socket is closed under its reader, the reader may read from a new socket with the same
+        descriptor.
         """
         template, control, finalizer = self._template, self._control, self._finalizer
         assert template is not None
@@ -386,21 +385,21 @@ class WorkerProcesses:
 
 
 def _spawn_template() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a template as a new process; return it with what it is told everything by."""
+    """Start a template as a new process; return it with its control socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     template = subprocess.Popen(
         [*PYTHON_MODULE, "baton.processes.worker_template", str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **ENVIRONMENT},
         pass_fds=(theirs.fileno(),),
-        start_new_session=True,  # Ctrl-C is for the program, which still has requests to end
+        start_new_session=True,  # Ctrl-C is for the program, which still has requests to finish
     )
     theirs.close()
     return template, ours
 
 
 def _end(template: Template, control: socket.socket, links: dict[int, socket.socket]) -> None:
-    """End the template; the kernel ends its workers with it."""
+    """End the template, and with it its workers."""
     control.close()
     for link in links.values():
         link.close()

@@ -1,8 +1,8 @@
-"""Worker template: a process that loads one kind of work and forks workers that do it in bounds.
+"""Worker template: loads one kind of work, and forks workers that run it within limits.
 
-Started by `worker_processes`. What it is told comes from its parent alone: a socket of theirs,
-bytes in frames, no pickle. A worker that needs more than it may have is ended by the
-system itself, in whatever library it is; so nothing here needs to trust the work.
+Started by `worker_processes`, and controlled only by its parent over a socket, with framed bytes
+and without pickle. The system ends a worker that exceeds its limits, wherever it is, so the work
+need not be trusted.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError
 
-# The first message of a worker: the worker has started, and waits for work.
+# A worker's first message: it waits for work.
 READY = b"!"
-# Of a frame from the parent: its length, and then so many bytes.
+# Header of a frame from the parent: the number of bytes that follow.
 LENGTH = struct.Struct("<I")
-# Of the answer: the same, and whether the worker ends now, for it has grown.
+# Header of an answer: the number of bytes, and whether the worker ends because it has grown.
 ANSWER = struct.Struct("<I?")
-# On the control socket: what to do with the worker of this number.
+# A command on the control socket, with the worker's number.
 COMMAND = struct.Struct("<cI")
 FORK, KILL = b"f", b"k"
-# The first byte of an answer.
+# First byte of an answer.
 DONE, REFUSED, TOO_MUCH = b"d", b"r", b"m"
 
-# Libraries recurse where texts nest. A stack that overflows ends the worker, and only that.
+# Libraries recurse in nested texts. A stack overflow ends only the worker.
 _STACK_BYTES = 64 * 2**20
-# A worker that has grown by more makes room for a new one: what is left over by one piece of work
-# is not to count for the next.
+# A worker that has grown by more than this is replaced, so that leftovers of one piece of work do
+# not count for the next.
 _KEPT_BYTES = 8 * 2**20
 _PR_SET_PDEATHSIG = 1
 
@@ -48,12 +48,12 @@ Work = Callable[[bytes], bytes]
 
 
 class WorkLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of one piece of work.
+    """Limits of one piece of work.
 
     Attributes:
-        cpu_s: of processor time, in all of its threads.
-        wall_s: until the answer; more, for a busy machine is nobody's fault.
-        memory_bytes: beyond what the worker has before it.
+        cpu_s: CPU time over all threads.
+        wall_s: time until the answer; longer, because the machine may be busy.
+        memory_bytes: memory beyond what the worker has at the start.
     """
 
     cpu_s: float
@@ -65,10 +65,10 @@ class WorkLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a template.
+    """First message to a template.
 
     Attributes:
-        work: ``"module:function"``; given ``options`` it returns the function that does the work.
+        work: ``"module:function"``; called with ``options``, returns the function for the work.
     """
 
     work: str
@@ -77,8 +77,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve(control: socket.socket, work: Work, limits: WorkLimits) -> None:
-    """Fork and end workers as the parent says; returns when the parent is gone."""
-    workers: dict[int, int] = {}  # number -> process id; not reaped before they are dropped
+    """Fork and end workers as the parent commands; returns when the parent is gone."""
+    workers: dict[int, int] = {}  # number -> process id; not reaped until they are ended here
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         if not message:
@@ -105,15 +105,15 @@ def _end(process_id: int) -> None:
 
 
 def _be_worker(link: socket.socket, work: Work, limits: WorkLimits) -> None:
-    """Do the work of one worker; never returns."""
+    """Run one worker; never returns."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # When memory runs out, this is what can be spared.
+    # When memory runs out, the kernel shall kill workers before other processes.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    # A library that runs out of memory says so and aborts: the parent's log has our words for it.
+    # Libraries print when they abort for lack of memory; the parent logs its own message instead.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_answer_all, args=(link, work, limits))
@@ -123,13 +123,13 @@ def _be_worker(link: socket.socket, work: Work, limits: WorkLimits) -> None:
 
 
 def _answer_all(link: socket.socket, work: Work, limits: WorkLimits) -> None:
-    """Answer until the parent hangs up, or memory that is not given back says to start afresh."""
+    """Answer until the parent hangs up, or until memory has grown too much."""
     resident_bytes = resident_memory_bytes()
     limit = _memory_bytes(0) + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     link.sendall(READY)
     while (frame := _receive(link)) is not None:
-        # Nobody handles these two signals: each of them ends the process, wherever it is.
+        # Unhandled, both signals end the process wherever it is.
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
         signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
         answer = _answer(work, frame)
@@ -152,7 +152,7 @@ def _answer(work: Work, frame: bytes) -> bytes:
 
 
 def _receive(link: socket.socket) -> bytes | None:
-    """Receive the next frame; None when the parent is gone."""
+    """Return the next frame, or None if the parent is gone."""
     header = link.recv(LENGTH.size, socket.MSG_WAITALL)
     if len(header) < LENGTH.size:
         return None
@@ -162,18 +162,18 @@ def _receive(link: socket.socket) -> bytes | None:
 
 
 def resident_memory_bytes() -> int:
-    """Return the resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     return _memory_bytes(1)
 
 
 def _memory_bytes(column: int) -> int:
-    """Read a column of the kernel's table, in bytes: 0 is addresses, 1 is memory."""
+    """Return a column of the kernel's table in bytes: 0 is address space, 1 resident memory."""
     columns = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return int(columns[column]) * resource.getpagesize()
 
 
 def main() -> None:
-    """``python -m baton.processes.worker_template DESCRIPTOR``."""
+    """Run ``python -m baton.processes.worker_template DESCRIPTOR``."""
     serve_parent(socket.socket(fileno=int(sys.argv[1])), _import_work)
 
 
@@ -184,7 +184,7 @@ def _import_work(setup: Setup) -> Work:
 
 
 def serve_parent(control: socket.socket, make_work: Callable[[Setup], Work]) -> None:
-    """Load the work that the first message names, and serve; returns when the parent is gone.
+    """Load the work named in the first message, and serve; returns when the parent is gone.
 
     Args:
         make_work: returns the function that does the work.
@@ -194,7 +194,7 @@ def serve_parent(control: socket.socket, make_work: Callable[[Setup], Work]) -> 
     setup = msgspec.json.decode(message, type=Setup)
     work = make_work(setup)
     gc.collect()
-    gc.freeze()  # what is here stays, in pages that all workers share
+    gc.freeze()  # keeps these objects in pages that all workers share
     serve(control, work, setup.limits)
 
 

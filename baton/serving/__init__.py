@@ -1,1 +1,1 @@
-"""What every server of ours has: connections, the gate of its calls, errors, metrics pages."""
+"""Parts that all servers share: connections, the gate of calls, errors, metrics pages."""

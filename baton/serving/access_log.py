@@ -1,7 +1,7 @@
-"""AccessLog: one line in the log for each request of a client, when it has ended.
+"""AccessLog: one log line for each request of a client, written at its end.
 
-Holds no secret and nothing that clients wrote but the request's id: whose request it was is told by
-the name of its key. Who is unknown is in the audit log only.
+Holds no secrets, and of the client's input only the request id; callers appear by their key's name.
+Unauthenticated calls appear in the audit log only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _MAX_CALL_CHARS = 100
 
 @dataclass(slots=True, kw_only=True)
 class AccessEntry:
-    """The log entry of one request. One writer: whoever serves it.
+    """Hold the log entry of one request. Written by the code that serves the request.
 
     Attributes:
-        call: what was called, such as ``POST /v1/completions``.
-        address: of the machine that calls.
-        request_id: empty: it has none (yet).
-        trace_id: of the trace that it is part of; empty: of none.
-        trace: what its spans are part of; None: it is not traced.
-        num_prompt_tokens: of its prompts; each once, however many outputs it has.
-        num_output_tokens: that were on their way to the client, of all outputs.
-        ttft_s: until the first of them; None: there was none.
-        error: name of the status that it ended with, where that is not the call's own.
+        call: method or path, such as ``POST /v1/completions``.
+        address: the caller's address.
+        request_id: empty until known.
+        trace_id: id of the caller's or Baton's trace; empty: none.
+        trace: this request's trace context; None: not traced.
+        num_prompt_tokens: tokens of its prompts; a prompt with several outputs counts once.
+        num_output_tokens: tokens sent to the client, over all outputs.
+        ttft_s: time to the first of them; None: there were none.
+        error: name of its final status, if it differs from the call's own.
     """
 
     call: str = ""
@@ -47,7 +47,7 @@ class AccessEntry:
     began_at: float = field(default_factory=time.perf_counter)
 
     def join_trace(self, tracing: Tracing, traceparent: str, tracestate: str) -> None:
-        """Note the trace that it is part of, by its caller's headers or as one of its own."""
+        """Join the trace of the caller's headers, or begin one."""
         self.trace = tracing.begin(traceparent, tracestate)
         known = self.trace or parse_traceparent(traceparent)
         self.trace_id = "" if known is None else known.trace_id.hex()
@@ -63,7 +63,7 @@ class AccessLog:
     """The access log of a router.
 
     Args:
-        model: what clients call the model.
+        model: name that clients use for the model.
         is_on: whether lines are written.
     """
 
@@ -75,8 +75,8 @@ class AccessLog:
         """Log a request that has ended.
 
         Args:
-            principal: whose it was; None: nobody knows.
-            status: of HTTP or gRPC.
+            principal: the caller; None: unauthenticated.
+            status: HTTP or gRPC status.
         """
         if not self._is_on or principal is None:
             return

@@ -1,7 +1,7 @@
-"""CallGate: what every gRPC call goes through: who calls, whether it may, and errors as statuses.
+"""CallGate: authenticates and authorizes every gRPC call, and converts errors to statuses.
 
-Takes our exceptions, gives status codes; nobody else calls `context.abort`. Who calls is asked
-before the call's message is read, and before it is said whether there is such a call.
+The only place that calls `context.abort`. Callers are checked before their message is read, and
+before they learn whether the method exists.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-_UNKNOWN_METHOD = "of this name"  # a stranger chose the name; maybe no UTF-8
-# Of a message of health checks and reflection: names of services.
+_UNKNOWN_METHOD = "of this name"  # a caller chose the name, which may not be UTF-8
+# Most bytes of messages for health checks and reflection, which hold service names.
 MAX_OPEN_BYTES = 2**16
-_NOT_TOLD = ("prompt",)  # what clients wrote is nobody's business
+_NOT_TOLD = ("prompt",)  # fields with clients' texts, kept out of the audit log
 
 
 class Context:
-    """The context of a call, as a service sees it.
+    """The context of a call for a service.
 
     Attributes:
-        principal: who calls.
-        entry: what the access log tells of the call.
-        address: of the machine that calls, without a port. (Asked at the beginning: gRPC crashes
-            who asks it for the peer of a call that has ended.)
+        principal: the caller.
+        entry: entry for the access log.
+        address: the caller's address without a port. (Read at the beginning, because gRPC crashes
+            when asked for the peer of an ended call.)
     """
 
     __slots__ = ("_context", "address", "entry", "principal")
@@ -69,7 +69,7 @@ class Context:
         return self._context.time_remaining()
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Return what TLS knows of the caller, as gRPC has it; empty without TLS."""
+        """Return gRPC's TLS properties of the caller; empty without TLS."""
         return self._context.auth_context()
 
     def set_trailing_metadata(self, trailers: tuple[tuple[str, str | bytes], ...]) -> None:
@@ -78,15 +78,15 @@ class Context:
 
 
 class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Guards all calls of one server, even of methods that do not exist.
+    """Guard all calls of one server, including calls of unknown methods.
 
     Args:
-        access: knows who may call.
-        anybody: who calls where there are no credentials; see `Access.principal_of`.
-        stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
-        check_load: raises when no prompts are taken on; asked before a message is read.
-        access_log: is told of calls that clients make.
-        tracing: says which of these are traced; none if not given.
+        access: decides who may call.
+        anybody: principal of callers without credentials; see `Access.principal_of`.
+        stall_timeout_s: a stream whose client reads nothing for this long is ended.
+        check_load: raises if the server takes no requests; called before a message is read.
+        access_log: logs clients' calls.
+        tracing: decides which calls are traced; none if not given.
     """
 
     def __init__(
@@ -105,9 +105,11 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._check_load = check_load
         self._access_log = access_log or AccessLog()
         self._tracing = tracing
-        # One: several would take most turns of the interpreter from the loop.
+        # More threads would take too much interpreter time from the event loop.
         self._thread = ThreadPoolExecutor(1, "long-messages")
         self._held = HeldCalls()
+        # Each known method's own handler, and the one that guards it.
+        self._made: dict[str, tuple[Handler, Handler]] = {}
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
         """Return a copy with another limit for stalled clients."""
@@ -127,36 +129,50 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
     ) -> Handler:
         handler = await continuation(handler_call_details)
         method: str = handler_call_details.method
+        if handler is None:
+            return self._make_guarded(method, None)
+        made = self._made.get(method)
+        if made is None or made[0] is not handler:
+            made = self._made[method] = handler, self._make_guarded(method, handler)
+        return made[1]
+
+    def _make_guarded(self, method: str, handler: Handler | None) -> Handler:
+        """Return the handler that admits a call before the method's own handler reads it."""
         roles = ROLES_OF_CALL.get(method, _NOBODY)
-        if handler is not None and roles is OPEN:
+        if handler is None:
+            roles = ANY
+        elif roles is OPEN:
             return _open(handler)
-        # As a stream of messages, however many there are to be: so it is ours when the first one is
-        # read. On the wire there is no difference.
+        # Every method is handled as a stream of messages, so that this code runs before the first
+        # message is read. On the wire there is no difference.
         deserialize = handler.request_deserializer if handler else None
         if deserialize is not None:
-            if roles is ANY:  # a library's
+            if roles is ANY:  # a library's method
                 deserialize = forgiving(deserialize, max_bytes=MAX_OPEN_BYTES)
             else:
                 deserialize = patient(deserialize, MAX_LINK_PARTS if roles == JOIN else MAX_PARTS)
         return grpc.stream_stream_rpc_method_handler(
-            self._guard(method, handler, ANY if handler is None else roles),
+            self._guard(method, handler, roles),
             deserialize,
             handler.response_serializer if handler else None,
         )
 
     async def refuse_unknown(self, raw: _Raw) -> None:
-        """Refuse a call of an unknown method; do not tell strangers that the method is unknown."""
+        """Refuse a call of an unknown method; only known callers learn that it is unknown."""
         async for _ in self._guard(_UNKNOWN_METHOD, None, ANY)(_no_messages(), raw):
             raise AssertionError("a refused call has no responses")
 
     def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
-        from structlog.contextvars import bind_contextvars  # here: clients do not wait for it
+        from structlog.contextvars import bind_contextvars  # here, since clients do not need it
 
         tracing = self._tracing if Role.INFER in roles else NO_TRACING
         entry.join_trace(tracing, *trace_headers(raw))
         bind_contextvars(trace_id=entry.trace_id or None)
 
     def _guard(self, method: str, handler: Handler | None, roles: Roles) -> Callable[..., Any]:
+        behavior = None if handler is None else _behavior(handler)
+        makes_stream = inspect.isasyncgenfunction(behavior)
+
         async def guarded(requests: AsyncIterator[Any], raw: _Raw) -> AsyncIterator[Any]:
             watch: StallWatch | None = None
             entry, principal, status = AccessEntry(call=method), None, "CANCELLED"
@@ -168,7 +184,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 principal = self._access.admit(shown, roles, method, self._anybody)
                 if Role.INFER in roles:
                     self._check_load()
-                if handler is None:
+                if handler is None or behavior is None:
                     await raw.abort(grpc.StatusCode.UNIMPLEMENTED, f"there is no call {method}")
                     return
                 context = Context(raw, principal, shown.address, entry)
@@ -180,22 +196,22 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 request: Any = messages
                 if not handler.request_streaming:
                     request = await self._held.only_message(caller, messages)
-                behavior = _behavior(handler)
-                if inspect.isasyncgenfunction(behavior):
+                if makes_stream:
                     watch = StallWatch(
                         shown.address, self._stall_timeout_s, functools.partial(_say_last, raw)
                     )
                     async with contextlib.aclosing(behavior(request, context)) as responses:
                         async for response in responses:
-                            if not watch.num_sent:  # with the first message, no status could be
-                                await raw.send_initial_metadata(())  # sent while it is not taken
+                            if not watch.num_sent:  # else no status could be sent
+                                # Headers first, in case the client does not read the first message.
+                                await raw.send_initial_metadata(())
                             watch.is_sending = True
-                            yield response  # back when the client's side has taken it
+                            yield response  # resumes when the client's side has taken it
                             watch.is_sending = False
                             watch.num_sent += 1
                     status = "OK"
                     return
-                if handler.response_streaming:  # of a library, which writes by itself
+                if handler.response_streaming:  # a library's, which writes the answer itself
                     await behavior(request, raw)
                     return
                 try:
@@ -206,7 +222,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 self._note(method, context, request)
                 status = "OK"
                 yield response
-            except grpc.aio.BaseError:  # gRPC's own, such as a client that is gone
+            except grpc.aio.BaseError:  # gRPC's own, such as a client that disconnected
                 raise
             except Exception as error:
                 status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"
@@ -221,7 +237,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         return guarded
 
     def _note(self, method: str, context: Context, request: Any, problem: str = "") -> None:
-        """Write to the audit log what an operator did, once it is known how it ended."""
+        """Write an operator's call and its outcome to the audit log."""
         roles = ROLES_OF_CALL.get(method) or _NOBODY
         if roles.isdisjoint((Role.LOOK, Role.OPERATE)) or not isinstance(request, Message):
             return
@@ -234,7 +250,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
 
 def _open(handler: Handler) -> Handler:
-    """Make a handler that anybody may call refuse unreadable messages without a log entry each."""
+    """Wrap an open method's handler, so that unreadable messages cause no log entries."""
     answer: Callable[..., Any] | None = handler.unary_unary
     if answer is None or handler.request_deserializer is None:
         return handler
@@ -264,7 +280,7 @@ async def _readable(
     """Yield the messages of a call; raises the error of one that could not be read.
 
     Args:
-        thread: reads long messages; None: they are given as they are, unread.
+        thread: parses long messages; None: pass them on unparsed.
     """
     async for request in requests:
         if isinstance(request, InvalidRequestError):
@@ -275,7 +291,7 @@ async def _readable(
 
 
 async def _say_last(context: _Raw, problem: str) -> None:
-    """Send a client that was cut off its error, should it ever read on."""
+    """Send an error to a stalled client, in case it reads on."""
     with contextlib.suppress(grpc.aio.BaseError):
         await _abort(context, RequestCancelledError(problem))
 
@@ -302,5 +318,5 @@ async def _abort(context: _Raw, error: Exception) -> None:
 
 
 def status_of(error: BatonError) -> grpc.StatusCode:
-    """Return the status code of one of our errors; the nearest class in the table counts."""
+    """Return an error's status code, by the nearest class in the table."""
     return grpc.StatusCode[status_name(error)]

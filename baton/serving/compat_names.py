@@ -1,7 +1,7 @@
-"""VllmNames: metrics by the names that dashboards and gateways made for another engine expect.
+"""VllmNames: metrics under vLLM's names, for dashboards and gateways made for it.
 
-The same numbers, read at the same time, under vLLM's names: with a colon, as its pages have them,
-and with an underscore, as some of its dashboards ask for them.
+Shows the same numbers with a colon in the names, as vLLM's pages have, and with an underscore, as
+some dashboards expect.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _FINISHED = ("stop", "length", "abort")
 
 
 class VllmNames(Collector):
-    """Shows families by other names.
+    """Collect metric families under vLLM's names.
 
     Args:
-        families: called at a scrape: name without prefix and ``_total``, and what it shows.
-        model: name of the model that is served, a label of each sample.
+        families: called at each scrape; yields names without prefix and ``_total``, with families.
+        model: name of the served model, a label of each sample.
     """
 
     def __init__(self, families: Callable[[], Iterable[tuple[str, Metric]]], model: str) -> None:
@@ -29,7 +29,7 @@ class VllmNames(Collector):
         self._labels = {"model_name": model, "engine": "0"}
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering does not ask for everything
+        return []  # so that registering does not collect everything
 
     def collect(self) -> Iterable[Metric]:
         for name, family in self._families():
@@ -48,7 +48,7 @@ class VllmNames(Collector):
 
 
 def finished_only(requests: Metric) -> Metric:
-    """Of requests by outcome those that finished, by vLLM's label; 0 where there was none."""
+    """Return the counts of finished requests by vLLM's label."""
     found = {
         sample.labels["outcome"]: sample.value
         for sample in requests.samples

@@ -1,4 +1,4 @@
-"""What connections to a listener may cost, and what became of them; plain values."""
+"""Limits and counts of a listener's connections, as plain values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class ConnectionLimits:
     """Limits of a listener's connections.
 
     Attributes:
-        max_connections: open at once.
-        max_connections_per_address: of these from one address; clients behind one proxy share it.
-        header_timeout_s: from a connection's beginning to its first request's headers, with what
-            TLS needs.
-        idle_timeout_s: from a response to the next request's headers.
-        stall_timeout_s: a peer that takes nothing for so long while something waits is cut off.
+        max_connections: most open connections.
+        max_connections_per_address: most of these from one address, which may be a shared proxy.
+        header_timeout_s: time from the start of a connection to its first request's headers, TLS
+            included.
+        idle_timeout_s: time from a response to the next request's headers.
+        stall_timeout_s: a peer that reads nothing for this long, while data waits, is cut off.
     """
 
     max_connections: int = 1024
@@ -37,10 +37,10 @@ class RpcLimits:
     """Limits of the connections to a gRPC server.
 
     Attributes:
-        max_connections: open at once; more are closed as they come.
-        handshake_timeout_s: for a connection to come up, with what TLS needs.
-        idle_timeout_s: one without a call is closed; clients connect again by themselves.
-        stall_timeout_s: a stream whose client takes nothing of it for so long is ended.
+        max_connections: most open connections; more are closed at once.
+        handshake_timeout_s: time to set up a connection, TLS included.
+        idle_timeout_s: a connection without calls for this long is closed; clients reconnect.
+        stall_timeout_s: a stream whose client reads nothing for this long is ended.
     """
 
     max_connections: int = 256
@@ -62,12 +62,12 @@ class ConnectionCounts:
     """Counts of one listener's connections since it was made.
 
     Attributes:
-        open: now.
-        at_work: of these.
-        accepted, refused: refused: there was no room, and nobody to make it.
-        displaced: made way for another one.
-        timed_out: sent no request in time.
-        stalled: took nothing.
+        open: open connections.
+        at_work: those with a request at work.
+        accepted, refused: refused ones found no room and no idle connection to displace.
+        displaced: closed to make room for others.
+        timed_out: closed because no request came in time.
+        stalled: closed because the peer did not read.
     """
 
     open: int = 0

@@ -1,13 +1,13 @@
-"""Listener: TCP connections for a protocol; no more than there is room for, and none that hangs.
+"""Listener: accepts TCP connections for a protocol, within limits and with timeouts.
 
-Accepts them itself, so that a connection counts before its TLS handshake. Knows no HTTP: whoever
-serves says when a connection is at work.
+Accepts connections itself, so that they count before their TLS handshake. Knows no HTTP: the server
+marks a connection as at work.
 
     accepted -> waits for a first request -> at work <-> idle
-                                             (or cut off: it takes nothing of what it is sent)
+                                             (or cut off, if the peer does not read)
 
-One that is not at work makes way for a new one when there is no room: idle and half-open
-connections never keep anybody out.
+When there is no room, connections that are not at work make way for new ones, so that idle and
+half-open ones keep nobody out.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 512
 _SWEEP_INTERVAL_S = 0.5
 _NO_ROOM_PAUSE_S = 0.1
-# A host may have a name in a family of addresses that the machine does not speak.
+# A host name may resolve to an address family that the machine does not support.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ANY_IPV6 = "::"
-_MAPPED = "::ffff:"  # in front of the address of an IPv4 peer, on a socket of both families
+_MAPPED = "::ffff:"  # prefix of an IPv4 peer's address on a dual-stack socket
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # for faults of strangers
-# Read of a connection at once. The loop's own 256 KiB hold it up for half a second when they are
-# chunks of a byte.
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # log lines about clients' faults
+# Most bytes read from a connection at a time. asyncio's own 256 KiB would block the loop for half a
+# second if they are chunks of one byte.
 _READ_BYTES = 2**14
-_MAX_LOOKED_AT = 64  # for one that can make way
+_MAX_LOOKED_AT = 64  # most connections checked when one must make way
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One accepted connection: passes everything on to the protocol that serves it.
+    """One accepted connection, which passes everything to its inner protocol.
 
     Attributes:
-        address: of the peer, without its port.
-        waits_since: for a request, by the loop's clock.
+        address: the peer's address without the port.
+        waits_since: since when it waits for a request, by the loop's clock.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def num_unsent_bytes(self) -> int:
-        """That the peer has not taken yet, beyond what the system holds."""
+        """Bytes that neither the peer nor the system's buffers have taken yet."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
-        """Close at once, whatever is under way."""
+        """Close at once, in any state."""
         self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
             return
-        # It is being set up. Not cancelled amid that: the loop would keep its descriptor for ever.
+        # Not cancelled during set-up, because the loop would keep the descriptor for ever.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -92,7 +92,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._is_aborted:
             self.end()
-            self.inner = asyncio.Protocol()  # which serves nothing
+            self.inner = asyncio.Protocol()  # a protocol that serves nothing
             self._transport.abort()
         self.inner.connection_made(transport)
 
@@ -122,12 +122,12 @@ class Listener:
     """Accepts connections on one address, within limits.
 
     Args:
-        make_protocol: what serves a connection; made when it is accepted.
-        limits: of all of them.
+        make_protocol: makes the inner protocol of each accepted connection.
+        limits: limits of all connections.
 
     Attributes:
-        counts: for metrics.
-        read_buffer: for what comes next on any connection; taken from it at once.
+        counts: counts for metrics.
+        read_buffer: receives data of any connection, which is copied out at once.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Listener:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.counts = ConnectionCounts()
-        # A view, because asyncio's TLS reads into slices, and a slice of a bytearray is a copy.
+        # A memoryview, because asyncio's TLS reads into slices, and slices of a bytearray copy.
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None
@@ -143,7 +143,7 @@ class Listener:
         self._sockets: list[socket.socket] = []
         self._sweeping: asyncio.Task[None] | None = None
         self._of_protocol: dict[asyncio.BaseProtocol, Connection] = {}
-        # Those that wait, the longest waiting first; of all, and of each address.
+        # Waiting connections, longest waiting first; in all, and per address.
         self._fresh: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
         self._waiting_of: dict[str, dict[Connection, None]] = {}
@@ -161,7 +161,7 @@ class Listener:
         """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
 
         Args:
-            option: names the address in errors.
+            option: name of the option, for errors.
             reuse_port: let other processes listen on the same port.
 
         Raises:
@@ -173,7 +173,7 @@ class Listener:
         try:
             self._sockets = await _listen(host.strip("[]"), port, reuse_port=reuse_port)
         except OSError as error:
-            number = error.errno or 0  # below 0: of name resolution
+            number = error.errno or 0  # negative: an error of name resolution
             why = os.strerror(number).lower() if number > 0 else str(error)
             raise ConfigError(f"{option}: cannot listen on {listen} ({why})") from error
         for sock in self._sockets:
@@ -182,7 +182,7 @@ class Listener:
         return f"{host}:{self._sockets[0].getsockname()[1]}"
 
     def stop_accepting(self) -> None:
-        """Take no new connections; those that are open go on. Harmless when it was done before."""
+        """Accept no new connections; open ones go on. May be repeated."""
         loop = asyncio.get_running_loop()
         for sock in self._sockets:
             loop.remove_reader(sock)
@@ -190,7 +190,7 @@ class Listener:
         self._sockets = []
 
     def close(self) -> None:
-        """Take no new connections and cut off all that are open."""
+        """Accept no new connections, and cut off all open ones."""
         self.stop_accepting()
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -213,7 +213,7 @@ class Listener:
                     self._wait(connection, self._idle)
 
     def address_of(self, protocol: asyncio.BaseProtocol) -> str:
-        """Return the address of a protocol's peer, without a port; empty if the peer has gone."""
+        """Return the address of a protocol's peer, without a port; empty if it has gone."""
         connection = self._of_protocol.get(protocol)
         return "" if connection is None else connection.address
 
@@ -222,7 +222,7 @@ class Listener:
         self.counts.refused += 1
         self._warn(self.address_of(protocol), problem)
 
-    # ------------------------------------------------------------------ said by connections
+    # ------------------------------------------------------------------ called by connections
 
     def forget(self, connection: Connection) -> None:
         """Remove a closed connection from all counts."""
@@ -290,7 +290,7 @@ class Listener:
         if self._num_of.get(address, 0) >= limits.max_connections_per_address:
             return self._displace(self._oldest(of_address))
         if self.counts.open >= limits.max_connections:
-            # One's own first: many connections of one address cost the others none of theirs.
+            # Takes from this address first, so one with many connections costs others none.
             return self._displace(self._oldest(of_address, self._fresh, self._idle))
         return True
 
@@ -308,7 +308,7 @@ class Listener:
             return False
         self.counts.displaced += 1
         connection.abort()
-        connection.end()  # its place is free now, whenever its end is heard of
+        connection.end()  # free its place now, before the close is noticed
         return True
 
     async def _set_up(self, connection: Connection, sock: socket.socket) -> None:
@@ -319,16 +319,16 @@ class Listener:
             await loop.connect_accepted_socket(
                 lambda: connection, sock, ssl=self._ssl, ssl_handshake_timeout=timeout_s
             )
-        except (OSError, asyncio.CancelledError) as error:  # gone, or no TLS
+        except (OSError, asyncio.CancelledError) as error:  # peer gone, or no TLS
             if isinstance(error, ssl.SSLError):
-                # What is wrong with a certificate, or a word such as WRONG_VERSION_NUMBER.
+                # A certificate's problem, or a code such as WRONG_VERSION_NUMBER.
                 why = getattr(error, "verify_message", "") or error.reason or "it ended"
                 self._warn(connection.address, f"a TLS handshake failed: {why}")
             sock.close()
             connection.end()
 
     def _warn(self, address: str, problem: str) -> None:
-        """Log a stranger's fault, at most once a minute per address and for few addresses."""
+        """Log a client's fault, at most once a minute per address and for few addresses."""
         now = asyncio.get_running_loop().time()
         told = {one: at for one, at in self._told_of.items() if now - at < _TELL_AGAIN_S}
         if address not in told and len(told) < _MAX_TOLD:
@@ -362,7 +362,7 @@ class Listener:
             self._end_stalled(now)
 
     def _end_waiting(self, waiting: dict[Connection, None], since: float) -> None:
-        """Cut off those that wait since this time or longer."""
+        """Cut off connections that have waited since this time or longer."""
         late = list(itertools.takewhile(lambda one: one.waits_since <= since, waiting))
         for connection in late:
             self.counts.timed_out += 1
@@ -380,7 +380,7 @@ class Listener:
 
 
 def _without_mapping(address: str) -> str:
-    """Return an IPv4 address as it is written, where a socket of both families reports it."""
+    """Return an address, with an IPv4 address in its usual form."""
     return address[len(_MAPPED) :] if address.startswith(_MAPPED) and "." in address else address
 
 

@@ -1,6 +1,6 @@
-"""What an error says beyond its status: google.rpc details and the receipt, in a call's trailers.
+"""Error details: carry an error and its receipt in a call's trailers, as google.rpc details.
 
-Both directions, so that a client gets back the error that the router raised.
+Converts in both directions, so that a client gets the error that the router raised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.v1 import types_pb2
 from baton.wire import types as wire_types
 
 DOMAIN = "baton"
-DETAILS_KEY = "grpc-status-details-bin"  # where gRPC's own libraries look for them
+DETAILS_KEY = "grpc-status-details-bin"  # where gRPC's libraries look for them
 RECEIPT_KEY = "baton-receipt-bin"
 
 _KINDS: dict[str, type[BatonError]] = {
@@ -49,14 +49,14 @@ _KINDS: dict[str, type[BatonError]] = {
     "ENGINE_DEAD": EngineDeadError,
 }
 _INVALID_REQUEST = "INVALID_REQUEST"
-_MAX_DIGITS = 40  # of two numbers from the other side
+_MAX_DIGITS = 40  # of two untrusted numbers
 _REASONS = {kind: reason for reason, kind in _KINDS.items()} | {
     InvalidRequestError: _INVALID_REQUEST
 }
 
 
 def reason_of(error: BatonError) -> str:
-    """Return the name by which clients of any language know an error."""
+    """Return an error's name for clients of any language."""
     for kind in type(error).__mro__:
         if kind in _REASONS:
             return _REASONS[kind]
@@ -64,7 +64,7 @@ def reason_of(error: BatonError) -> str:
 
 
 def details_trailer(code: int, message: str, error: BatonError) -> tuple[str, bytes]:
-    """ErrorInfo, and RetryInfo or BadRequest where they apply."""
+    """Return the trailer with ErrorInfo, and RetryInfo or BadRequest if they apply."""
     status = status_pb2.Status(code=code, message=message)
     info = error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)
     info.metadata["retryable"] = str(error.retryable).lower()
@@ -86,7 +86,7 @@ def details_trailer(code: int, message: str, error: BatonError) -> tuple[str, by
 
 
 def _too_long(field: str, metadata: Mapping[str, str]) -> PromptTooLongError | None:
-    """Read the error of a prompt that is too long; None if the error is another one."""
+    """Return a PromptTooLongError if the metadata describe one, else None."""
     num_tokens, limit = metadata.get("num_tokens", ""), metadata.get("limit", "")
     if metadata.get("code") != PromptTooLongError.code or len(num_tokens + limit) > _MAX_DIGITS:
         return None
@@ -100,7 +100,7 @@ def receipt_trailer(receipt: Receipt) -> tuple[str, bytes]:
 
 
 def receipt_from_trailers(trailers: Mapping[str, str | bytes]) -> Receipt | None:
-    """Read the receipt; None when there is none, or none that can be read."""
+    """Return the receipt, or None if it is absent or unreadable."""
     value = trailers.get(RECEIPT_KEY)
     if not isinstance(value, bytes):
         return None
@@ -111,7 +111,7 @@ def receipt_from_trailers(trailers: Mapping[str, str | bytes]) -> Receipt | None
 
 
 def error_from_trailers(message: str, trailers: Mapping[str, str | bytes]) -> BatonError | None:
-    """Return the error that the other side raised; None when the trailers name none."""
+    """Return the error that the other side raised, or None if the trailers name none."""
     details = list(_unpack(trailers.get(DETAILS_KEY)))
     infos = [one for one in details if isinstance(one, error_details_pb2.ErrorInfo)]
     if not infos or infos[0].domain != DOMAIN:

@@ -1,9 +1,9 @@
-"""What one caller's calls may hold of a server before and beside requests.
+"""HeldCalls: limits what one caller's calls and streams may hold of a server.
 
-    a call whose message has not come      its place, and what has come of up to 8 MiB
-    a health watch, a reflection stream    its place, for as long as it likes
+    a call whose message has not come      one place, and up to 8 MiB that have arrived
+    a health watch, a reflection stream    one place, as long as the stream lives
 
-gRPC itself bounds both by connection only, and takes connections by the hundred.
+gRPC bounds both per connection only, and accepts hundreds of connections.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 from baton.api.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 
-# 8 MiB each. Beyond that, a call's message stays with its client until another one has come.
+# Up to 8 MiB each. Further calls' messages stay with the client until another has come.
 MAX_COMING = 32
-# How many calls may wait for their turn. Each takes 25 KiB and several times its headers.
+# Most calls waiting for their turn. Each takes 25 KiB and several times its headers.
 MAX_WAITING = 1024
-# 8 MiB in it: 64 KiB/s, as over HTTP.
+# Time for 8 MiB at 64 KiB/s, as over HTTP.
 MESSAGE_TIMEOUT_S = 138.0
-MAX_STREAMS = 512  # watches, of each caller
-MAX_MESSAGE_STREAMS = 32  # that go on to bring messages, such as reflection's
+MAX_STREAMS = 512  # health watches per caller
+MAX_MESSAGE_STREAMS = 32  # streams per caller that may bring messages, such as reflection
 
 
 class _Caller:
-    """The places that one caller holds."""
+    """Hold the places of one caller."""
 
     __slots__ = ("num_held", "turns")
 
@@ -36,7 +36,7 @@ class _Caller:
 
 
 class _Places:
-    """Counts what each caller holds; forgets who holds nothing."""
+    """Count the places of each caller; forgets callers without any."""
 
     def __init__(self, limit: int, what: str) -> None:
         self._limit, self._what = limit, what
@@ -44,7 +44,7 @@ class _Places:
 
     @contextlib.contextmanager
     def hold(self, caller: str) -> Iterator[_Caller]:
-        """Take a place; raises OverloadedError when a caller has too many."""
+        """Take a place; raises OverloadedError if the caller has too many."""
         holder = self._callers.setdefault(caller, _Caller())
         if holder.num_held >= self._limit:
             raise OverloadedError(f"{self._what}: one caller may have {self._limit} at once")
@@ -58,9 +58,9 @@ class _Places:
 
 
 class HeldCalls:
-    """Limits the calls that wait for a message, and the streams, of each caller of one server.
+    """Limit calls that wait for messages, and streams, per caller of one server.
 
-    A caller is named by its key or certificate, or, where anybody may call, by its address.
+    Callers are identified by key or certificate; unauthenticated ones by address.
     """
 
     def __init__(self) -> None:
@@ -69,14 +69,15 @@ class HeldCalls:
         self._message_streams = _Places(MAX_MESSAGE_STREAMS, "reflection streams")
 
     async def only_message(self, caller: str, messages: AsyncIterator[Any]) -> Any:
-        """Wait for the one message of a call, when it is the caller's turn to send it.
+        """Return the only message of a call, once it is the caller's turn to send it.
 
         Raises:
-            InvalidRequestError: none came, or it cannot be read.
-            DeadlineExceededError: it did not come in time.
-            OverloadedError: too many of the caller's calls have none.
+            InvalidRequestError: no message came, or it is unreadable.
+            DeadlineExceededError: the message did not come in time.
+            OverloadedError: too many of the caller's calls wait for a message.
         """
-        async with self.turn(caller):
+        with self._coming.hold(caller) as holder:
+            await holder.turns.acquire()
             try:
                 async with asyncio.timeout(MESSAGE_TIMEOUT_S):
                     return await anext(messages)
@@ -85,10 +86,12 @@ class HeldCalls:
                 raise DeadlineExceededError(what) from None
             except StopAsyncIteration:
                 raise InvalidRequestError("request", "no message came") from None
+            finally:
+                holder.turns.release()
 
     @contextlib.asynccontextmanager
     async def turn(self, caller: str) -> AsyncIterator[None]:
-        """Wait until it is a caller's turn to send something long."""
+        """Wait until the caller may send something long."""
         with self._coming.hold(caller) as holder:
             async with holder.turns:
                 yield
@@ -96,6 +99,6 @@ class HeldCalls:
     def hold_stream(
         self, caller: str, *, has_messages: bool
     ) -> contextlib.AbstractContextManager[object]:
-        """Hold a place for a stream that is no request; raises OverloadedError if none is left."""
+        """Hold a place for a stream that is no request; raises OverloadedError if there is none."""
         places = self._message_streams if has_messages else self._streams
         return places.hold(caller)

@@ -1,6 +1,6 @@
-"""MetricsPage: a Prometheus page over HTTP, and two paths for probes beside it.
+"""MetricsPage: serves a Prometheus page over HTTP, with two paths for probes.
 
-Knows no node: a collector says what is on the page, a function whether the node is ready.
+Knows no node: a collector provides the page, a function tells whether the node is ready.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.serving.connections import Listener
 logger = logging.getLogger(__name__)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Those who scrape are few; whoever else comes takes nothing from the node.
+# Few clients scrape; others must not burden the node.
 _LIMITS = ConnectionLimits(
     max_connections=64,
     max_connections_per_address=64,
@@ -39,18 +39,18 @@ _LIMITS = ConnectionLimits(
 class MetricsPage:
     """Serves ``/metrics``, ``/health`` and ``/ready`` on the caller's loop until it is closed.
 
-    The last two are open to anybody, as kubelets and load balancers show neither key nor
-    certificate: ``/health`` answers as long as the loop does, and ``/ready`` says yes or 503.
+    The last two need no key or certificate, which kubelets and load balancers lack: ``/health``
+    answers while the loop runs, ``/ready`` with 200 or 503.
 
     Args:
-        collector: asked on a thread, by one scrape at a time.
-        access: knows who may look; if not given, who reaches the page may.
-        limits: of connections.
-        tls: what it serves HTTPS with, and whose certificates count if one is shown; None: HTTP.
-        is_ready: what ``/ready`` says.
+        collector: called on a thread, by one scrape at a time.
+        access: decides who may look; anybody if not given.
+        limits: limits of connections.
+        tls: certificates for HTTPS, and CA for client certificates; None: HTTP.
+        is_ready: returns the answer of ``/ready``.
 
     Attributes:
-        address: ``host:port`` that it listens on, once it is started.
+        address: ``host:port`` that it listens on, once started.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MetricsPage:
         self.address = ""
         self._access = access or Access()
         self._is_ready = is_ready
-        # Nobody must show a certificate: probes have none, and who shows none may not look.
+        # Certificates are optional: probes have none, and callers without one may not look.
         self._tls = None if tls is None else ServerContext.of(tls, require_client_certs=False)
         self._registry = CollectorRegistry()
         self._registry.register(collector)
@@ -83,14 +83,14 @@ class MetricsPage:
         self._listener = Listener(self._make_protocol, limits)
 
     async def start(self, listen: str) -> None:
-        """Listen on ``host:port``; port 0 is any free one. Raises ConfigError if that fails."""
+        """Listen on ``host:port`` (port 0: any free one); raises ConfigError on failure."""
         await self._runner.setup()
         self.address = await self._listener.start("metrics_listen", listen, ssl_context=self._tls)
         scheme = "http" if self._tls is None else "https"
         logger.info("metrics at %s://%s/metrics", scheme, self.address)
 
     async def close(self) -> None:
-        """Listen no more, and end the scrapes that are being answered."""
+        """Stop listening, and end scrapes in progress."""
         self._listener.close()
         await self._runner.cleanup()
 
@@ -113,7 +113,7 @@ class MetricsPage:
             return web.Response(body=text, headers={hdrs.CONTENT_TYPE: METRICS_TYPE})
 
     def _answer_probe(self, request: web.BaseRequest) -> web.Response | None:
-        """Answer what is open to anybody; None: it is not."""
+        """Answer a probe, or return None for other paths."""
         if request.method not in ("GET", "HEAD"):
             return None
         if request.path == "/health":

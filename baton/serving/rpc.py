@@ -1,6 +1,6 @@
-"""gRPC set-up that every program shares: servers, channels, and errors to status codes.
+"""gRPC set-up that every program shares: servers and channels.
 
-Takes our exceptions, gives status codes; nobody else calls `context.abort`.
+Only `CallGate` calls `context.abort`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from baton.serving.unknown_methods import make_server
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-# What a client sends grows on its way to a node: text becomes token ids, and more.
+# A client's message grows on its way to a node, as text becomes token ids.
 MAX_CLIENT_MESSAGE_BYTES = 8 * 2**20
-MAX_STREAMS = 2048  # of one connection, at once
-# The same where nobody has much to ask: a call takes 25 to 40 KiB while its answer is not read.
+MAX_STREAMS = 2048  # most concurrent calls per connection
+# A lower limit for other servers: a call takes 25 to 40 KiB while its answer is not read.
 FEW_STREAMS = 64
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # A machine that vanished closes nothing: ask whether it is there while a call is open.
+    # A vanished machine closes nothing, so pings check it while a call is open.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 ]
-# The library knows v1alpha only.
+# The library supports v1alpha only.
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-_IDENTITY_ONLY = 1  # in gRPC's set of compression algorithms
+_IDENTITY_ONLY = 1  # bit in gRPC's set of compression algorithms
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_CLIENT_MESSAGE_BYTES),
@@ -56,12 +56,12 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Calls that wait to be taken; more of them are dropped as CANCELLED, which says nothing.
+    # Most calls that wait to be accepted; more are dropped as CANCELLED without a reason.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
-    # A message of a few kilobytes would become megabytes, and many of them gigabytes.
+    # Compressed, a few kilobytes could become megabytes, and many of them gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-    # Equal to the guard's limit. Between a soft and a hard limit, gRPC refuses calls at random.
+    # Equal to the guard's limit: between a soft and a hard limit gRPC refuses calls at random.
     ("grpc.max_metadata_size", FrameLimits().max_header_bytes),
     ("grpc.absolute_max_metadata_size", FrameLimits().max_header_bytes),
 ]
@@ -71,7 +71,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def _add_reflection(servicer: Any, server: grpc.aio.Server) -> None:
-    """Serve reflection v1alpha, and v1: the same messages under another name."""
+    """Serve reflection v1alpha and v1, which differ in name only."""
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -84,7 +84,7 @@ def _add_reflection(servicer: Any, server: grpc.aio.Server) -> None:
 
 
 def bearer(token: str) -> Metadata:
-    """Metadata that says who calls; none for an empty token."""
+    """Return metadata with a bearer token; empty for an empty token."""
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
@@ -94,14 +94,14 @@ class RpcServer:
     Args:
         services: full names of the services that `register` adds, for reflection.
         register: adds the servicers to the server.
-        gate: guards all calls; without one, anybody of this machine may make them.
-        reuse_port: whether other processes may serve on the same port, each a part of the
-            connections. Without it a second server on the port does not start.
-        limits: of connections.
-        tls: what the server shows; None: no TLS.
-        require_client_certs: whether only those are served that show a certificate of a CA in
-            ``tls``; else nobody is asked for one.
-        max_streams: calls of one connection at once.
+        gate: guards all calls; by default anybody on this machine may call.
+        reuse_port: whether other processes may serve on the same port, sharing its connections. If
+            not, a second server on the port fails to start.
+        limits: limits of connections.
+        tls: the server's certificates; None: no TLS.
+        require_client_certs: whether clients need a certificate of a CA in ``tls``; if not, none is
+            requested.
+        max_streams: most concurrent calls per connection.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RpcServer:
         self._credentials: grpc.ServerCredentials | None = None
         self._front: RpcFront | None = None
         if tls is not None and require_client_certs:
-            # No guard is needed: strangers get no further than the handshake.
+            # No guard is needed, because unknown clients fail in the handshake.
             self._credentials = server_credentials(tls, require_client_certs=True)
         else:
             self._front = RpcFront(limits, None if tls is None else ServerContext.for_grpc(tls))
@@ -144,7 +144,7 @@ class RpcServer:
     async def start(self, listen: str) -> str:
         """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
 
-        Raises ConfigError when the address is malformed or in use.
+        Raises ConfigError if the address is malformed or in use.
         """
         if self._front is not None:
             return await self._start_behind(self._front, listen)
@@ -178,7 +178,7 @@ class RpcServer:
             await self._health.set(name, value)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting calls; those in progress have ``grace_s`` to end."""
+        """Stop accepting calls; calls in progress have ``grace_s`` to end."""
         await self._health.enter_graceful_shutdown()
         if self._front is not None:
             self._front.stop_accepting()
@@ -190,11 +190,11 @@ class RpcServer:
 def open_channel(
     address: str, tls: TlsMaterial | None = None, *, server_name: str = ""
 ) -> grpc.aio.Channel:
-    """Open an asyncio channel with our limits.
+    """Open an asyncio channel with Baton's limits.
 
     Args:
         tls: None: no TLS.
-        server_name: that the server's certificate must have; empty: the address's host.
+        server_name: name that the server's certificate must have; empty: the address's host.
     """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
@@ -206,10 +206,10 @@ def open_channel(
 def open_sync_channel(
     address: str, tls: TlsMaterial | None = None, *, server_name: str = ""
 ) -> grpc.Channel:
-    """Open a blocking channel with our limits; without TLS if there is none.
+    """Open a blocking channel with Baton's limits.
 
     Args:
-        server_name: that the server's certificate must have; empty: the address's host.
+        server_name: name that the server's certificate must have; empty: the address's host.
     """
     if tls is None:
         return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
@@ -218,5 +218,5 @@ def open_sync_channel(
 
 def _tls_options(server_name: str = "") -> list[tuple[str, Any]]:
     named = [("grpc.ssl_target_name_override", server_name.strip("[]"))] if server_name else []
-    # Else a channel of new certificates could go on with a connection of the old ones.
+    # Otherwise a channel with new certificates might reuse a connection with old ones.
     return [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1), *named]

@@ -1,4 +1,4 @@
-"""StallWatch: ends a stream whose client takes nothing of it. Knows no service."""
+"""StallWatch: ends a stream whose client does not read. Knows no service."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ logger = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """Ends a call, within half as long again, when its client takes no message for so long.
+    """End a call if its client reads no message for the timeout, or half as long again.
 
-    Belongs to the task that makes it.
+    Belongs to the task that creates it.
 
     Args:
-        address: of the client, for the log.
-        say: tells the client, should it ever read on, behind what it was sent before.
+        address: the client's, for the log.
+        say: sends an error to the client, in case it reads on.
 
     Attributes:
-        is_sending: whether a message waits for the client.
-        num_sent: messages that it took.
+        is_sending: whether a message waits for the client to read.
+        num_sent: number of messages that the client has read.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StallWatch:
         self._timer = self._look_later()
 
     def close(self) -> None:
-        """Stop the timer: the call is over."""
+        """Stop the timer, because the call is over."""
         self._timer.cancel()
 
     def _look_later(self) -> asyncio.TimerHandle:
@@ -59,4 +59,4 @@ class StallWatch:
         logger.info("ended a call of %s: %s", self._address, problem)
         assert self._task is not None
         self._last_words = asyncio.ensure_future(self._say(problem))
-        self._task.cancel()  # it waits for the client, where no exception of ours would reach it
+        self._task.cancel()  # the task waits for the client, where an exception would not reach it

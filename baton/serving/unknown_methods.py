@@ -61,7 +61,7 @@ def make_server(
         options: channel arguments.
     """
     server = grpc.aio.server(interceptors=[interceptor], options=options)
-    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where an error ends nothing
+    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where an error is harmless
         loop = cygrpc.get_working_loop()
         guarded = _Server(loop, None, (), (interceptor,), tuple(options), None)
         guarded.refuse = refuse
@@ -71,5 +71,5 @@ def make_server(
 
 
 def _is_no_odd_header(record: logging.LogRecord) -> bool:
-    """Drop gRPC's tracebacks about headers that are not UTF-8: a stranger may cause millions."""
+    """Drop gRPC's tracebacks about headers that are not UTF-8: a client could cause millions."""
     return not str(record.msg).startswith("Invalid encoding on")

@@ -1,1 +1,1 @@
-"""What a process tells of itself: logs, the ledger, counts, stacks."""
+"""What a process reports: logs, traces, metrics, its ledger of KV blocks, and stack samples."""

@@ -1,4 +1,4 @@
-"""Whose names metrics are shown by, besides our own."""
+"""Options to export metrics under the names of other engines, too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The ledger: who holds which KV blocks of a node, as plain values. Knows no engine and no wire.
 
-Every reference on a block has an owner who is named here. A reference without one is a leak (its
-block is an orphan); an owner without one would lose its block to somebody else.
+Each reference to a block must have an owner in the ledger. A reference without an owner is a leak
+(its block is an orphan). An owner without a reference could lose its block to another.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from enum import Enum
 
 
 class BlockOwner(Enum):
-    """The kinds of owners of a reference."""
+    """The kinds of owners of a reference to a block."""
 
-    REQUEST = "request"  # waiting or running, and computed here
-    GRANT = "grant"  # promised to a prefill node, which may write there
-    QUARANTINE = "quarantine"  # of an ended request, and a prefill node may still write there
-    PUSH = "push"  # travels to a decode node
-    DRAINING = "draining"  # of an ended request, and a write may still read there
-    STEP = "step in flight"  # of an ended request, and the step that runs still writes there
-    NULL_BLOCK = "null block"  # stands for what slid out; held for ever
+    REQUEST = "request"  # a request that waits or runs here
+    GRANT = "grant"  # promised to a prefill node, which may write it
+    QUARANTINE = "quarantine"  # of an ended request, but a prefill node may still write it
+    PUSH = "push"  # being pushed to a decode node
+    DRAINING = "draining"  # of an ended request, but a push may still read it
+    STEP = "step in flight"  # of an ended request, but the running step still writes it
+    NULL_BLOCK = "null block"  # placeholder for blocks outside a sliding window; held for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHolding:
-    """One reference of one owner on each of these blocks.
+    """References of one owner: one reference to each of these blocks.
 
     Attributes:
-        state: of the request or the transfer, by name.
-        peer: engine id of the node at the other end; empty when there is none.
-        age_s: since the request came here.
+        state: name of the request's or transfer's state.
+        peer: engine id of the node at the other end; empty: none.
+        age_s: seconds since the request reached this node.
     """
 
     owner: BlockOwner
@@ -45,11 +45,11 @@ class BlockHolding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """All references on a node's blocks at one moment between two steps.
+    """All references to a node's blocks, at a moment between two steps.
 
     Attributes:
-        num_references: that the block pool counts.
-        orphans: blocks with more references than owners: they never become free.
+        num_references: references that the block pool counts.
+        orphans: blocks with more references than owners, which never become free.
         overdrawn: blocks with more owners than references.
     """
 
@@ -68,10 +68,10 @@ def balance(
     num_blocks: int,
     num_free_blocks: int,
 ) -> Ledger:
-    """Compare what owners say they hold with what the pool counts.
+    """Compare the owners' holdings with the block pool's counts.
 
     Args:
-        ref_counts: of each block that has any.
+        ref_counts: the pool's reference counts; unreferenced blocks may be missing.
     """
     holdings = tuple(holdings)
     named = Counter(block_id for holding in holdings for block_id in holding.block_ids)
@@ -86,7 +86,7 @@ def balance(
 
 
 def to_ranges(block_ids: Iterable[int]) -> list[tuple[int, int]]:
-    """``[(first id, number of ids), ...]``: ids that follow one another, in the order given."""
+    """Return runs of consecutive ids as ``[(first id, number of ids), ...]``; keeps the order."""
     ranges: list[tuple[int, int]] = []
     for block_id in block_ids:
         if ranges and sum(ranges[-1]) == block_id:

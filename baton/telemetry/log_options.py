@@ -1,4 +1,4 @@
-"""LogOptions: what is logged, and how."""
+"""LogOptions: what a program logs, and in which format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.api.errors import ConfigError
 from baton.options import check_limits, option
 
-# What is ours. Libraries are heard from `info` on: what gRPC and asyncio debug is themselves.
+# Our packages. Libraries log only from `info` on: debug lines of gRPC and asyncio are noise here.
 OURS = (
     "baton", "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
     "engine", "kvconnector", "models", "baton_kernels",
@@ -18,7 +18,7 @@ LOG_FORMATS = ("text", "json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
-    """Of a program's log on standard error; raises ConfigError for what is unknown."""
+    """Options of a program's log on standard error; raises ConfigError for invalid values."""
 
     log_level: str = option(
         "info",
@@ -47,7 +47,7 @@ class LogOptions:
 
 
 def check_module(field: str, module: str) -> None:
-    """Raise ConfigError unless a module is one of ours, or may be in one."""
+    """Raise ConfigError unless a module is one of our packages, or inside one."""
     if module.split(".")[0] not in OURS:
         known = ", ".join(OURS)
         raise ConfigError(f"{field}: must be one of {known}, or in one, got {module!a}")

@@ -1,7 +1,7 @@
-"""Logs: what programs write on standard error, as text for people or as JSON for programs.
+"""Logs: lines on standard error, as text for people or as JSON for programs.
 
-Lines are written by a thread: a reader that does not read holds up nothing. What others said is in
-messages and values, and none of it begins a line or moves a terminal's cursor.
+A thread writes the lines, so a reader that stops reading delays nobody. Text from others is
+escaped: it cannot begin a line or move a terminal's cursor.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Event: TypeAlias = MutableMapping[str, Any]
 
 
 def set_up_logging(level: str, log_format: str = "text", modules: Sequence[str] = ()) -> None:
-    """Log to standard error from now on; raises ConfigError for what `LogOptions` does not know.
+    """Log to standard error from now on; raises ConfigError for invalid values.
 
     Args:
-        modules: ``MODULE=LEVEL``, of those that have a level of their own.
+        modules: ``MODULE=LEVEL``, for modules with a level of their own.
     """
     LogOptions(log_level=level.lower(), log_format=log_format, log_modules=tuple(modules))
     close_logging()
@@ -50,20 +50,20 @@ def set_up_logging(level: str, log_format: str = "text", modules: Sequence[str] 
 
 
 def close_logging() -> None:
-    """Write what waits, for some seconds at most; nothing is logged behind it."""
+    """Write the queued lines, for some seconds at most; later lines are lost."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _LineWriter):
             handler.stop()
 
 
 def change_log_level(level: str, module: str = "") -> str:
-    """Log from now on what is of this level or above, and return the level before.
+    """Change the log level and return the previous one.
 
     Args:
-        module: of this one and those in it alone; empty: of all, but for modules that were given
-            a level of their own.
+        module: the module to change, with all modules inside it; empty: all modules, except those
+            with a level of their own.
 
-    Raises ConfigError for an unknown level, and for a module that is none of ours.
+    Raises ConfigError for an unknown level or a module that is not ours.
     """
     LogOptions(log_level=level.lower())
     if module:
@@ -85,7 +85,7 @@ def _set_level(level: str) -> None:
 
 
 class _LineWriter(logging.Handler):
-    """Hands lines to a thread that writes them. Lines beyond its queue are lost, and counted.
+    """Queues lines for a thread that writes them; counts lines lost because the queue is full.
 
     Attributes:
         num_lost: lines that were not written.
@@ -105,12 +105,12 @@ class _LineWriter(logging.Handler):
             self._waiting.put_nowait(self.format(record))
         except queue.Full:
             self.num_lost += 1
-        except Exception:  # arguments do not fit the message, or no memory is left
+        except Exception:  # the arguments do not fit the message, or memory is exhausted
             self.handleError(record)
 
-    # (Not `close`: libraries that configure logging close all handlers that there are, and log on.)
+    # (Not named `close`, because libraries that configure logging close all handlers.)
     def stop(self) -> None:
-        """Write what waits, and nothing more."""
+        """Write the queued lines and end the thread."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
         if self._thread is not threading.current_thread():
@@ -128,7 +128,7 @@ class _LineWriter(logging.Handler):
             lost, self._told_lost = self.num_lost - self._told_lost, self.num_lost
             if lost:
                 lines.append(self._line_of_loss(lost))
-            with contextlib.suppress(OSError, ValueError):  # nobody reads, nothing can be said
+            with contextlib.suppress(OSError, ValueError):  # standard error is closed
                 self._stream.write("\n".join(lines) + "\n")
                 self._stream.flush()
             if line is not None:
@@ -140,7 +140,7 @@ class _LineWriter(logging.Handler):
         return self.format(record)
 
 
-# ------------------------------------------------------------------ lines
+# ------------------------------------------------------------------ format of lines
 
 
 def _make_formatter(log_format: str) -> logging.Formatter:
@@ -165,7 +165,7 @@ def _add_time(logger: Any, name: str, event: Event) -> Event:
 
 
 def _render_text(logger: Any, name: str, event: Event) -> str:
-    """``TIME LEVEL LOGGER: message key=value ...``, and a traceback below it, indented."""
+    """Return ``TIME LEVEL LOGGER: message key=value ...``, with an indented traceback below."""
     head, fields, exception = _parts(event)
     text = f"{head['time']} {head['level'].upper()} {head['logger']}: {printable(head['message'])}"
     text += "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
@@ -179,7 +179,7 @@ def _render_json(logger: Any, name: str, event: Event) -> str:
 
 
 def _parts(event: Event) -> tuple[Event, Event, str]:
-    """Split an event: the fields of every line, those of this one, and its traceback."""
+    """Split an event into fields of all lines, its own fields, and its traceback."""
     head = {
         "time": event["time"],
         "level": event["level"],
@@ -197,7 +197,7 @@ def _parts(event: Event) -> tuple[Event, Event, str]:
 
 
 def _quoted(value: object) -> str:
-    """Quote a value if it could be taken for several, or for a key."""
+    """Return a value as text, quoted if it has spaces, quotes or equals signs."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     if text and text.isprintable() and not any(char in text for char in ' "='):
         return text

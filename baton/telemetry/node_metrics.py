@@ -1,4 +1,4 @@
-"""What a node counts of its hand-offs and its peers, as plain values. Knows no exporter."""
+"""A node's counts of its hand-offs and peers, as plain values. Knows no exporter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from enum import Enum
 
 
 class TransferOutcome(Enum):
-    """How a transfer that had started ended."""
+    """How a started transfer ended."""
 
     COMMITTED = "committed"
-    FAILED = "failed"  # its client was told
-    CANCELLED = "cancelled"  # nobody waits for it any more
+    FAILED = "failed"  # the request's client was told
+    CANCELLED = "cancelled"  # nobody waits for it any longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,9 @@ class HandoffMetrics:
     Attributes:
         open: transfers by state.
         ended: transfers by outcome, since the node started.
-        num_quarantined_blocks: of ended requests, that a peer may still write (D) or read (P).
-        received_bytes: of committed transfers; 0 on a prefill node.
+        num_quarantined_blocks: blocks of ended requests that a peer may still write (on a decode
+            node) or read (on a prefill node).
+        received_bytes: bytes of committed transfers; 0 on a prefill node.
     """
 
     open: Mapping[str, int]
@@ -37,14 +38,15 @@ class ConnectorMetrics:
     """Metrics of one end of the KV connector.
 
     Attributes:
-        pairs: peers by state and path of their bytes.
-        connections: peers to which a connection is open, including kept peers that have gone.
-        peer_failures: times that a peer was found to be silent or out of reach.
-        sent_bytes, sent_blocks: posted, what had to be sent again included; 0 on a decode node.
-        descriptors: ranges that these were posted as.
-        posting_s: time in posting them.
-        wrong_blocks: arrived with another digest than they were sent with.
-        refused_messages: that were not heard, by reason.
+        pairs: number of peers, by state and transport.
+        connections: peers with an open connection, including departed peers whose connection is
+            kept.
+        peer_failures: how often a peer was silent or unreachable.
+        sent_bytes, sent_blocks: posted writes, including repeated ones; 0 on a decode node.
+        descriptors: memory ranges in these writes.
+        posting_s: time in calls that post writes.
+        wrong_blocks: blocks that arrived with a wrong digest.
+        refused_messages: messages that were refused, by reason.
     """
 
     pairs: Mapping[tuple[str, str], int]

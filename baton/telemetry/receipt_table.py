@@ -1,4 +1,4 @@
-"""Receipts as people read them."""
+"""Formats receipts for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from baton.api.outputs import Receipt
 
 
 def receipt_line(receipt: Receipt) -> str:
-    """The receipt in one line."""
+    """Return a receipt in one line."""
     parts = [
         f"{receipt.num_prompt_tokens} + {receipt.num_output_tokens} tokens",
         f"TTFT {receipt.ttft_s * 1e3:.0f} ms",
@@ -40,7 +40,7 @@ def receipt_line(receipt: Receipt) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """``1.5 MiB``."""
+    """Return a size such as ``1.5 MiB``."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

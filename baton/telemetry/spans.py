@@ -1,7 +1,7 @@
-"""Spans as plain values, made when what they tell of has ended. Knows no exporter.
+"""Spans as plain values, made when the work they describe has ended. Knows no exporter.
 
-A span is made of moments that were taken anyway: those of the receipt. So the two cannot tell
-different stories, and a request that is not traced costs nothing.
+Spans are made from the times that receipts need anyway. So traces and receipts agree, and requests
+that are not traced cost nothing.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Attribute: TypeAlias = str | bool | int | float | tuple[str, ...]
 
 
 class SpanKind(IntEnum):
-    """What a span is to its parent; numbers of OpenTelemetry's protocol."""
+    """A span's relation to its parent; OpenTelemetry's numbers."""
 
-    INTERNAL = 1  # of one process
-    SERVER = 2  # the answer to a caller elsewhere
-    CLIENT = 3  # a call of something elsewhere
+    INTERNAL = 1  # work within one process
+    SERVER = 2  # work for a caller in another process
+    CLIENT = 3  # a call to another process
 
 
 class Span(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One stretch of work.
+    """One piece of work with its begin and end.
 
     Attributes:
-        parent_id: of the span that it is part of; empty: of none.
-        begin_s, end_s: seconds by the clock of who made it.
-        links: other spans that it has to do with, and how.
+        parent_id: id of the parent span; empty: no parent.
+        begin_s, end_s: seconds by the clock of the code that made it.
+        links: related spans, and how they are related.
         events: moments within it, by name.
-        error: why it failed; empty: it did not.
+        error: why it failed; empty: it did not fail.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Span(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     error: str = ""
 
 
-# Takes the finished spans of one piece of work; safe to call from any thread, and quick.
-# The second argument is the UNIX time at which the spans' clock showed 0, in nanoseconds.
+# Takes the finished spans of one piece of work; quick and thread-safe. The second argument is the
+# UNIX time of the spans' clock's 0, in nanoseconds.
 SpanSink: TypeAlias = Callable[[Sequence[Span], int], None]
 
 

@@ -1,7 +1,7 @@
-"""Stack sampler: what a thread of this process spends its time on, while it goes on working.
+"""Stack sampler: finds out where a running thread spends its time.
 
-Looks at the thread's Python stack every few milliseconds. What it costs is one look each; what it
-does not see is inside C code: that counts for the Python function that called it.
+Reads the thread's Python stack every few milliseconds, which costs little. C code is not seen; its
+time counts for the Python function that called it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NUM_FUNCTIONS = 40
 
 @dataclass(frozen=True, slots=True)
 class SampledFunction:
-    """A function and the number of samples that saw it.
+    """A function, and how many samples saw it.
 
     Attributes:
-        place: ``file:line`` where it begins; the file's last two parts.
-        num_own: samples in it.
-        num_total: samples in it or in what it called.
+        place: ``file:line`` of its first line, with the last two parts of the file's path.
+        num_own: samples in the function itself.
+        num_total: samples in the function or in functions that it called.
     """
 
     name: str
@@ -38,7 +38,7 @@ class SampledFunction:
 
 @dataclass(frozen=True, slots=True)
 class StackProfile:
-    """The functions that one thread was seen in; those seen most come first."""
+    """The functions that a thread was seen in, most frequent first."""
 
     thread: str
     num_samples: int
@@ -47,7 +47,7 @@ class StackProfile:
 
 
 def sample_stacks(thread_name: str, seconds: float) -> StackProfile:
-    """Watch a thread for so long; blocks the calling thread, and no other.
+    """Sample a thread for some seconds; blocks only the calling thread.
 
     Raises InvalidRequestError.
     """
@@ -64,7 +64,7 @@ def sample_stacks(thread_name: str, seconds: float) -> StackProfile:
     while (now := time.monotonic()) < began_at + seconds:
         frame = sys._current_frames().get(thread.ident)
         if frame is None:
-            break  # it ended
+            break  # the thread has ended
         num_samples += 1
         own[frame.f_code] += 1
         total.update(_codes(frame))
@@ -78,7 +78,7 @@ def sample_stacks(thread_name: str, seconds: float) -> StackProfile:
 
 
 def _codes(frame: FrameType | None) -> set[CodeType]:
-    """Collect the functions on a stack, once each: a recursive one counts once."""
+    """Return the functions on a stack; a recursive function counts once."""
     codes = set()
     while frame is not None:
         codes.add(frame.f_code)

@@ -1,4 +1,4 @@
-"""TraceContext: the place in a trace that work belongs to, and W3C's headers that say so."""
+"""TraceContext: a position in a trace, and the W3C headers that carry it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import msgspec
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-MAX_STATE_CHARS = 512  # W3C has all forward at least so many; longer ones are left out
+MAX_STATE_CHARS = 512  # W3C asks to forward at least this many; longer ones are dropped
 
 _PARENT = re.compile(
     r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII | re.DOTALL
@@ -17,13 +17,13 @@ _SAMPLED = 1
 
 
 class TraceContext(msgspec.Struct, frozen=True, gc=False):
-    """A span, by its ids. What is part of it is its children, in whatever process.
+    """The ids of a span, which other processes need to add child spans.
 
     Attributes:
         trace_id: 16 bytes.
-        span_id: 8 bytes; none: the trace has no span yet, and the next one is its root.
-        is_sampled: spans of this trace are kept.
-        state: of other systems, handed on as it came.
+        span_id: 8 bytes; empty: the trace has no span yet, and the next one becomes its root.
+        is_sampled: whether spans of this trace are kept.
+        state: data of other tracing systems, forwarded unchanged.
     """
 
     trace_id: bytes
@@ -32,20 +32,20 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
     state: str = ""
 
     def child(self) -> TraceContext:
-        """Make the context of a new span that is part of this one."""
+        """Make the context of a new child span."""
         return TraceContext(self.trace_id, random_id(8), self.is_sampled, self.state)
 
     @property
     def traceparent(self) -> str:
-        """W3C's header for what this span calls."""
+        """The W3C header for calls that this span makes."""
         flags = _SAMPLED if self.is_sampled else 0
         return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{flags:02x}"
 
 
 def parse_traceparent(header: str, state: str = "") -> TraceContext | None:
-    """Read W3C's header ``traceparent``; None where there is none, or one that is wrong.
+    """Parse the W3C header ``traceparent``; None: it is missing or invalid.
 
-    Of a version that is not known only what version 00 has counts, as W3C wants it.
+    In unknown versions only the fields of version 00 are read, as W3C demands.
     """
     found = _PARENT.fullmatch(header) if header else None
     if found is None:
@@ -64,5 +64,5 @@ def parse_traceparent(header: str, state: str = "") -> TraceContext | None:
 
 
 def random_id(num_bytes: int) -> bytes:
-    """An id of that length; never all zeros, which W3C has stand for none."""
+    """Return a random id; never all zeros, which W3C reserves for "no id"."""
     return (random.getrandbits(8 * num_bytes) or 1).to_bytes(num_bytes, "big")

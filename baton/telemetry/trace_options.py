@@ -1,4 +1,4 @@
-"""TraceOptions: where traces go, and how many of them are kept."""
+"""TraceOptions: where traces are sent, and how many requests are traced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.options import check_limits, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """Of a program's traces; raises ConfigError for what cannot be."""
+    """Options of a program's traces; raises ConfigError for invalid values."""
 
     trace_endpoint: str = option(
         "",

@@ -1,4 +1,4 @@
-"""Tracing: which requests are traced, and where their spans go. Off, it costs a comparison."""
+"""Tracing: decides which requests are traced, and takes their spans. Costs nothing if off."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from baton.telemetry.trace_options import TraceOptions
 
 
 class Tracing:
-    """Of one process.
+    """Traces of one process.
 
     Args:
-        options: where traces go; the usual ones (nowhere) if not given.
+        options: where traces are sent; None: nowhere.
         service: name of this program in traces.
-        resource: what else is true of all its spans.
-        sink: takes spans in place of an exporter.
+        resource: more attributes for all its spans.
+        sink: takes the spans instead of an exporter.
 
     Attributes:
-        sink: takes spans; None: nothing is traced.
+        sink: takes finished spans; None: tracing is off.
     """
 
     def __init__(
@@ -35,14 +35,17 @@ class Tracing:
             self._exporter = SpanExporter(options.trace_endpoint, service, resource or {})
             sink = self._exporter.take
         self.sink = sink
-        # As OpenTelemetry's TraceIdRatioBased: all who sample by ratio keep the same traces.
+        # As OpenTelemetry's TraceIdRatioBased, so all programs with one ratio sample the same
+        # traces.
         self._bound = round(options.trace_ratio * 2**64)
 
     def begin(self, traceparent: str, tracestate: str = "") -> TraceContext | None:
-        """Decide on a request: the context that its first span is part of; None: not traced.
+        """Decide whether to trace a request; return the context of its first span's parent.
+
+        None: the request is not traced.
 
         Args:
-            traceparent, tracestate: W3C's headers, as its caller sent them; empty: none.
+            traceparent, tracestate: the caller's W3C headers; empty: not sent.
         """
         if self.sink is None:
             return None
@@ -53,12 +56,12 @@ class Tracing:
         return TraceContext(trace_id) if int.from_bytes(trace_id[8:], "big") < self._bound else None
 
     def counts(self) -> tuple[int, int]:
-        """How many spans were exported and dropped."""
+        """Return how many spans were exported and dropped."""
         exporter = self._exporter
         return (0, 0) if exporter is None else (exporter.num_exported, exporter.num_dropped)
 
     def close(self) -> None:
-        """Send what waits; blocks for some seconds at most."""
+        """Send the queued spans; blocks for some seconds at most."""
         if self._exporter is not None:
             self._exporter.close()
 

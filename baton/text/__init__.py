@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, templates, stop strings, grammars."""
+"""Conversion between text and tokens: tokenizer, templates, stop strings, grammars."""

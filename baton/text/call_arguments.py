@@ -1,7 +1,7 @@
-"""Call arguments: the text that a model wrote as a call's arguments, as the object templates want.
+"""Call arguments: turns the argument text that a model wrote into an object for templates.
 
-A conversation goes on after a call that ``max_tokens`` cut, or that a model wrote wrong: clients
-send such a call back as it came. Nothing in such a text is an error here.
+A conversation may contain calls that ``max_tokens`` cut or that a model wrote wrongly, because
+clients send them back unchanged. No such text is an error here.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import json
 import re
 from typing import Any
 
-# Where the arguments are no object, the model is shown them under this name.
+# Name under which the model sees arguments that are no object.
 WHOLE = "arguments"
 _SIGN = re.compile(r'["\\{}\[\],]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSING = {"{": "}", "[": "]"}
-_ESCAPE_CHARS = {"u": 5}  # behind a backslash; else 1
+_ESCAPE_CHARS = {"u": 5}  # characters after the backslash; else 1
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Read a call's arguments: as they are, completed if they were cut, or as one value of all.
+    """Return a call's arguments as an object; cut JSON is completed, other text wrapped.
 
     Half a surrogate pair, which no prompt can hold, becomes a replacement character.
     """
@@ -44,7 +44,7 @@ def complete_object(text: str) -> dict[str, Any] | None:
     begun, or is cut within a number or a word, is left out.
     """
     opened: list[str] = []
-    certain = 0  # up to where the text is whole, but for brackets
+    certain = 0  # end of the part that is complete apart from open brackets
     end = len(text)
     in_string, position = False, 0
     while (found := _SIGN.search(text, position)) is not None:

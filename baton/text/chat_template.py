@@ -1,8 +1,7 @@
-"""ChatTemplate: a checkpoint's Jinja template, and a conversation as the text that it makes of it.
+"""ChatTemplate: renders a conversation with a checkpoint's Jinja template.
 
-What `transformers` renders is rendered here, to the same text. A checkpoint is not trusted: the
-template runs in Jinja's sandbox, and where clients wait (the router) in a process that can be
-ended.
+Gives the same text as `transformers`. Checkpoints are not trusted: templates run in Jinja's
+sandbox, and in the router in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from baton.api.printable import printable
 DEFAULT, TOOL_USE = "default", "tool_use"
 # The largest known templates have 20 kB.
 MAX_TEMPLATE_BYTES = 2**20
-_MAX_SHOWN_CHARS = 500  # of Jinja's message about a broken template
-# Errors of Python for code nested too deeply, such as twenty-one loops in each other.
+_MAX_SHOWN_CHARS = 500  # most characters of Jinja's message about a broken template
+# Python's errors for code nested too deeply, such as twenty-one nested loops.
 _NOT_COMPILED = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 _MORE_TEMPLATES = "additional_chat_templates"
-# What a message's reasoning is called. Templates read the first one; those of gpt-oss the second.
+# Fields for a message's reasoning. Templates read the first; those of gpt-oss the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-# Mistral's refuse a call whose id has not nine letters and digits.
+# Mistral's templates refuse call ids that are not nine letters and digits.
 _SHORT_IDS = re.compile(r"id\s*\|\s*length\s*(?:[!=<>]=|<|>)\s*9\b")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class ChatTemplate:
-    """The templates of one checkpoint, by name; most have one.
+    """Hold the templates of one checkpoint by name; most have one.
 
     Args:
-        sources: by name; `DEFAULT` is for conversations, `TOOL_USE` for those with tools.
+        sources: template texts by name; `DEFAULT` for chats, `TOOL_USE` for chats with tools.
         special_tokens: variables of the templates, such as ``bos_token``.
-        origin: where they came from, for errors.
+        origin: where the templates came from, for errors.
 
     Attributes:
-        takes_tools: whether tools that are given are looked at.
-        variables: names that the template asks for, of a conversation with tools.
+        takes_tools: whether the template uses tools.
+        variables: names that the template uses in a chat with tools.
 
-    Raises ModelLoadError when one does not compile.
+    Raises ModelLoadError if a template does not compile.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class ChatTemplate:
         self.takes_tools = "tools" in asked
 
     def source(self, *, with_tools: bool) -> str:
-        """Return the text of the template that such a conversation goes through."""
+        """Return the text of the template for a chat with or without tools."""
         return self.sources[self._name(with_tools)]
 
     def render(
@@ -86,12 +85,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation, up to where the assistant's answer begins.
+        """Render a conversation up to the beginning of the assistant's answer.
 
         Args:
-            options: more variables of the template, such as ``enable_thinking``.
+            options: additional variables, such as ``enable_thinking``.
 
-        Raises InvalidRequestError when the template refuses the messages.
+        Raises InvalidRequestError if the template refuses the messages.
         """
         variables = {
             **self._special_tokens,
@@ -99,7 +98,7 @@ class ChatTemplate:
             "add_generation_prompt": True,
             **(options or {}),
             "messages": [self._as_read(message) for message in messages],
-            "tools": list(tools) or None,  # templates ask whether there are any
+            "tools": list(tools) or None,  # templates test it for None
         }
         try:
             return self._templates[self._name(bool(tools))].render(variables)
@@ -115,7 +114,7 @@ class ChatTemplate:
             raise InvalidRequestError("chat", f"the chat template refused it: {error}") from error
 
     def _as_read(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as the template reads it."""
+        """Return a message in the form that the template expects."""
         plain = _as_templates_read(message)
         return with_short_ids(plain) if self._has_short_ids else plain
 
@@ -126,13 +125,13 @@ class ChatTemplate:
 def load_chat_template(
     folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Load the checkpoint's own template; None if it brings none.
+    """Return the checkpoint's own template, or None if it has none.
 
     Args:
-        config: what its `tokenizer_config.json` says.
+        config: content of its `tokenizer_config.json`.
     """
     sources = _named(config.get("chat_template"))
-    if not sources:  # of checkpoints of early 2024
+    if not sources:  # in checkpoints of early 2024
         sources = _named(_in_its_own_json(folder))
     if (folder / "chat_template.jinja").is_file():
         sources[DEFAULT] = _read(folder / "chat_template.jinja")
@@ -142,7 +141,7 @@ def load_chat_template(
 
 
 def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Read a template that a user gives instead of the checkpoint's; raises ConfigError."""
+    """Read the template file of an option; raises ConfigError."""
     try:
         return ChatTemplate({DEFAULT: _read(path)}, special_tokens, path)
     except ModelLoadError as error:
@@ -150,9 +149,9 @@ def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTem
 
 
 def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Compile a template that a client sends; raises InvalidRequestError when it does not compile.
+    """Compile a template from a client; raises InvalidRequestError if it does not compile.
 
-    It can take any time and memory: for processes that can be ended only.
+    May take any time and memory: call it only in a process that can be killed.
     """
     try:
         return ChatTemplate({DEFAULT: source}, special_tokens, Path("the request"))
@@ -161,7 +160,7 @@ def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> Cha
 
 
 def _named(value: object) -> dict[str, str]:
-    """Read one template, or several with names, as checkpoints write them."""
+    """Return templates by name, from one text or several named ones."""
     if isinstance(value, str):
         return {DEFAULT: value}
     if isinstance(value, list):
@@ -186,7 +185,7 @@ def _read(path: Path) -> str:
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out fields that are None, and give reasoning under each of its names."""
+    """Drop fields that are None, and copy the reasoning to each of its names."""
     plain = {name: value for name, value in message.items() if value is not None}
     found = [plain[name] for name in REASONING_FIELDS if name in plain]
     if found:
@@ -195,9 +194,9 @@ def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite ids of calls to nine letters and digits, the same for a call and its result.
+    """Rewrite call ids to nine letters and digits, consistently for a call and its result.
 
-    Other servers, and other models, make ids of other forms.
+    Other servers and models make ids in other forms.
     """
     if "tool_call_id" in message:
         message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
@@ -214,7 +213,7 @@ def _short_id(call_id: object) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``: marks what an assistant wrote, for training. Here it is just there."""
+    """``{% generation %}``: marks an assistant's text for training; ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -232,7 +231,7 @@ def _undeclared(environment: jinja2.Environment, source: str) -> frozenset[str]:
     return frozenset(finder.undeclared_identifiers)
 
 
-@jinja2.pass_context  # which there is none of while a template is compiled
+@jinja2.pass_context  # absent while a template is compiled
 def _as_it_is(context: jinja2.runtime.Context, value: object) -> object:
     return value
 
@@ -262,8 +261,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        # Nothing is computed while a template is compiled, which is where nothing bounds it:
-        # `{{ "a" * 10**10 }}` took as much memory.
+        # Constant expressions are not evaluated at compile time, where nothing limits them: `{{ "a"
+        # * 10**10 }}` would take that much memory.
         optimized=False,
         finalize=_as_it_is,
     )

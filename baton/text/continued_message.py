@@ -1,7 +1,7 @@
-"""Continued messages: a prompt that ends with the last message's text, for an answer that goes on.
+"""Continued messages: prompts that end within the last message, which the answer continues.
 
-Templates close a message with tokens of their own: the text is marked at its end before, and cut
-there after, the template wrote it. A message that has a thought and no text goes on thinking.
+Templates close messages with tokens of their own. So the text's end is marked before rendering, and
+the rendered text is cut at the mark. A message with only a thought continues the thought.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from baton.api.errors import InvalidRequestError
 from baton.text.chat_template import REASONING_FIELDS
 
 _MARK = "<<baton: it goes on here>>"
-# Tells whether the template takes blanks from a message's end: then it does so of ours, too.
+# Shows whether the template strips trailing blanks; if so, they are stripped here too.
 _BLANK = " "
 
 
 def with_last_marked(
     messages: Sequence[Mapping[str, Any]], *, thought_tag: str = ""
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield ways to mark the last message's end, best first; a template may leave one out.
+    """Yield ways to mark the last message's end, best first; a template may drop the mark.
 
     Args:
-        thought_tag: begins a thought in the texts of this model; empty: nothing does.
+        thought_tag: tag that begins a thought in text; empty: none.
     """
     *before, last = messages
     thought = next((last[name] for name in REASONING_FIELDS if last.get(name)), "")
@@ -32,13 +32,13 @@ def with_last_marked(
         return
     marked = f"{thought}{_MARK}{_BLANK}"
     yield [*before, {**last, **{name: marked for name in REASONING_FIELDS if name in last}}]
-    if thought_tag:  # for templates that show no thoughts
+    if thought_tag:  # for templates that drop thoughts
         kept = {name: value for name, value in last.items() if name not in REASONING_FIELDS}
         yield [*before, {**kept, "content": f"{thought_tag}\n{marked}"}]
 
 
 def up_to_mark(text: str) -> str | None:
-    """Cut a rendered text at the mark; None when the template left the mark out."""
+    """Return the rendered text up to the mark, or None if the template dropped it."""
     end = text.rfind(_MARK)
     if end < 0:
         return None
@@ -47,7 +47,7 @@ def up_to_mark(text: str) -> str | None:
 
 
 def left_out() -> InvalidRequestError:
-    """Make the error of a message that the template does not show."""
+    """Return the error for a message that the template does not show."""
     return InvalidRequestError(
         "continue_final_message", "the chat template does not show the last message's text"
     )

@@ -1,7 +1,7 @@
-"""Detokenizer: the text of a growing output, piece by piece; however it is cut, the same text.
+"""Detokenizer: makes text of a growing output, independent of how it is cut into pieces.
 
-Most vocabularies say of each token alone what it adds to an output, as bytes: those are joined and
-read as UTF-8. Of the few others the library is asked, one token after the other.
+In most vocabularies each token alone determines the bytes it adds; these are joined and decoded as
+UTF-8. For the few others the library is asked, token by token.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from typing import Protocol
 
 from baton.text.token_pieces import OutputPieces
 
-# A character has at most 4 bytes, so 8 tokens that are no text are no beginning of one.
+# A character has at most 4 bytes, so 8 tokens without text do not begin one.
 _HELD_PER_SKIPPED = 8
 _LONG_PIECE_TOKENS = 64
 _CONTEXT_TOKENS = 16
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# What Python makes of a byte that is part of no character, if it is to be told again.
+# Python's stand-in for an invalid byte that must be distinguishable later.
 _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
 class Decodes(Protocol):
-    """The part of a tokenizer that a `Detokenizer` needs.
+    """Part of a tokenizer that a `Detokenizer` needs.
 
     Attributes:
-        special_token_ids: are no text, if not said otherwise.
+        special_token_ids: tokens without text by default.
     """
 
     special_token_ids: frozenset[int]
 
     def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
-        """Return what each token adds; None when that depends on the tokens around it."""
+        """Return the tokens' pieces, or None if they depend on neighbouring tokens."""
         ...
 
     def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
-        """Decode tokens by the library, those of ``skipped`` left out."""
+        """Decode tokens by the library, without those in ``skipped``."""
         ...
 
 
 class Detokenizer:
-    """Text of one output; a piece never ends in half a character.
+    """Make the text of one output; pieces never end within a character.
 
     Args:
-        skip_special_tokens: they are no text,
-        shown_token_ids: but for these.
+        skip_special_tokens: whether special tokens have no text,
+        shown_token_ids: except for these.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Detokenizer:
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
         """Return what ``token_ids`` add to the text; empty while a character is incomplete.
 
-        With ``last``, what is left is given as it is: all pieces joined are the decoded output.
+        With ``last``, the rest is returned too, so that all pieces joined are the decoded output.
         """
         return self._text.push(token_ids, last=last)
 
 
 class _JoinedPieces:
-    """Joins what tokens add.
+    """Join the bytes of tokens.
 
-    A byte that is part of no character becomes a replacement character as the library's decoder
-    would have it: each one by itself (byte fallback), or those of one broken character together.
+    Invalid bytes become replacement characters as in the library's decoder: one for each byte (byte
+    fallback), or one for each broken character.
     """
 
     def __init__(self, pieces: OutputPieces) -> None:
@@ -81,7 +81,7 @@ class _JoinedPieces:
         self._has_begun = False
         self._replaced = [_ReplacedText(old, new) for old, new in pieces.replaced]
         self._num_to_strip = pieces.num_stripped
-        self._held: list[str] = []  # until all of the text is there
+        self._held: list[str] = []  # pieces held until the end
         errors = "surrogateescape" if pieces.has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
 
@@ -98,7 +98,7 @@ class _JoinedPieces:
         return self._strip(text) if self._num_to_strip and text else text
 
     def _begin(self, token_ids: list[int]) -> bytes:
-        """Return what the first visible token adds; remove it and those before it from the list."""
+        """Return the first visible token's bytes; remove it and earlier tokens from the list."""
         for index, token_id in enumerate(token_ids):
             if (first := self._pieces.first(token_id)) is not None:
                 self._has_begun = True
@@ -120,7 +120,7 @@ class _JoinedPieces:
 
 
 class _ReplacedText:
-    """Replaces a string in a text that comes in pieces; holds back what may become the string."""
+    """Replace a string in a text that comes in pieces; holds back its possible beginning."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old = old
@@ -134,19 +134,19 @@ class _ReplacedText:
         return self._new.join([*before, rest[: len(rest) - num_held]])
 
     def _num_begun(self, text: str) -> int:
-        """Return the length of the longest end of a text that the string begins with."""
+        """Return the length of the longest suffix that may begin the string."""
         lengths = range(min(len(text), len(self._old) - 1), 0, -1)
         return next((length for length in lengths if self._old.startswith(text[-length:])), 0)
 
 
 class _Window:
-    """Decodes a window of recent tokens again with each new one, and returns what is new.
+    """Decode a window of recent tokens again with each new token, and return the new text.
 
     token ids   [ ...... | shown before | new ]
                          ^ _start       ^ _shown
 
-    An output that stays incomplete, of bytes that are no characters, is looked at ever more
-    seldom: all that is decoded is a small multiple of what the output has.
+    Output of bytes that form no characters is decoded ever less often, so that the total work stays
+    a small multiple of the output.
     """
 
     def __init__(self, tokenizer: Decodes, skipped: frozenset[int]) -> None:
@@ -155,10 +155,10 @@ class _Window:
         self._ids: list[int] = []
         self._start = 0  # decoding starts a little earlier: some tokens depend on the one before
         self._shown = 0
-        self._look_at = 0  # when there are so many ids
+        self._look_at = 0  # decode again at this number of ids
 
     def push(self, token_ids: Sequence[int], *, last: bool) -> str:
-        # One by one, so that it does not matter which came together.
+        # One at a time, so that grouping does not matter.
         texts = [self._push_one(token_id) for token_id in token_ids]
         return "".join([*texts, self._look(last=True)] if last else texts)
 
@@ -180,7 +180,7 @@ class _Window:
         return now[len(before) :]
 
     def _shorten_context(self, now: str) -> None:
-        """Drop old tokens from the context if the text ends the same without them."""
+        """Drop old tokens from the context if the new text is the same without them."""
         start = len(self._ids) - _CONTEXT_TOKENS
         if now.endswith(self._decode(start, len(self._ids))):
             self._start = start

@@ -1,7 +1,7 @@
-"""GrammarTrials: compiles clients' grammars in worker processes, to see what they cost.
+"""GrammarTrials: compiles clients' grammars in worker processes to measure their cost.
 
-What comes back costs about as much again where it is used: a grammar's cost follows from its text
-and the tokens alone.
+A grammar that passes costs about the same where it is used, because cost depends only on its text
+and the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from baton.text.grammars import (
     make_grammar,
 )
 
-# A schema of hundreds of properties takes some hundredths of a second and some megabytes.
+# A schema with hundreds of properties takes hundredths of a second and some megabytes.
 LIMITS = WorkLimits(cpu_s=1.0, wall_s=30.0, memory_bytes=96 * 2**20)
-# One of each way through the library, compiled before any request comes.
+# One grammar of each kind, compiled before any request comes.
 SMALL_GRAMMARS = (
     StructuredOutput(json_schema='{"type":"object","properties":{"a":{"type":"string"}}}'),
     StructuredOutput(regex="[a-z]{1,8}"),
@@ -44,8 +44,8 @@ class Trial:
     """A grammar that compiles.
 
     Attributes:
-        grammar: as the library reads it.
-        num_bytes: memory that it takes compiled.
+        grammar: in the library's form.
+        num_bytes: memory of the compiled grammar.
     """
 
     grammar: str
@@ -53,12 +53,12 @@ class Trial:
 
 
 class GrammarTrials:
-    """Compiles grammars for one checkpoint, to try them. For one event loop only.
+    """Compile grammars for one checkpoint on trial. Belongs to one event loop.
 
     Args:
-        model_folder: of the checkpoint.
-        eos_token_ids: are allowed where the output may end.
-        early: from `fork_trials`, or of `EarlyGrammars`, if the program has made one.
+        model_folder: the checkpoint's folder.
+        eos_token_ids: tokens allowed where the output may end.
+        early: template from `fork_trials` or `EarlyGrammars`, if one was made.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class GrammarTrials:
         self._workers.start()
 
     async def prepare(self) -> None:
-        """Start the worker processes, wait until they can begin, and try a grammar of each kind.
+        """Start the workers, wait until they are ready, and try a grammar of each kind.
 
         Raises:
             NodeUnavailableError: the processes cannot be started.
         """
         await self._workers.wait_ready()
         for structured_output in SMALL_GRAMMARS:
-            with contextlib.suppress(InvalidRequestError):  # such as a tokenizer of an unknown kind
+            with contextlib.suppress(InvalidRequestError):  # such as an unknown kind of tokenizer
                 await self.run(structured_output)
 
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:
-        """Compile a grammar in a worker process, within the limits, and return what came of it.
+        """Compile a grammar in a worker process, within limits.
 
-        Raises what `WorkerProcesses.run` does, and InvalidRequestError when it costs too much.
+        Raises what `WorkerProcesses.run` raises, and InvalidRequestError if it costs too much.
         """
         kind = structured_output.kind
         work = msgspec.json.encode([kind, structured_output.text, structured_output.choice])
@@ -107,7 +107,7 @@ class GrammarTrials:
 
 @dataclass(frozen=True, slots=True)
 class EarlyGrammars:
-    """What a program has loaded and forked for grammars before it began its threads.
+    """Hold what a program loaded and forked for grammars before its threads started.
 
     Attributes:
         tokenizer: shared with the template.
@@ -118,18 +118,18 @@ class EarlyGrammars:
 
 
 def fork_grammars(model_folder: Path, eos_token_ids: Iterable[int]) -> EarlyGrammars:
-    """Load the library's tokenizer and fork the template for `GrammarTrials`, which shares it.
+    """Load the library's tokenizer and fork a template for `GrammarTrials` that shares it.
 
     Raises:
         InvalidRequestError: the tokenizer cannot be used.
-        OSError: a resource is missing.
+        OSError: forking failed.
     """
     tokenizer = load_grammar_tokenizer(model_folder / "tokenizer.json", eos_token_ids)
     return EarlyGrammars(tokenizer, fork_template(lambda: _work_of(tokenizer)))
 
 
 def fork_trials(model_folder: Path) -> EarlyTemplate:
-    """Fork the template for `GrammarTrials`, which loads the tokenizer; raises OSError."""
+    """Fork a template for `GrammarTrials` that loads the tokenizer; raises OSError."""
     return fork_template(lambda: make_work(_options(model_folder)))
 
 

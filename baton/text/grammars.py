@@ -1,8 +1,8 @@
-"""Grammars: a StructuredOutput as the grammar library reads it, and as it matches it.
+"""Grammars: convert a StructuredOutput to the grammar library's form, and compile it.
 
-The library is llguidance (docs/adr/0009): Rust, no torch. Its texts come from clients, and what
-they cost shows only when they are compiled: so whoever has not seen a grammar compiled within
-limits does that in a process that can be ended (`baton/text/grammar_trials.py`).
+The library is llguidance (docs/adr/0009): Rust, no torch. Texts come from clients, and their cost
+shows only when compiled. So a grammar is first compiled in a process that can be killed
+(`baton/text/grammar_trials.py`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
-from baton.text.schema_repairs import enforceable_schema
+from baton.text.schemas.repairs import enforceable_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# More rules make the conversion from GBNF slow; the grammar of SQL or of C has a few hundred.
+# More rules make the conversion from GBNF slow; grammars of SQL or C have a few hundred.
 MAX_RULES = 1000
-# (Possessive, and with blanks of one line only: linear in a text that is blanks, or one name.)
+# (Possessive quantifiers keep matching linear in texts of blanks or a single name.)
 _RULE = re.compile(r"^[^\S\n]*+[!?\w.-]++\s*+(?:::=|:)", re.MULTILINE)
 _LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 _MAX_PROBLEM_CHARS = 200
-# As `json.dumps` writes. With free whitespace an output of bounded schema could go on for ever.
+# As `json.dumps` writes. Free white space would let outputs go on for ever.
 _JSON_DEFAULTS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -39,9 +39,9 @@ _JSON_DEFAULTS: JsonCompileOptions = {
 
 
 def parser_limits() -> LLParserLimits:
-    """Return limits of one output step's cost: some milliseconds, some megabytes.
+    """Return limits of one output step's cost: some milliseconds and megabytes.
 
-    They do not bound what compiling costs.
+    They do not limit the cost of compiling.
     """
     return LLParserLimits(
         initial_lexer_fuel=300_000,
@@ -54,7 +54,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def make_grammar(structured_output: StructuredOutput) -> str:
-    """Convert to a grammar that `LLMatcher` reads; raises InvalidRequestError."""
+    """Return the grammar for `LLMatcher`; raises InvalidRequestError."""
     text = structured_output.text
     match structured_output.kind:
         case "json_schema":
@@ -76,8 +76,8 @@ def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLT
     Holds the GIL until it returns: seconds for a vocabulary of 262,144 tokens.
 
     Args:
-        path: of its ``tokenizer.json``.
-        eos_token_ids: are allowed where the output may end; the tokenizer's own if there are none.
+        path: path of its ``tokenizer.json``.
+        eos_token_ids: tokens allowed where the output may end; the tokenizer's own if empty.
     """
     if not path.is_file():
         raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
@@ -88,11 +88,11 @@ def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLT
         except ValueError:
             if not ends:
                 raise
-            # Load again only if the model names end tokens that its tokenizer does not name.
+            # Load again if the model names end tokens that its tokenizer does not know.
             tokenizer = LLTokenizer(str(path))
             known = [token_id for token_id in ends if token_id < tokenizer.vocab_size]
             return LLTokenizer(str(path), eos_token=known) if known else tokenizer
-    except Exception as error:  # the library raises nothing better
+    except Exception as error:  # the library raises nothing more specific
         problem = f"this checkpoint's tokenizer.json cannot be used: {one_line(str(error))}"
         raise InvalidRequestError("structured_output", problem) from None
 
@@ -100,7 +100,7 @@ def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLT
 def compile_grammar(
     structured_output: StructuredOutput, grammar: str, tokenizer: LLTokenizer
 ) -> LLMatcher:
-    """Compile what `make_grammar` gave to a new matcher; raises InvalidRequestError."""
+    """Compile a grammar from `make_grammar`; raises InvalidRequestError."""
     with library_errors(structured_output):
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         problem = _problem_at_start(matcher)
@@ -111,35 +111,35 @@ def compile_grammar(
 
 @contextmanager
 def library_errors(structured_output: StructuredOutput) -> Iterator[None]:
-    """Turn whatever the library raises inside into InvalidRequestError."""
+    """Convert all errors of the library to InvalidRequestError."""
     try:
         yield
     except InvalidRequestError:
         raise
-    except BaseException as error:  # a panic in Rust is no Exception; no signal comes here
+    except BaseException as error:  # Rust panics are no Exceptions; signals do not come here
         raise invalid_grammar(structured_output, str(error) or type(error).__name__) from None
 
 
 def invalid_grammar(structured_output: StructuredOutput, problem: str) -> InvalidRequestError:
-    """Turn the library's message into one line of ours."""
+    """Convert the library's message to one line."""
     if problem.startswith("NoExtensionBias"):
         problem = "no output can match it"
     lines = " ".join(problem.replace("<non-verbose/>", "").split())
     if len(lines) > _MAX_PROBLEM_CHARS:
-        # The offending text is quoted first, what is wrong with it comes last.
+        # The offending text comes first, the problem last.
         lines = f"{lines[: _MAX_PROBLEM_CHARS // 2]} ... {lines[-_MAX_PROBLEM_CHARS // 2 :]}"
     return InvalidRequestError(f"structured_output.{structured_output.kind}", lines)
 
 
 def one_line(text: str) -> str:
-    """Cut a message of the library to one line short enough for an error."""
+    """Shorten a message of the library to one line."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_PROBLEM_CHARS]
 
 
 def _problem_at_start(matcher: LLMatcher) -> str:
-    """Say why no output can begin; empty if one can.
+    """Return why no output can begin, or "".
 
-    The first masks cost the most, and show most of what is too complex: so not in a step.
+    Computes the first masks, which cost most and show most limits, before the first step.
     """
     first = matcher.compute_bitmask()
     if not matcher.is_error() and not any(first):
@@ -151,7 +151,7 @@ def _problem_at_start(matcher: LLMatcher) -> str:
 
 
 def _first_of(bits: bytes) -> int | None:
-    """Return the index of the first set bit, low bits first; None: no bit is set."""
+    """Return the index of the first set bit, low bits first, or None."""
     for index, byte in enumerate(bits):
         if byte:
             return index * 8 + (byte & -byte).bit_length() - 1

@@ -1,10 +1,10 @@
-"""Quoted Lark: the grammar of a text, as the grammar of that text within a JSON string.
+"""Quoted Lark: converts a grammar of a text to a grammar of that text inside a JSON string.
 
-    start: /.+/    matches  say "a"    and quoted  say \\"a\\"
+    start: /.+/    matches  say "a"    and converted  say \\"a\\"
 
-A character has one spelling in the string: a short escape where JSON has one, ``\\u00..`` for other
-control characters, itself otherwise. Escapes begin alike, and the library's lexer looks no further
-than one byte: so each escape is a lexeme, and a terminal that may have escapes becomes a rule.
+Each character has one spelling in the string: a short escape where JSON has one, ``\\u00..`` for
+other control characters, itself otherwise. Escapes begin alike, and the library's lexer looks only
+one byte ahead, so each escape is a lexeme, and terminals that may contain escapes become rules.
 
     /[^x]+y/  ->  (/[^x"\\]/ | ESCAPE) (/[^x"\\]+/ | ESCAPE)* /[^x"\\]*y/
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from baton.api.errors import InvalidRequestError
-from baton.text.schema_repairs import end_of_class
+from baton.text.schemas.repairs import end_of_class
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+)
@@ -65,29 +65,29 @@ _COMMON = {
     "CPP_COMMENT": r"//[^\n]*",
     "SQL_COMMENT": r"--[^\n]*",
 }
-# Characters that a JSON string has in another spelling only.
+# Characters that JSON strings must escape.
 _ESCAPED = '"\\' + "".join(map(chr, range(0x20)))
 _PLAIN = r'[^"\\\x00-\x1F]'
 _CONTROL_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _CODE = re.compile(r"\\(?:x\{(\w+)\}|u\{(\w+)\}|x(\w{2})|u(\w{4})|U(\w{8}))")
 _PROPERTY = re.compile(r"\\([pP])(?:\{(\^?)(\w+)\}|(\w))")
-# Categories without a character that JSON escapes.
+# Unicode categories without characters that JSON escapes.
 _SAFE_CATEGORY = re.compile(r"[LNMSZ][a-z]?|(?:Letter|Number|Mark|Symbol|Separator)")
 _GROUP = re.compile(r"\((?:\?(?:P?<[A-Za-z]\w*>|(?P<flags>[a-z]*(?:-[a-z]+)?)(?P<end>[:)])))?")
-MAX_CHARS = 16_384  # what takes some hundredths of a second
-_KINDS = ("string", "regex", "range")  # of tokens that match texts
-_SKIP = "quoted-skip"  # names the rule of what is passed over
+MAX_CHARS = 16_384  # takes some hundredths of a second
+_KINDS = ("string", "regex", "range")  # kinds of tokens that match texts
+_SKIP = "quoted-skip"  # name of the rule for ignored texts
 _MAX_HEAD_TOKENS = 64  # of a definition, before its colon
 _IGNORE, _COLON = ("directive", "%ignore"), ("other", ":")
 _STRINGS = re.compile(r'"((?:\\.|[^"\\])*)"')
 
 
 def quoted_lark(text: str) -> str:
-    """Rewrite a Lark grammar to match its texts as they stand within a JSON string.
+    """Convert a Lark grammar to match its texts inside a JSON string.
 
     Raises:
-        InvalidRequestError: a construct cannot be within a string, such as a special token, or
-            the grammar has more than `MAX_CHARS`.
+        InvalidRequestError: the grammar is longer than `MAX_CHARS`, or has a construct that cannot
+            be inside a string, such as a special token.
     """
     if len(text) > MAX_CHARS:
         raise _refused(f"must have at most {MAX_CHARS} characters, got {len(text)}")
@@ -95,7 +95,7 @@ def quoted_lark(text: str) -> str:
 
 
 class _Grammar:
-    """Rewrites one grammar, statement by statement.
+    """Convert one grammar, statement by statement.
 
     Args:
         text: in the library's Lark dialect.
@@ -104,7 +104,7 @@ class _Grammar:
     def __init__(self, text: str) -> None:
         self._statements = list(_statements(text))
         self._parts: dict[tuple[str, str], _Part | None] = {}
-        # Definition of each terminal, by its name.
+        # Tokens of each terminal's definition, by name.
         self._terminals: dict[str, list[tuple[str, str]]] = {}
         for tokens in self._statements:
             if (name := _terminal_of(tokens)) is not None:
@@ -112,7 +112,7 @@ class _Grammar:
         self._mixed = self._mixed_terminals()
 
     def statements(self) -> Iterator[str]:
-        """Yield the rewritten statements."""
+        """Yield the converted statements."""
         ignored = [tokens[1:] for tokens in self._statements if tokens[:1] == [_IGNORE]]
         if ignored:
             ways = (" ".join(self._written(*one) for one in tokens) for tokens in ignored)
@@ -129,7 +129,7 @@ class _Grammar:
             )
 
     def _check_operators(self, tokens: list[tuple[str, str]]) -> None:
-        """Refuse operators of terminals where a terminal becomes a rule."""
+        """Refuse operators on terminals if the terminal becomes a rule."""
         if _terminal_of(tokens) not in self._mixed:
             return
         for (_, text), (_, after) in itertools.pairwise(tokens):
@@ -137,10 +137,10 @@ class _Grammar:
                 raise _refused(f"{tokens[0][1]}: & and ~ cannot be of texts that JSON escapes")
 
     def _spaced(self, kind: str, text: str) -> str:
-        """Write a token of a rule, with what is passed over behind a lexeme."""
+        """Write a token of a rule, followed by ignored texts after a lexeme."""
         is_lexeme = kind in _KINDS or (kind == "name" and text.isupper())
         written = self._written(kind, text)
-        # (Terminals are several lexemes now, with nothing passed over between these.)
+        # (A terminal may be several lexemes now, with nothing ignored between them.)
         return f"({written} {_SKIP})" if is_lexeme else written
 
     def _written(self, kind: str, text: str) -> str:
@@ -155,7 +155,7 @@ class _Grammar:
         return self._parts[kind, text]
 
     def _mixed_terminals(self) -> frozenset[str]:
-        """Find terminals that may have an escape, by themselves or by what they refer to."""
+        """Return terminals that may match an escape, themselves or through others."""
         users: dict[str, list[str]] = {}
         found: list[str] = []
         for name, tokens in self._terminals.items():
@@ -174,12 +174,12 @@ class _Grammar:
 
 
 def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
-    """Divide a grammar into statements, each a list of tokens with their kinds."""
+    """Split a grammar into statements, each a list of (kind, token)."""
     tokens: list[tuple[str, str]] = []
-    is_first = True  # of its line
+    is_first = True  # at the beginning of a line
     found: list[tuple[str, str]] = []
     for one in _TOKEN.finditer(text):
-        if one[0] in ('"', "/"):  # (What comes behind would be searched again and again.)
+        if one[0] in ('"', "/"):  # (otherwise the rest would be searched again and again)
             shown = text[one.start() : one.start() + 80]
             raise _refused(f"{shown!r}: a text or a regex is not closed")
         found.append((str(one.lastgroup), one[0]))
@@ -203,7 +203,7 @@ def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
 
 
 def _is_defined(tokens: list[tuple[str, str]], start: int) -> bool:
-    """Say whether a name is being defined, from the tokens behind the name."""
+    """Return whether a definition starts here, from the tokens after the name."""
     depth = 0
     for kind, token in tokens[start : start + _MAX_HEAD_TOKENS]:
         if depth:
@@ -228,7 +228,7 @@ def _refused(problem: str) -> InvalidRequestError:
 
 
 def _imported(token: str) -> Iterator[list[tuple[str, str]]]:
-    """Define imported terminals in place of the import."""
+    """Yield definitions of imported terminals."""
     found = _IMPORT.fullmatch(token.strip())
     if found is None:
         raise _refused(f"{token.strip()[:80]}: only terminals of common can be imported")
@@ -240,7 +240,7 @@ def _imported(token: str) -> Iterator[list[tuple[str, str]]]:
 
 
 def _divided(kind: str, token: str) -> tuple[str, str]:
-    """Return a text's, a range's or a regex's pattern, and flags."""
+    """Return the pattern and flags of a text, range or regex."""
     if kind == "regex":
         pattern, _, flags = token[1:].rpartition("/")
         return pattern, flags
@@ -254,7 +254,7 @@ def _divided(kind: str, token: str) -> tuple[str, str]:
 
 
 def _part_of(kind: str, token: str) -> _Part | None:
-    """Read a token that matches texts; None for another one."""
+    """Parse a token that matches texts; None for other tokens."""
     if kind not in _KINDS:
         return None
     return _Regex(*_divided(kind, token)).part()
@@ -273,12 +273,12 @@ def _class_char(char: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What matches a part of a text: one lexeme, a class of characters, or a rule's expression.
+    """Part of a regex: plain text, a class of characters, or an expression of rules.
 
     Attributes:
-        plain: a regex of characters that JSON writes as they are; of a class: one of them.
+        plain: a regex of unescaped characters; in a class, of one of them.
         escapes: characters of a class that JSON escapes.
-        rule: an expression of rules; empty: there is none.
+        rule: an expression of rules; empty: none.
     """
 
     plain: str = ""
@@ -290,7 +290,7 @@ class _Part:
         return not (self.escapes or self.rule)
 
     def as_lark(self) -> str:
-        """Write as an expression; of a plain part, as a terminal's, too."""
+        """Return the part as an expression; a plain part is also valid in a terminal."""
         if self.rule:
             return f"({self.rule})"
         if self.is_plain:
@@ -306,7 +306,7 @@ class _Flags:
 
 
 class _Regex:
-    """Reads a regex as a part."""
+    """Parse a regex into a part."""
 
     def __init__(self, pattern: str, flags: str) -> None:
         self._pattern = pattern
@@ -314,7 +314,7 @@ class _Regex:
         self._flags = _flagged(_Flags(), flags)
 
     def part(self) -> _Part:
-        """Read alternatives, up to the end of their group."""
+        """Parse alternatives up to the end of their group."""
         ways = [self._sequence()]
         while self._pattern[self._position : self._position + 1] == "|":
             self._position += 1
@@ -337,7 +337,7 @@ class _Regex:
         return _Part(rule=_joined(items))
 
     def _item(self) -> _Part | None:
-        """Read a character, a class or a group; None for flags that hold from here on."""
+        """Parse a character, class or group; None for flags that apply from here on."""
         pattern, start = self._pattern, self._position
         if pattern[start] == "(":
             return self._group()
@@ -355,7 +355,7 @@ class _Regex:
 
     def _group(self) -> _Part | None:
         found = _GROUP.match(self._pattern, self._position)
-        assert found is not None  # it matches a parenthesis
+        assert found is not None  # a parenthesis always matches
         if self._pattern[found.end() - 1 : found.end() + 1] == "(?":
             raise _refused(f"/{self._pattern[:80]}/: look-around cannot be enforced")
         self._position = found.end()
@@ -381,9 +381,9 @@ _QUANTIFIER = re.compile(r"([*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
 
 
 def _joined(items: list[tuple[_Part, str]]) -> str:
-    """Write a sequence of parts, each with how often it comes, as an expression of rules."""
+    """Write a sequence of parts with their quantifiers as an expression of rules."""
     written: list[str] = []
-    run = before = ""  # plain parts that follow one another; what of a class may come before
+    run = before = ""  # consecutive plain parts; plain characters of a class that may precede them
     for index, (part, often) in enumerate([*items, (_Part(rule='""'), "")]):
         if part.is_plain:
             run += part.plain + often
@@ -397,7 +397,7 @@ def _joined(items: list[tuple[_Part, str]]) -> str:
                 written.append(part.as_lark())
             each = f"(/{part.plain}+/ | /{_escapes(part.escapes)}/)"
             written.append(each + ("*" if is_followed else often))
-            # The lexer takes all it can: the characters before a plain part belong to its lexeme.
+            # The lexer is greedy: characters before a plain part must belong to its lexeme.
             before = f"{part.plain}*" if is_followed else ""
         elif index < len(items):
             written.append(part.as_lark() + often)
@@ -415,7 +415,7 @@ def _flagged(state: _Flags, flags: str) -> _Flags:
 
 
 def _atom(atom: str, state: _Flags) -> tuple[str, str]:
-    """Return what matches one character: a regex of plain ones, and those that JSON escapes."""
+    """Return a regex of an atom's plain characters, and its characters that JSON escapes."""
     if atom == ".":
         return _PLAIN, _ESCAPED if state.dot_all else _ESCAPED.replace("\n", "")
     if atom[0] == "[":
@@ -447,14 +447,14 @@ def _class(one: str, state: _Flags) -> tuple[str, str]:
     return f"[{one}&&{_PLAIN}]", escapes
 
 
-# What Python's `re` reads in another way than the library.
+# Syntax that Python's `re` reads differently than the library.
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _ANOTHER_CLASS = re.compile(r"\[|&&|--|~~")
 _ANOTHER_ESCAPE = re.compile(r"\\[pPhHQ]|\\[xu]\{")
 
 
 def _char_of(atom: str) -> str:
-    """Return the character of an escape; empty for an escape of another kind."""
+    """Return the character of an escape; empty for other kinds of escapes."""
     if found := _CODE.fullmatch(atom):
         try:
             return chr(int(next(filter(None, found.groups())), 16))
@@ -466,7 +466,7 @@ def _char_of(atom: str) -> str:
 
 
 def _escapes(escaped: str) -> str:
-    """Write a regex of the escapes of characters."""
+    """Return a regex of the characters' escapes."""
     written = [json.dumps(char)[2:-1] for char in escaped]
     short = "".join(one for one in written if len(one) == 1)
     codes = "|".join(one.removeprefix("u00") for one in written if len(one) > 1)

@@ -1,6 +1,6 @@
-"""Stop strings: end an output's text before the first of them, wherever token borders fall.
+"""Stop strings: end an output's text before the first stop string, whatever the token borders.
 
-Torch-free; the router's service and the offline engine share it. Knows no request and no stream.
+Torch-free, shared by the router and the offline engine. Knows no request and no stream.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class DetokenizeOptions:
     """How tokens become the text that a client sees.
 
     Attributes:
-        skip_special_tokens: False: the text shows them, but not the one that ended the output.
-        include_stop: the text ends behind what ended it, not before.
-        shown_token_ids: special tokens that the text shows in any case.
+        skip_special_tokens: False: the text shows them, except one that ended the output.
+        include_stop: whether the text includes the stop string or stop token that ended it.
+        shown_token_ids: special tokens shown in any case.
     """
 
     skip_special_tokens: bool = True
@@ -33,32 +33,32 @@ DEFAULT_TEXT = DetokenizeOptions()
 
 
 class StopStrings:
-    """Looks for stop strings in a text that comes in pieces; linear in the text.
+    """Find stop strings in a text that comes in pieces, in linear time.
 
-    Of several, the one that is complete first ends the text; of those complete at the same
-    character, the one that began first. So it does not matter how the text is cut into pieces.
+    The stop string that is complete first ends the text; of several at one character, the one that
+    began first. So the result does not depend on the pieces.
 
     Args:
-        include: whether the text ends behind it.
+        include: whether the text includes the stop string.
 
     Attributes:
-        found: the one that ended the text; None: not yet.
+        found: the stop string that ended the text, or None.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
         self.found: str | None = None
         self._include = include
         self._searches = [_Search(text) for text in stop]
-        # The end of the text so far that may still become a stop string.
+        # Suffix of the text so far that may begin a stop string.
         self._held = ""
 
     @property
     def stopped(self) -> bool:
-        """Whether one was found; what comes after it is nobody's."""
+        """Whether a stop string was found; later text is dropped."""
         return self.found is not None
 
     def push(self, text: str) -> str:
-        """Return the text to show now: up to a stop string, or to what may become one."""
+        """Return the text to show now, without a possible beginning of a stop string."""
         if self.stopped:
             return ""
         num_before = len(self._held)
@@ -78,16 +78,16 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """Return what is still held back: the text is at its end."""
+        """Return the held-back text, because the text ends here."""
         held, self._held = self._held, ""
         return held
 
 
 class _Search:
-    """One string in a text that comes in pieces, by Knuth, Morris and Pratt's method (1977).
+    """Find one string in a text that comes in pieces, by Knuth, Morris and Pratt's method (1977).
 
     Attributes:
-        num_matched: characters at the end of the text that the string begins with; the most.
+        num_matched: length of the longest suffix of the text that begins the string.
     """
 
     def __init__(self, stop: str) -> None:
@@ -96,7 +96,7 @@ class _Search:
         self._borders = _borders(stop)
 
     def push(self, text: str) -> int | None:
-        """Return where in this piece the string is first complete; None: nowhere."""
+        """Return the end of the string's first occurrence in this piece, or None."""
         stop, matched, position = self.stop, self.num_matched, 0
         while position < len(text):
             if not matched:
@@ -129,14 +129,14 @@ def _borders(text: str) -> tuple[int, ...]:
 
 
 class OutputText:
-    """Text of a growing output as its reader sees it, with an end before the first stop string.
+    """Make the text of a growing output, which ends at the first stop string.
 
-    Stop strings are looked for in what the token number ``min_tokens`` and those after it add.
+    Stop strings count in text added by token number ``min_tokens`` and later ones.
 
     Attributes:
-        stopped: whether a stop string was found. The token that completed it is the last one.
-        stop_string: the one that was found; None: none.
-        num_tokens: taken so far.
+        stopped: whether a stop string was found, by the last token taken.
+        stop_string: the stop string that was found, or None.
+        num_tokens: number of tokens taken so far.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class OutputText:
     ) -> str:
         """Return what ``token_ids`` add to the text that can be shown now.
 
-        With ``last``, what is left is given as it is, unless a stop string ends it.
+        With ``last``, held-back text is returned too, unless a stop string ends the text.
 
         Args:
-            ended_by_token: whether the last one ended the output.
+            ended_by_token: whether the last token itself ended the output.
         """
         if ended_by_token and self._hides_end and token_ids:
             token_ids = token_ids[: -1 if token_ids[-1] in self._special_token_ids else None]

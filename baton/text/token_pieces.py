@@ -1,7 +1,7 @@
-"""Token pieces: from the way a vocabulary writes a token to the bytes that it stands for.
+"""Token pieces: convert a vocabulary's spelling of a token to the bytes that it stands for.
 
-Vocabularies cannot write bytes, so they have alphabets of their own: that of GPT-2's byte-level BPE
-("Ġthe" is " the"), or SentencePiece's ("▁the" is " the", "<0xE2>" is a byte).
+Vocabularies are text, so bytes are spelled in an alphabet: that of GPT-2's byte-level BPE ("Ġthe"
+is " the"), or SentencePiece's ("▁the" is " the", "<0xE2>" is a byte).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Decoders that look at each token alone, or also at whether it is the first one.
+# Decoders that look at each token alone, or also at whether it is the first.
 _LOCAL = {"Replace", "Metaspace", "WordPiece"}
-_ANCHOR = "x"  # what a token stands behind to see what it adds there
+_ANCHOR = "x"  # precedes a token, to see what the token adds there
 
 
 class LibraryTokenizer(Protocol):
-    """The part of `tokenizers.Tokenizer` that is used."""
+    """Part of `tokenizers.Tokenizer` that is used."""
 
     @property
     def decoder(self) -> Any: ...
@@ -29,24 +29,23 @@ class LibraryTokenizer(Protocol):
 
 
 def piece_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """Return what a piece stands for by itself, by the ``decoder`` of a `tokenizer.json`."""
+    """Return a function from a piece to its bytes, by the ``decoder`` of a `tokenizer.json`."""
     if "ByteLevel" in _kinds(decoder):
         return _byte_level_bytes()
     return _sentence_piece_bytes
 
 
 class OutputPieces:
-    """The pieces that tokens add to an output, where each depends on no other token.
+    """Bytes that tokens add to an output, if each token is independent of the others.
 
-    Made by `output_pieces`; remembers each token that it has looked up.
+    Made by `output_pieces`; caches each token.
 
     Attributes:
-        has_byte_tokens: some tokens are single bytes, of characters that no other token has.
-        replaced: texts and what takes their place, one after the other, in the joined output.
-        stripped: this character, at most ``num_stripped`` of it, is taken from the beginning of
-            the output after that.
-        rewrite: makes the output of the whole joined text, for decoders that no part of a text is
-            enough for; None: the three attributes above say all.
+        has_byte_tokens: whether some tokens are single bytes, for characters without a token.
+        replaced: (old, new) replacements to apply in order to the joined text.
+        stripped: character to remove after that from the beginning, at most ``num_stripped`` times.
+        rewrite: makes the output from the whole joined text, for decoders that need all of it;
+            None: the attributes above suffice.
     """
 
     def __init__(
@@ -68,16 +67,16 @@ class OutputPieces:
         self._later = _Memory(lambda token_id: spell(token_id, False) or b"")
 
     def first(self, token_id: int) -> bytes | None:
-        """Return what a token adds at an output's beginning; None: the next is the first."""
+        """Return what a token adds at an output's beginning; None: the token has no text."""
         return self._spell(token_id, True)
 
     def later(self, token_ids: Iterable[int]) -> bytes:
-        """Return what tokens add behind the first one."""
+        """Return what tokens add after the first one."""
         return b"".join(map(self._later.__getitem__, token_ids))
 
 
 class _Memory(dict[int, bytes]):
-    """A dict that computes and keeps a missing value."""
+    """A dict that computes and keeps missing values."""
 
     def __init__(self, look_up: Callable[[int], bytes]) -> None:
         self._look_up = look_up
@@ -92,11 +91,11 @@ def output_pieces(
     description: Mapping[str, Any] | None,
     skipped: Collection[int],
 ) -> OutputPieces | None:
-    """Return what a vocabulary's tokens add to outputs; None if that depends on their neighbours.
+    """Return the pieces of a vocabulary, or None if they depend on neighbouring tokens.
 
     Args:
         description: the ``decoder`` of its `tokenizer.json`.
-        skipped: token ids that are no text.
+        skipped: ids of tokens without text.
     """
 
     def by_id(spell: Callable[[str, bool], bytes]) -> Callable[[int, bool], bytes | None]:
@@ -106,7 +105,7 @@ def output_pieces(
 
         return look_up
 
-    if description is None:  # then the library puts blanks between tokens
+    if description is None:  # the library then puts blanks between tokens
         return OutputPieces(by_id(lambda piece, first: f"{'' if first else ' '}{piece}".encode()))
     parts, behind = _around_fuse(list(_parts(description)))
     kinds = [str(part.get("type")) for part in parts]
@@ -145,7 +144,7 @@ def output_pieces(
 def _around_fuse(
     parts: list[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Divide decoders into those that see tokens and those that see their joined text."""
+    """Split decoders into those that see tokens and those that see the joined text."""
     kinds = [part.get("type") for part in parts]
     if "Fuse" not in kinds:
         return parts, []
@@ -154,7 +153,7 @@ def _around_fuse(
 
 
 def _replaced_text(part: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return a text and what takes its place; None for a decoder that does anything else."""
+    """Return (old, new) of a Replace decoder of a plain text; None for other decoders."""
     pattern = part.get("pattern")
     text = pattern.get("String") if isinstance(pattern, Mapping) else None
     if part.get("type") != "Replace" or not text:
@@ -163,7 +162,7 @@ def _replaced_text(part: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _library_decoder(parts: list[Mapping[str, Any]]) -> Callable[[list[str]], str]:
-    """Make the library's decoder of some parts of a ``decoder``."""
+    """Return the library's decoder made of some parts of a ``decoder``."""
     model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
     decoder = {"type": "Sequence", "decoders": parts}
     library = tokenizers.Tokenizer.from_str(
@@ -197,14 +196,14 @@ def _byte_level_bytes() -> Callable[[str], bytes]:
 
     def spell(piece: str) -> bytes:
         found = [alphabet.get(char) for char in piece]
-        # What has one character of another alphabet is written in none: an added token.
+        # Characters outside the alphabet mean an added token, which is spelled as it is.
         return piece.encode() if None in found else b"".join(filter(None, found))
 
     return spell
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:
-    """Return GPT-2's alphabet: printable bytes are themselves, others characters from U+0100 on."""
+    """Return GPT-2's alphabet: printable bytes as themselves, others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {chr(byte): bytes([byte]) for byte in printable}

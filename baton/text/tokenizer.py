@@ -1,6 +1,6 @@
-"""Tokenizer: text to token ids and back, and the checkpoint's chat template.
+"""Tokenizer: converts text to token ids and back; has the checkpoint's chat template.
 
-Torch-free, so that the router, the engine's offline front and the client's tests share it.
+Torch-free, so that router, offline engine and client tests share it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.text.detokenizer import Detokenizer
 from baton.text.token_pieces import OutputPieces, output_pieces, piece_decoder
 from baton.text.tool_prompt import with_one_system_turn, with_tools
 
-# So many characters may become one before a text is cut into tokens (Unicode's NFC and NFKC).
+# Most characters that may become one by normalization (Unicode's NFC and NFKC).
 _MAX_SHRINKAGE = 4
 _MAX_TOKEN_ID = 2**24
 _SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
@@ -34,32 +34,32 @@ class Tokenizer:
     """A checkpoint's `tokenizer.json` and chat template.
 
     Args:
-        chat_template: a file to read instead of the checkpoint's own template.
+        chat_template: a file to use instead of the checkpoint's own template.
 
     Attributes:
-        folder, template_file: as given.
-        chat_template: what conversations go through; None if there is none.
-        longest_token_chars: no token stands for more characters of a text.
-        special_token_ids: tokens that `decode` leaves out.
-        takes_tools: whether the chat template looks at tools.
+        folder, template_file: see above.
+        chat_template: template of conversations; None if there is none.
+        longest_token_chars: most characters of a text that one token stands for.
+        special_token_ids: tokens that `decode` leaves out by default.
+        takes_tools: whether the chat template uses tools.
     """
 
     def __init__(self, folder: Path, *, chat_template: Path | None = None) -> None:
-        """Raises ModelLoadError when the files are missing or broken, ConfigError of the given."""
+        """Load the files; raises ModelLoadError, or ConfigError for ``chat_template``."""
         self.folder = folder
         self.template_file = chat_template
         path = folder / "tokenizer.json"
         content = read_file(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-            # Some checkpoints switch these on for training; a prompt is never cut or filled up.
+            # Some checkpoints enable these for training; prompts are never cut or padded.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         except Exception as error:  # the library raises bare Exception
             raise ModelLoadError(f"tokenizer: {path} is broken: {str(error)[:500]}") from error
         vocabulary = self._tokenizer.get_vocab()
         if (highest := max(vocabulary.values(), default=0)) > _MAX_TOKEN_ID:
-            # To describe itself, the library counts through all ids up to the highest.
+            # Describing itself, the library counts through all ids up to the highest.
             problem = f"a token's id must be at most {_MAX_TOKEN_ID}, got {highest}"
             raise ModelLoadError(f"tokenizer: {path}: {problem}")
         added = self._tokenizer.get_added_tokens_decoder()
@@ -68,7 +68,7 @@ class Tokenizer:
         decoder = _described(self._tokenizer.decoder)
         self._bytes_of = piece_decoder(decoder)
         self._decoder = decoder
-        self._pieces: dict[frozenset[int], OutputPieces | None] = {}  # by what is skipped
+        self._pieces: dict[frozenset[int], OutputPieces | None] = {}  # by skipped token ids
         self.longest_token_chars = max(map(len, vocabulary), default=1)
         if self._tokenizer.normalizer is not None:
             self.longest_token_chars *= _MAX_SHRINKAGE
@@ -88,16 +88,16 @@ class Tokenizer:
 
     @classmethod
     def exists_in(cls, folder: Path) -> bool:
-        """Say whether the checkpoint has a tokenizer; without one it serves token ids."""
+        """Return whether the checkpoint has a tokenizer; without one it serves token ids only."""
         return (folder / "tokenizer.json").is_file()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text prompt, with the special tokens that the checkpoint adds to one."""
+        """Return a text's token ids, with the checkpoint's special tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the same ids in about half the time; holds the GIL all the while."""
+        """Return the same ids in about half the time, holding the GIL throughout."""
         ids: list[int] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )[0].ids
@@ -112,15 +112,16 @@ class Tokenizer:
         continues_last: bool = False,
         template: str | None = None,
     ) -> list[int]:
-        """Tokenize a conversation, up to where the assistant's answer begins.
+        """Return a conversation's token ids, up to the beginning of the assistant's answer.
 
         Args:
             tools: functions that the model may call, as OpenAI's API describes them.
-            template_options: more variables of the template, such as ``enable_thinking``.
-            continues_last: end with the text of the last message, which the answer goes on with.
-            template: instead of the checkpoint's; whoever wrote it decides what it costs.
+            template_options: additional template variables, such as ``enable_thinking``.
+            continues_last: whether the prompt ends within the last message, for the answer to
+                continue.
+            template: a template to use instead of the checkpoint's; its cost is not limited here.
 
-        Raises InvalidRequestError when there is no template or it refuses the messages.
+        Raises InvalidRequestError if there is no template or it refuses the messages.
         """
         options: dict[str, Any] = {
             "tools": tools,
@@ -138,10 +139,10 @@ class Tokenizer:
     def _render_continued(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> str:
-        """Render a conversation up to the end of its last message's text, or thought.
+        """Render a conversation up to the end of its last message's text or thought.
 
         Args:
-            options: of `render_chat`.
+            options: keyword arguments of `render_chat`.
         """
         source = options["template"]
         if source is None and self.chat_template is not None:
@@ -161,9 +162,9 @@ class Tokenizer:
         template_options: Mapping[str, Any] | None = None,
         template: str | None = None,
     ) -> str:
-        """Render the text that `encode_chat` tokenizes; raises what it does.
+        """Return the text that `encode_chat` tokenizes; raises the same errors.
 
-        A template that takes no tools is given them in messages (`baton/text/tool_prompt.py`).
+        For a template without tools, they are put into messages (`baton/text/tool_prompt.py`).
         """
         chosen = self.chat_template
         if template is not None:
@@ -182,47 +183,47 @@ class Tokenizer:
         try:
             return chosen.render(with_tools(messages, tools), options=template_options)
         except InvalidRequestError:
-            # Some know no system message; who sent one is told so.
+            # Some templates take no system message; a client that sent one gets the error.
             if messages and messages[0].get("role") == "system":
                 raise
         told = with_tools(messages, tools, in_system_message=False)
         return chosen.render(told, options=template_options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode token ids: the text that a `Detokenizer` makes of all of them.
+        """Return the text of token ids, as a `Detokenizer` makes it.
 
-        It is what the library makes of them, but for byte fallback: there one byte that is part of
-        no character makes the library lose all bytes beside it.
+        Equal to the library's, except with byte fallback, where one invalid byte makes the library
+        lose all bytes next to it.
         """
         detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids, last=True)
 
     def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
-        """Return what each token adds to a text; None when that depends on its neighbours.
+        """Return the tokens' pieces, or None if they depend on neighbouring tokens.
 
         Args:
-            skipped: token ids that are no text.
+            skipped: ids of tokens without text.
         """
         if skipped not in self._pieces:
             self._pieces[skipped] = output_pieces(self._tokenizer, self._decoder, skipped)
         return self._pieces[skipped]
 
     def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
-        """Decode tokens by the library, those of ``skipped`` left out."""
+        """Decode tokens by the library, without those in ``skipped``."""
         kept = [token_id for token_id in token_ids if token_id not in skipped]
         text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
 
     def special_token_id(self, name: str) -> int | None:
-        """Return the id of a special token by name; None if there is no such token."""
+        """Return the id of a special token by name, or None."""
         token_id: int | None = self._tokenizer.token_to_id(name)
         return token_id if token_id in self.special_token_ids else None
 
     def mark_token_id(self, text: str) -> int | None:
-        """Return the id of an added token that grammars name by its id; None: the text is text.
+        """Return the id of an added token that grammars must name by id, or None.
 
-        The grammar library takes added tokens such as ``<tool_call>`` for special ones, even where
-        the tokenizer says that they are none: no text of a grammar is ever matched by them.
+        The grammar library treats added tokens such as ``<tool_call>`` as special, even if the
+        tokenizer does not, so that no text in a grammar matches them.
         """
         token_id: int | None = self._tokenizer.token_to_id(text)
         if token_id not in self._added_token_ids:
@@ -231,9 +232,9 @@ class Tokenizer:
         return token_id if is_tag or token_id in self.special_token_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for; not always whole characters."""
+        """Return the bytes that a token stands for, which may be parts of characters."""
         piece = self._tokenizer.id_to_token(token_id)
-        if piece is None:  # the model has more than the tokenizer: padding
+        if piece is None:  # the model's vocabulary is padded beyond the tokenizer's
             return b""
         if token_id in self._added_token_ids:
             return piece.encode()
@@ -241,9 +242,9 @@ class Tokenizer:
 
 
 def _described(decoder: tokenizers.decoders.Decoder | None) -> Any:
-    """Return a decoder as `tokenizer.json` has it; None if there is no decoder.
+    """Return a decoder in the form of `tokenizer.json`, or None.
 
-    Describing the whole tokenizer would take as long as reading it.
+    (Describing the whole tokenizer would take as long as reading it.)
     """
     return None if decoder is None else json.loads(decoder.__getstate__())
 
@@ -255,5 +256,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str:
-    """Return the text of a special token, written as a string or an object with a ``content``."""
+    """Return a special token's text, given as a string or as an object with ``content``."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)

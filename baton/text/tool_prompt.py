@@ -1,4 +1,4 @@
-"""Tools for chat templates that know none: told in the system message, in Hermes' form."""
+"""Tool prompt: describes tools in the system message, for chat templates without tools."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ To call one, write its name and its arguments, as JSON, within <tool_call></tool
 
 
 def with_one_system_turn(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """Join the system messages at the beginning; later ones become the user's.
+    """Join the leading system messages; later ones become user messages.
 
-    Many templates take one system message, at the beginning. Returns None if there is no other.
+    Many templates allow one system message, at the beginning. Returns None if nothing changes.
     """
     is_system = [message.get("role") == "system" for message in messages]
     num_first = is_system.index(False) if False in is_system else len(messages)
@@ -45,10 +45,10 @@ def with_tools(
     *,
     in_system_message: bool = True,
 ) -> list[dict[str, Any]]:
-    """Write tools, calls and results into the conversation's own texts.
+    """Put tools, calls and results into the messages' texts, in Hermes' form.
 
     Args:
-        in_system_message: else in the first message, for templates that take no system's.
+        in_system_message: if False, use the first message, for templates without system messages.
     """
     lines = (json.dumps(tool, ensure_ascii=False) for tool in tools)
     told = f"{_BEFORE}{chr(10).join(lines)}{_BEHIND}"
@@ -63,7 +63,7 @@ def with_tools(
 
 
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Turn calls into a text of the assistant, and their results into one of the user."""
+    """Turn calls into assistant text, and their results into user text."""
     plain: list[dict[str, Any]] = []
     was_result = False
     for message in messages:

@@ -1,1 +1,1 @@
-"""Protobuf messages from and to the plain values of `baton.api`."""
+"""Converts protobuf messages from and to the values of `baton.api`."""

@@ -1,12 +1,12 @@
-"""Parts of a message: how many there are, found out before any of them is made.
+"""Counts the parts of a protobuf message before the message is parsed.
 
-Reading a message of protobuf costs by its parts, not by its bytes: megabytes of text take no time,
-as many bytes of empty messages most of a second, in which nothing else is served, and fifty times
+Parsing time depends on the number of parts, not of bytes. Megabytes of text take almost no time. As
+many bytes of empty messages take most of a second, in which nothing else is served, and fifty times
 their size in memory.
 
-    [tag len [tag len text] [tag len text] ...]     one for each tag that is met
+    [tag len [tag len text] [tag len text] ...]     one for each tag
     [tag len 7 8 9 ...]                             one more for every 16 packed numbers
-    [a number of many bytes ...]                    some more: they take long to be counted
+    [a number of many bytes ...]                    some more, as they take long to count
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from typing import TypeAlias, Union
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-_NUMBERS_OF_A_PART = 16  # at least so many are read in the time of one message
-_LONG_NUMBER, _LONG_TAG = 2, 8  # more parts
-_NOT_THE_LAST = bytes(range(128, 256))  # of a number's bytes
+_NUMBERS_OF_A_PART = 16  # at least this many numbers are parsed in the time of one message
+_LONG_NUMBER, _LONG_TAG = 2, 8  # extra parts that these count
+_NOT_THE_LAST = bytes(range(128, 256))  # bytes of a number that another one follows
 _MAX_VARINT_BYTES = 10
 
-# What is behind the tags of a message's parts: the same of a message, or None for numbers. Texts,
-# and what is not known, are passed over as a whole.
+# Fields of a message by tag: the same for a field that is a message, None for packed numbers. Texts
+# and unknown fields are skipped.
 _Inside: TypeAlias = Mapping[int, Union["_Inside", None]]
 _PASSED_OVER: _Inside = {}
 
 
 def count_parts(data: bytes, kind: type[Message], limit: int) -> int:
-    """Count the parts of a message, those of its messages too; stops when there are too many.
+    """Count the parts of a message, including those of messages inside it.
 
     Args:
-        kind: of the message.
-        limit: a greater number than this one says only that there are more.
+        kind: class of the message.
+        limit: counting stops after this many; a larger result means "more than the limit".
 
-    Raises DecodeError for what is no message.
+    Raises DecodeError for invalid messages.
     """
     try:
         return _count(data, _inside(kind.DESCRIPTOR), limit)
-    except IndexError:  # it ends in the middle of something
+    except IndexError:  # the data ends within a field
         raise DecodeError from None
 
 
 def _count(data: bytes, fields: _Inside, limit: int) -> int:
-    """Count parts in one loop without calls: it may run hundreds of thousands of rounds."""
+    """Count parts in one loop without calls, as it may run hundreds of thousands of rounds."""
     position, end, num_parts = 0, len(data), 0
-    around: list[tuple[int, _Inside]] = []  # messages that this one is in: their ends, their fields
+    around: list[tuple[int, _Inside]] = []  # enclosing messages: their ends and fields
     while num_parts <= limit:
         if position >= end:
             if position > end:
@@ -60,7 +60,7 @@ def _count(data: bytes, fields: _Inside, limit: int) -> int:
         tag = data[position]
         position += 1
         if tag > 127:
-            if data[position] < 128:  # numbers of fields up to 2047
+            if data[position] < 128:  # field numbers up to 2047
                 tag = tag & 127 | data[position] << 7
                 position += 1
             else:
@@ -99,7 +99,7 @@ def _count(data: bytes, fields: _Inside, limit: int) -> int:
             position += 4
         elif kind == 1:
             position += 8
-        else:  # groups, which nobody sends
+        else:  # groups, which are not used
             raise DecodeError
     return num_parts
 
@@ -133,7 +133,7 @@ def _inside(descriptor: Descriptor) -> _Inside:
 
 
 def _tag(field: FieldDescriptor) -> int:
-    """Encode the tag of a length-delimited field: a message, or packed numbers."""
+    """Return the tag of a field that is a message or packed numbers."""
     return int(field.number) << 3 | 2
 
 

@@ -1,7 +1,7 @@
-"""Reading what others send over gRPC: what is no message, or of too many parts, is their error.
+"""Parses messages that others send over gRPC; reports invalid ones as the sender's error.
 
-gRPC itself would answer UNKNOWN, with words of the protobuf library. Long messages are kept as they
-came: whoever takes them has them read in a thread. Knows no service.
+gRPC would answer UNKNOWN with a text of the protobuf library. Long messages are kept as bytes, for
+their receiver to parse in a thread. Knows no service.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from google.protobuf.message import DecodeError, Message
 from baton.api.errors import InvalidRequestError
 from baton.wire.parts import count_parts
 
-# Of one message of a client: it is read in less than a tenth of a second, in which nothing else is
-# served.
+# Limit for a client's message: parsing takes less than a tenth of a second, in which nothing else
+# is served.
 MAX_PARTS = 2**16 + 2**10
-# Of one message of a node, which has a part for each logprob of a prompt, and thousands of deltas.
+# Limit for a node's message, which has a part per logprob of a prompt, and thousands of deltas.
 MAX_LINK_PARTS = 2**18 + 2**16
-# Less cannot have so many that it matters.
+# Shorter messages cannot have enough parts to matter.
 _SMALL_BYTES = 2**17
-# A message of fewer parts, whoever it is from, is read and handled in 20 ms at most.
+# Messages with fewer parts are parsed and handled at once, in 20 ms at most.
 _PARTS_AT_ONCE, _BYTES_AT_ONCE = 2**11, 2**12
-# Beyond so many, whoever sent them has to find out what is wrong.
+# In messages with more fields, the invalid text is not searched for.
 _MAX_FIELDS_LOOKED_AT = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A message that takes long to be read; `read` is to be called in a thread.
+    """A message that takes long to parse, which a thread should do.
 
     Attributes:
-        read: makes the message of its bytes, or gives, not raises, an InvalidRequestError.
+        data: the message's bytes.
+        read: parses the bytes; returns, rather than raises, an InvalidRequestError.
     """
 
     data: bytes
     read: Callable[[bytes], Any]
 
     def message(self) -> Any:
-        """Parse the message; raises InvalidRequestError for what is none."""
+        """Parse the message; raises InvalidRequestError if it is invalid."""
         message = self.read(self.data)
         if isinstance(message, InvalidRequestError):
             raise message
@@ -49,7 +50,7 @@ class Unread:
 
 
 def patient(deserialize: Callable[[bytes], Any], max_parts: int) -> Callable[[bytes], Any]:
-    """Make a deserializer that leaves what has many parts `Unread`; `forgiving` with the rest."""
+    """Make a deserializer that returns long messages as `Unread`, others as `forgiving` does."""
     read = forgiving(deserialize, max_parts)
     kind = _kind_of(deserialize)
 
@@ -64,11 +65,11 @@ def patient(deserialize: Callable[[bytes], Any], max_parts: int) -> Callable[[by
 def forgiving(
     deserialize: Callable[[bytes], Any], max_parts: int = MAX_PARTS, max_bytes: int = 2**31
 ) -> Callable[[bytes], Any]:
-    """Make a deserializer that returns an InvalidRequestError for what is no message.
+    """Make a deserializer that returns an InvalidRequestError for invalid messages.
 
     Args:
-        max_parts: a message that has more is not read; see `baton.wire.parts`.
-        max_bytes: nor is one that is longer.
+        max_parts: messages with more parts are refused; see `baton.wire.parts`.
+        max_bytes: longer messages are refused.
     """
     kind = _kind_of(deserialize)
     descriptor: Descriptor | None = getattr(kind, "DESCRIPTOR", None)
@@ -101,11 +102,11 @@ def _has_many_parts(data: bytes, kind: type[Message]) -> bool:
     try:
         return count_parts(data, kind, _PARTS_AT_ONCE) > _PARTS_AT_ONCE
     except DecodeError:
-        return False  # which is found out soon
+        return False  # parsing will report it
 
 
 def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
-    """Raise InvalidRequestError for more; DecodeError for what is no message."""
+    """Raise InvalidRequestError for too many parts; DecodeError for an invalid message."""
     if count_parts(data, kind, max_parts) > max_parts:
         raise InvalidRequestError(
             "request",
@@ -114,11 +115,11 @@ def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
 
 
 def _field_of_wrong_text(data: bytes, descriptor: Descriptor) -> str:
-    """Find the first text field that is not UTF-8, as ``chat.messages.content``; empty: none."""
+    """Return the first text field that is not UTF-8, as ``chat.messages.content``; empty: none."""
     fields_left = [_MAX_FIELDS_LOOKED_AT]
     try:
         return _look(data, descriptor, "", fields_left)
-    except (IndexError, ValueError):  # it ends in the middle of something
+    except (IndexError, ValueError):  # the data ends within a field
         return ""
 
 

@@ -1,13 +1,14 @@
-"""The part of the wire that all services share: what `proto/baton/v1/types.proto` describes.
+"""Converts the types that all services share: those of `proto/baton/v1/types.proto`.
 
-One function per direction and type, as in `baton.link.wire`. Raises InvalidRequestError for values
-that a peer or a client should not have sent.
+One function per direction and type, as in `baton.link.wire`. Raises InvalidRequestError for invalid
+values from a peer or client.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import (
@@ -39,27 +40,11 @@ def finish_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:
 
 
 def finish_from_proto(number: int) -> FinishReason | None:
-    """Read a finish reason; one that only a newer peer knows is an end all the same."""
+    """Convert a finish reason; one that only newer peers know still ends the output."""
     return _FINISH_FROM_PROTO.get(number, FinishReason.ABORT)
 
 
 # ------------------------------------------------------------------ sampling parameters
-
-_SCALAR_PARAMS = (
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "logprobs",
-    "prompt_logprobs",
-)
 
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
@@ -95,22 +80,12 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
 
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Read parameters; fields that are not set take our defaults. Raises InvalidRequestError."""
-    given = {name: getattr(message, name) for name in _SCALAR_PARAMS if message.HasField(name)}
-    return SamplingParams(
-        **given,
-        logit_bias=tuple(message.logit_bias.items()),
-        allowed_token_ids=tuple(message.allowed_token_ids.ids)
-        if message.HasField("allowed_token_ids")
-        else None,
-        banned_token_ids=tuple(message.banned_token_ids),
-        stop_token_ids=tuple(message.stop_token_ids),
-        stop=tuple(message.stop),
-        structured_output=_structured_output_from_proto(message.structured_output)
-        if message.HasField("structured_output")
-        else None,
-        thinking=_thinking_from_proto(message.thinking) if message.HasField("thinking") else None,
-    )
+    """Convert sampling parameters; unset fields get our defaults. Raises InvalidRequestError."""
+    given = {}
+    for field, value in message.ListFields():
+        read = _READ_PARAM.get(field.name)
+        given[field.name] = value if read is None else read(value)
+    return SamplingParams(**given)
 
 
 def _thinking_to_proto(value: Thinking) -> types_pb2.Thinking:
@@ -127,7 +102,7 @@ def _thinking_to_proto(value: Thinking) -> types_pb2.Thinking:
 
 
 def _thinking_from_proto(message: types_pb2.Thinking) -> Thinking:
-    """Read a thought's limits and marks; raises InvalidRequestError."""
+    """Convert a thought's limits and marks; raises InvalidRequestError."""
     return Thinking(
         budget_tokens=message.budget_tokens if message.HasField("budget_tokens") else None,
         close_token_ids=tuple(message.close_token_ids),
@@ -153,13 +128,25 @@ def _structured_output_to_proto(value: StructuredOutput) -> types_pb2.Structured
 
 
 def _structured_output_from_proto(message: types_pb2.StructuredOutput) -> StructuredOutput:
-    """Read the structured output; raises InvalidRequestError."""
+    """Convert a structured output; raises InvalidRequestError."""
     kind = message.WhichOneof("kind")
     if kind is None:
-        return StructuredOutput()  # says what is missing
+        return StructuredOutput()  # raises an error that names the kinds
     if kind == "choice":
         return StructuredOutput(choice=tuple(message.choice.texts))
     return StructuredOutput(**{kind: getattr(message, kind)})
+
+
+# Readers of the parameters that are no single number or flag.
+_READ_PARAM: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": lambda biases: tuple(biases.items()),
+    "allowed_token_ids": lambda message: tuple(message.ids),
+    "banned_token_ids": tuple,
+    "stop_token_ids": tuple,
+    "stop": tuple,
+    "structured_output": _structured_output_from_proto,
+    "thinking": _thinking_from_proto,
+}
 
 
 # ------------------------------------------------------------------ receipts
@@ -280,14 +267,15 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
 
 
 def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = zip(message.top_token_ids, message.top_logprobs, strict=False)  # a peer may send anything
+    # A peer may send lists of different lengths.
+    top = zip(message.top_token_ids, message.top_logprobs, strict=False)
     return TokenLogprobs(message.logprob, tuple(top))
 
 
 def prompt_logprobs_to_proto(
     logprobs: tuple[TokenLogprobs | None, ...],
 ) -> Iterator[types_pb2.TokenLogprobs]:
-    """Convert a prompt's logprobs; the first, always None, travels empty: a list holds no None."""
+    """Convert a prompt's logprobs; the first, always None, becomes an empty message."""
     for one in logprobs:
         yield types_pb2.TokenLogprobs() if one is None else logprobs_to_proto(one)
 
@@ -295,6 +283,6 @@ def prompt_logprobs_to_proto(
 def prompt_logprobs_from_proto(
     messages: Sequence[types_pb2.TokenLogprobs],
 ) -> tuple[TokenLogprobs | None, ...]:
-    # (As an iterator: to have all messages at once takes as long again.)
+    # (Iterates, because making all messages first takes twice as long.)
     rest = itertools.islice(messages, 1, None)
     return (None, *map(logprobs_from_proto, rest)) if messages else ()

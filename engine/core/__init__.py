@@ -1,1 +1,1 @@
-"""Requests and when they compute: scheduler, waiting room, block pool, KV manager. No tensor."""
+"""Requests and their scheduling: scheduler, waiting room, block pool, KV manager. No tensors."""

@@ -1,16 +1,16 @@
-"""BlockPool: which KV blocks are free, who else holds them, and which prefixes they contain.
+"""BlockPool: tracks free KV blocks, reference counts, and the prefix cache's contents.
 
 A block is free or referenced, never both. Free blocks form a doubly linked list between two
 sentinels, so that any of them can be taken out in O(1):
 
     head <-> newest blank <-> ... <-> oldest cached <-> ... <-> newest cached <-> tail
 
-Blocks are given out from the head on. Blank ones hold nothing that anybody could find; the newest
-is the warmest in the CPU's caches. Blocks that nobody has had yet are made when too few are blank:
-a large cache that is mostly empty costs nothing, and new memory has to be cleared first.
+Blocks are allocated from the head on. Blank blocks cache nothing; the newest one is the warmest
+in the CPU's caches. Blocks that were never used are added only when too few are blank: a large
+cache that is mostly empty costs nothing, and new memory has to be cleared first.
 
-A free block keeps its content and its hash until it is given out again, so that a later request
-with the same prefix can take it back (`touch`). Knows no request and no tensor.
+A free block keeps its content and its hash until it is allocated again, so that a later request
+with the same prefix can take it back (`touch`). Refuses to know: requests, tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine.core.extents import (
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache now holds these contents, one after the other, behind ``parent``."""
+    """The prefix cache now holds these contents, a chain that continues ``parent``."""
 
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
@@ -53,14 +53,14 @@ KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One block.
+    """One block of the pool.
 
     Attributes:
-        ref_count: holders; 0 exactly while it is in the free list.
-        block_hash: of its content, once it is full and committed.
-        silent: no event speaks of its content.
-        is_read: whether who guesses next tokens has read it, too, where somebody has to.
-        previous, next: its neighbours while it is in the free list; of no meaning otherwise.
+        ref_count: number of holders; 0 exactly while the block is in the free list.
+        block_hash: hash of its content, once the block is full and committed; None: blank.
+        silent: whether no event reports its content.
+        is_read: whether a drafter that must read all tokens has read this block's.
+        previous, next: neighbours in the free list; meaningless while the block is in use.
     """
 
     block_id: int
@@ -77,41 +77,42 @@ class BlockPool:
 
     Args:
         num_blocks: ids are ``0 .. num_blocks - 1``.
-        record_events: keep what is stored and removed for `take_events`.
+        record_events: whether to record stored and removed contents for `take_events`.
 
     Attributes:
-        num_evicted: blocks that were given out while they cached something, since the start.
+        num_evicted: allocated blocks that still cached something, since the start.
     """
 
     def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_evicted = 0
-        self._blocks: list[KVCacheBlock] = []  # by id; the others were never given out
-        self._num_blank = 0  # in the free list: its first ones
+        self._blocks: list[KVCacheBlock] = []  # by id; the others were never allocated
+        self._num_blank = 0  # number of blank blocks, at the front of the free list
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         self._head.next, self._tail.previous = self._tail, self._head
-        # One block per hash nearly always; a dict only where two blocks hold the same content.
+        # Nearly always one block per hash; a dict only where several blocks hold the same content.
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
 
     @property
     def num_made(self) -> int:
-        """Blocks that anybody has had: those of the lowest ids."""
+        """Return the number of blocks that were ever allocated: those with the lowest ids."""
         return len(self._blocks)
 
     # ------------------------------------------------------------------ references
 
     def allocate(self, num_blocks: int, *, extents: bool = False) -> list[int] | None:
-        """Give ``num_blocks`` block ids with one reference each, or None if too few are free.
+        """Return ``num_blocks`` block ids with one reference each, or None if too few are free.
 
-        Blank ones go first, then those that were freed longest ago; what these had cached is
-        forgotten.
+        Blank blocks go first, then those that were freed longest ago, which are evicted from the
+        prefix cache.
 
         Args:
-            extents: prefer blocks that follow each other in memory, among a few times as many of
-                those that would go first; and new ones, which do, to blank ones that do not.
+            extents: prefer runs of consecutive ids, chosen among a few times ``num_blocks``
+                candidates; prefer never-used blocks, which are consecutive, to scattered blank
+                ones.
         """
         if num_blocks > self.num_free:
             return None
@@ -130,7 +131,7 @@ class BlockPool:
             block.ref_count += 1
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference on each cached block; a free one is free no longer."""
+        """Take one more reference on each cached block; free ones leave the free list."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.block_hash is not None, f"block {block_id} caches nothing"
@@ -142,8 +143,8 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference on each block; the last one frees it.
 
-        Callers give a request's tail first: of what is cached the first freed is the first to be
-        given out again, of what is blank the last.
+        Callers pass a request's last blocks first: cached blocks are allocated again in the order
+        of their release, blank ones in reverse order.
         """
         for block_id in block_ids:
             block = self._blocks[block_id]
@@ -159,13 +160,13 @@ class BlockPool:
             self.num_free += 1
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks are in the free list (and would leave it when touched)."""
+        """Return how many of these blocks are free, and would leave the free list when touched."""
         return sum(self._blocks[block_id].ref_count == 0 for block_id in block_ids)
 
     # ------------------------------------------------------------------ prefix cache
 
     def find(self, block_hash: BlockHash) -> int | None:
-        """A block with this content, free or not; None if there is none."""
+        """Return a block with this content, free or not, or None."""
         found = self._cached.get(block_hash)
         if found is None:
             return None
@@ -173,7 +174,7 @@ class BlockPool:
         return block.block_id
 
     def find_read(self, block_hash: BlockHash) -> int | None:
-        """The same of blocks that who guesses has read."""
+        """Return a cached block with this content that the drafter has read, or None."""
         found = self._cached.get(block_hash)
         if found is None:
             return None
@@ -189,10 +190,10 @@ class BlockPool:
         silent: bool = False,
         is_read: bool = True,
     ) -> None:
-        """Put full, committed blocks under their hashes; they are never written again.
+        """Enter full, committed blocks into the prefix cache; they are never written again.
 
         Args:
-            parent: hash of the block before the first of them.
+            parent: hash of the block before the first one; None: the first one begins a sequence.
             silent: record no events about these hashes, now or later.
             is_read: see `KVCacheBlock`.
         """
@@ -205,7 +206,7 @@ class BlockPool:
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             if self._index(block_id, block_hash, is_read):
                 stored.append(block_hash)
-            else:  # known already: what comes next is stored behind it
+            else:  # known already: later blocks are stored behind this one
                 self._note_stored(stored, parent)
                 stored, parent = [], block_hash
         self._note_stored(stored, parent)
@@ -221,15 +222,15 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Different contents that `find` can find."""
+        """Return the number of different cached contents."""
         return len(self._cached)
 
     def start_events(self) -> list[BlockHash]:
-        """Record events from now on; those that nobody took are dropped.
+        """Record events from now on, and drop those that were not taken.
 
         Returns:
-            What the index holds now and events speak of; heads of prefixes before their tails,
-            but for those that were cached anew since.
+            The cached contents that events report. A prefix's first blocks come before its last
+            ones, unless they were cached again later.
         """
         self._events = []
         return [
@@ -239,7 +240,7 @@ class BlockPool:
         ]
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What was stored and removed since the last call, in order."""
+        """Return all events since the last call, in order."""
         if not self._events:
             return []
         events, self._events = self._events, []
@@ -266,11 +267,11 @@ class BlockPool:
         assert all(sizes)
 
     def ref_counts(self) -> dict[int, int]:
-        """Holders of each block that has any: the ledger."""
+        """Return the reference count of each block in use, for the ledger."""
         return {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
 
     def num_references(self) -> int:
-        """Sum of all reference counts; what all holders together must account for."""
+        """Return the sum of all reference counts, to compare with the ledger's owners."""
         return sum(self.ref_counts().values())
 
     def _free_blocks(self) -> Iterator[KVCacheBlock]:
@@ -284,7 +285,7 @@ class BlockPool:
     # ------------------------------------------------------------------ inside
 
     def _make_new(self, num_wanted: int) -> None:
-        """Put so many blocks that nobody has had at the head of the free list, while there are."""
+        """Put up to ``num_wanted`` never-used blocks at the front of the free list."""
         first = len(self._blocks)
         num_new = min(num_wanted, self.num_blocks - first)
         if num_new > 0:
@@ -295,23 +296,24 @@ class BlockPool:
                 previous.next, block.previous = block, previous
 
     def _take_first(self, num_blocks: int) -> list[int]:
-        """Unlink the head of the free list, at once."""
+        """Unlink the first ``num_blocks`` blocks of the free list."""
         block_ids = []
         block = self._head.next
         for _ in range(num_blocks):
             self._give(block)
             block_ids.append(block.block_id)
             block = block.next
-        # `block` is the first that stays free, or the tail.
+        # `block` is the first block that stays free, or the tail.
         self._head.next, block.previous = block, self._head
         return block_ids
 
     def _take_extents(self, num_blocks: int) -> list[int] | None:
-        """Unlink blocks that follow each other in memory, out of the first half of the list.
+        """Unlink blocks with consecutive ids, found in the first half of the free list.
 
-        While there are new ones, blank ones alone; None if these are too few or too far apart.
+        While there are never-used blocks, considers blank blocks only, and returns None if these
+        are too few or too scattered.
         """
-        # The second half only if there is no other way.
+        # Look into the second half only if the first one is too small.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
         have_all = len(self._blocks) == self.num_blocks
         if not have_all:
@@ -340,7 +342,7 @@ class BlockPool:
         block.ref_count = 1
 
     def _index(self, block_id: int, block_hash: BlockHash, is_read: bool) -> bool:
-        """Put a block's content into the index; whether that content is new there."""
+        """Put a block's content into the index; return whether the content is new there."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is free"
         if block.block_hash is not None:
@@ -361,14 +363,14 @@ class BlockPool:
             self._events.append(BlocksStored(tuple(hashes), parent))
 
     def _forget(self, block: KVCacheBlock) -> None:
-        """Take a block's content out of the index: it is about to be overwritten."""
+        """Remove a block's content from the index, as the block is about to be overwritten."""
         block_hash, silent = block.block_hash, block.silent
         assert block_hash is not None
         block.block_hash, block.silent = None, False
         known = self._cached[block_hash]
         if isinstance(known, dict):
             del known[block.block_id]
-            if known:  # the content is still here, in another block
+            if known:  # another block still holds the content
                 return
         del self._cached[block_hash]
         if self._events is not None and not silent:

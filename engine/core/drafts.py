@@ -1,7 +1,7 @@
-"""Drafts: tokens that nobody has sampled, computed behind those that are known.
+"""Drafts: proposed tokens that the next step computes behind a request's known tokens.
 
-The scheduler's part of speculation: without a proposer there are none, and nobody asks here.
-Refuses to know: who guesses, how well, and which tokens a step sampled in their place.
+The scheduler's part of speculation; does nothing without a proposer.
+Refuses to know: how drafts are made, how good they are, and which tokens were sampled instead.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from engine.core.metrics import EngineCounters
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from engine.core.request import Request, RequestStatus
 
-# Most processor time in a step for masks behind drafts, as all requests wait for these.
+# Most processor time per step for masks behind drafts, as all requests wait for these.
 _MAX_MASKS_S = 0.01
 
 
 class Drafts:
-    """Of the requests of one scheduler.
+    """Drafts of one scheduler's requests.
 
     Args:
         long_prefill_token_threshold: most tokens of one request in a step.
         drafter_reads: see `EngineConfig.drafter_reads`.
 
     Attributes:
-        kept: of running requests, for the step behind the one that was updated last.
+        kept: drafts by request id, for the step behind the one that was updated last.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Drafts:
     # ------------------------------------------------------------------ a step is chosen
 
     def add_to(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Compute drafts behind what requests compute, where nobody is the worse for it.
+        """Add drafts to scheduled requests within the rest of the budget; return what is left.
 
-        All that can run have got what they need by now. Returns what is left of the budget.
+        Call this last: all requests that can run have got their tokens by then.
         """
         self._masks_left_s = _MAX_MASKS_S
         for index, item in enumerate(scheduled):
@@ -63,12 +63,12 @@ class Drafts:
         return budget
 
     def look_ahead(self, scheduled: Sequence[ScheduledRequest], num_drafts: int) -> int:
-        """Give requests blocks for what is guessed behind this step's tokens, if many are free:
+        """Give requests blocks for the drafts behind this step's tokens, if enough blocks are free.
 
-        so many that every request of the step has one for its next token all the same. A guess
-        needs none for the last token that it may give, as nothing comes behind that.
+        Enough means that every request of the step can still get a block for its next token. The
+        last token that a request may sample needs no block, as no token follows.
 
-        Returns how many to guess behind each: none where nobody is drafted for.
+        Returns the number of drafts per request; 0 if no request of the step is drafted for.
         """
         manager = self._manager
         if not any(item.request.is_drafted_for for item in scheduled):
@@ -86,11 +86,11 @@ class Drafts:
         return num_drafts
 
     def _num_to_compute(self, item: ScheduledRequest, drafts: tuple[int, ...], budget: int) -> int:
-        """How many of the drafts a request may compute; it has blocks for them then."""
+        """Return how many of the drafts a request may compute, after allocating their blocks."""
         request, num_tokens = item.request, item.num_scheduled_tokens
         if not item.samples:
             return 0
-        # One token more than drafts may be sampled.
+        # With n drafts, a step samples up to n + 1 tokens.
         room = min(
             budget,
             self._long_prefill_token_threshold - num_tokens,
@@ -109,10 +109,10 @@ class Drafts:
     # ------------------------------------------------------------------ a step has ended
 
     def is_read(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> bool:
-        """Whether a drafter that must read all tokens has read all that a step computed by now.
+        """Return whether the drafter, if it must read all tokens, has read all computed ones.
 
-        It reads prompts at once, and outputs when it guesses: what fills up a block in between may
-        be read later, or never.
+        A drafter reads prompts at once, and outputs only when it drafts. Tokens that fill up a
+        block in between may be read later, or never.
         """
         if not self._drafter_reads:
             return True
@@ -121,15 +121,18 @@ class Drafts:
     def take(
         self, item: ScheduledRequest, token_ids: tuple[int, ...], scheduled: SchedulerOutput
     ) -> tuple[RequestStatus | None, int]:
-        """Add what was sampled at drafts, up to the token that ends the output; count the drafts
-        that are what was sampled in their place: their KV is there.
+        """Add the tokens that a step with drafts sampled, up to the token that ends the output.
 
-        Returns how the output ends, if it does (see `Request.append`), and how many were added.
+        Accepted drafts count as computed, as their KV is in the cache.
+
+        Returns the final status, if the output ends (see `Request.append`), and the number of
+        tokens that were added.
         """
         request, num_known, ended = item.request, item.request.num_tokens, None
         for token_id in token_ids:
             ended = request.append(token_id)
-            # Another token in its place, a thought's closing mark, has no KV and nothing behind it.
+            # A closing mark that replaced the token has no KV, and the tokens behind it do not
+            # count.
             if ended is not None or request.token_ids[-1] != token_id:
                 break
         if ended is RequestStatus.FINISHED_ABORTED:
@@ -146,8 +149,9 @@ class Drafts:
         return ended, num_taken
 
     def keep(self, outputs: Sequence[RequestDelta], drafts: Mapping[str, tuple[int, ...]]) -> None:
-        """Keep what may come behind the new tokens of the step that was updated last, for the
-        next one to compute; what came behind earlier ones is out of date.
+        """Keep the drafts of the step that was updated last, for the next step to compute.
+
+        Earlier drafts of these requests are out of date and dropped.
         """
         if not drafts and not self.kept:
             return

@@ -3,7 +3,7 @@
     first free blocks    40 41 7 90 8 9 42 ...      wanted: 5
     runs among them      [7 8 9] [40 41 42] [90]    given:  7 8 9, 40 41
 
-Refuses to know: what blocks hold, and in what state they are.
+Refuses to know: contents and states of blocks.
 """
 
 from __future__ import annotations
@@ -12,31 +12,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# How many times the wanted number of blocks is looked at: the more, the longer the extents, and
-# the further from the order in which blocks would go.
+# How many times the wanted number of blocks to choose among. More candidates give longer extents,
+# but stray further from the free list's order.
 WINDOW_FACTOR = 8
-MAX_EXTRA = 2048  # many blocks find long runs among themselves
-# More extents than a few, shorter than so many blocks, cost a transfer more than new memory does.
+MAX_EXTRA = 2048  # enough for long runs when many blocks are wanted
+# More than `FEW_EXTENTS` extents, shorter than `SHORT_EXTENT` blocks, slow a transfer more than
+# using new memory does.
 FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 
 def window_size(num_blocks: int) -> int:
-    """How many of the first free blocks to choose among."""
+    """Return how many of the first free blocks to choose among."""
     return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
 
 
 def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
-    """``num_blocks`` of the candidates, in the fewest runs of consecutive ids that there can be.
+    """Choose ``num_blocks`` of the candidates, in the fewest possible runs of consecutive ids.
 
-    Takes the longest runs, and for what is left the shortest run that has room for it.
+    Takes the longest runs, then the shortest run that has room for the rest.
 
     Args:
-        candidates: block ids, all different, at least ``num_blocks``, at least one.
+        candidates: different block ids, at least ``num_blocks`` and at least one.
     """
     ordered = np.sort(np.array(candidates, dtype=np.int64))
     starts = np.concatenate(([0], np.flatnonzero(np.diff(ordered) != 1) + 1))
     lengths = np.diff(starts, append=len(ordered))
-    longest_first = np.argsort(-lengths, kind="stable")  # of equal ones the lower ids come first
+    longest_first = np.argsort(-lengths, kind="stable")  # ties: lower ids first
     lengths = lengths[longest_first]
     totals = np.cumsum(lengths)
     num_whole = int(np.searchsorted(totals, num_blocks))
@@ -50,5 +51,5 @@ def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
 
 
 def count_extents(block_ids: Sequence[int]) -> int:
-    """Return how many runs of consecutive ids these are, one at least."""
+    """Return the number of runs of consecutive ids, at least one."""
     return 1 + int(np.count_nonzero(np.diff(block_ids) != 1))

@@ -1,8 +1,8 @@
-"""Grammar: which tokens a request's output may go on with. Its state follows from the output alone.
+"""Grammar: the tokens that a request's output may continue with, derived from the output alone.
 
 A grammar may begin behind a thought, whose tokens are free up to its closing mark.
 
-Knows no request, no queue and no tensor; `engine/sampling/grammar_compiler.py` makes the states.
+Refuses to know: requests, queues, tensors; `engine/sampling/grammar_compiler.py` makes the states.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from baton.text.thoughts.state import NO_LIMIT, Phase, ThoughtState
 
 _STUCK = "structured_output: no token is left that the grammar, the bans and the limits allow"
 
-# Grammars whose steps grow with their outputs take ever more of the processors that all requests
-# of the engine share; of processor time, for a busy machine is not their fault. A mask takes some
-# hundredths of a millisecond, up to some milliseconds.
+# A grammar may slow down as its output grows, at the cost of all requests, which share the engine's
+# processors. The limit is in processor time, as a busy machine is not the grammar's fault. A mask
+# takes some hundredths of a millisecond, up to some milliseconds.
 _MAX_MEAN_S = 0.005
-# So much beside it: what is used once, the first masks above all.
+# Time allowed in addition, for work that happens once, such as the first masks.
 _MAX_EXTRA_S = 0.2
 
 
 class GrammarState:
-    """Where one request's output is in its thought and its grammar.
+    """One request's progress through its thought and its grammar.
 
     One thread at a time may use a state: the engine's thread, or a thread that computes its mask.
 
     Args:
-        matcher: at the beginning; this one's own. None: there is a thought alone.
-        params: whose bans hold as well, and whose thought precedes the grammar.
-        vocab_size: of the logits; tokens that the tokenizer does not have are never allowed.
-        end_token_ids: end an output. One that the model draws in a thought before a grammar becomes
-            the thought's closing mark.
+        matcher: this state's own matcher, at the grammar's beginning; None: there is only a
+            thought.
+        params: the request's parameters: its bans and its thought.
+        vocab_size: size of the logits; tokens that the tokenizer lacks are never allowed.
+        end_token_ids: tokens that end an output. In a thought before a grammar, an end token is
+            replaced by the thought's closing mark.
 
     Attributes:
         problem: why no token can follow; empty while one can.
         num_accepted: tokens of the output that the grammar has accepted.
         has_mask: whether the mask of the next token is computed, so that a token can be sampled.
         mask_s: processor time that the latest mask took; 0 before the first.
-        thought: where the output is in its thought; None: the grammar begins at once.
+        thought: progress of the thought; None: the grammar begins at once.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class GrammarState:
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
         self._end_token_ids = end_token_ids.difference(params.stop_token_ids)
-        # For the next token, then behind each draft. None: tokens are free there.
+        # Masks of the next token and of those behind each draft. None: any token is allowed.
         self._masks: list[NDArray[np.uint8] | None] = []
         self._spent_s = 0.0
         self._num_masks = 0
 
     @property
     def num_free(self) -> int:
-        """Return how many of the next tokens need no mask, whatever they are."""
+        """Return how many of the next tokens need no mask, whichever tokens they are."""
         if self.problem or self.thought is None:
             return NO_LIMIT if self._matcher is None and not self.problem else 0
         return self.thought.num_free
@@ -82,7 +83,7 @@ class GrammarState:
         """Return whether a step needs masks for the tokens that it samples.
 
         Args:
-            num_pending: tokens that a step in flight samples before.
+            num_pending: tokens that the step in flight samples first.
             num_drafts: at most the number that `look_ahead` returned.
         """
         if num_drafts:
@@ -103,7 +104,7 @@ class GrammarState:
             self.has_mask = True
 
     def fail(self, problem: str) -> None:
-        """Allow no token any more, for a reason from outside the library."""
+        """Record a failure from outside the library, and allow no further token."""
         self.problem = f"structured_output: {one_line(problem)}"
         self._masks, self.has_mask = [np.full_like(self._permitted, 0xFF)], True
 
@@ -166,7 +167,7 @@ class GrammarState:
         self.has_mask = False
         self.num_accepted += 1
         if thought is not None and self.num_free:
-            self.compute_mask()  # there is none to compute
+            self.compute_mask()  # nothing to compute: the token is free
         return not self.problem
 
     @property
@@ -184,10 +185,13 @@ class GrammarState:
         return self._matcher is not None and thought is not None and thought.phase is Phase.OPEN
 
     def _may_come(self, token_id: int) -> bool:
-        """Return whether the thought's form lets a token come next."""
+        """Return whether the thought's form allows a token next."""
         thought = self.thought
         if thought is None or thought.num_free or thought.may_answer:
             return True
+        if thought.must_begin:
+            bits = self._beginning_bits(thought)
+            return token_id < 8 * len(bits) and bool(bits[token_id // 8] >> token_id % 8 & 1)
         return token_id in thought.choices
 
     def _is_of_answer(self, token_id: int) -> bool:
@@ -197,8 +201,11 @@ class GrammarState:
     def _next_bits(self) -> NDArray[np.uint8] | None:
         """Compute the mask of the next token; None where the token is free."""
         thought = self.thought
-        if thought is not None and self.num_free:
-            return None
+        if thought is not None:
+            if self.num_free:
+                return None
+            if thought.must_begin:
+                return self._beginning_bits(thought)
         bits = np.zeros_like(self._permitted)
         if self._matcher is not None and (thought is None or thought.may_answer):
             self._add_grammar_bits(self._matcher, bits)
@@ -210,6 +217,14 @@ class GrammarState:
         if not self.problem and not bits.any():
             self.problem = _STUCK
         return np.full_like(bits, 0xFF) if self.problem else bits
+
+    def _beginning_bits(self, thought: ThoughtState) -> NDArray[np.uint8]:
+        """Compute a mask of all tokens that do not end a thought; of all, where none is left."""
+        bits = self._permitted.copy()
+        for token_id in (thought.closing_token_id, *self._end_token_ids):
+            if token_id < 8 * len(bits):
+                bits[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        return bits if bits.any() else self._permitted
 
     def _add_grammar_bits(self, matcher: LLMatcher, bits: NDArray[np.uint8]) -> None:
         """Add the tokens that the grammar allows next."""
@@ -281,7 +296,7 @@ def allowed_bits(
 
 
 def _permitted_bits(params: SamplingParams, vocab_size: int) -> NDArray[np.uint8]:
-    """One bit per token of the logits that a request does not ban itself."""
+    """Return one bit per token: set unless the request itself bans the token."""
     permitted = np.ones(vocab_size, dtype=np.bool_)
     if params.allowed_token_ids is not None:
         permitted[:] = False

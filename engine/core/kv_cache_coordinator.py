@@ -1,11 +1,11 @@
 """KVCacheCoordinator: several KV cache groups behind one interface, over one BlockPool.
 
-A sequence's blocks lie in one flat list with a stride; logical block j of group g has this place:
+A request's blocks lie in one flat list with a stride; block j of group g has this place:
 
     block_ids   [ j=0: g0 g1 g2 | j=1: g0 g1 g2 | ... ]        j * num_groups + g
 
-Each group keeps and finds blocks by its own attention pattern (`kv_retention.py`). Cached
-content has a name per group, so that no group finds another's. Refuses to know: requests, tensors.
+Each group keeps and finds blocks by its own attention pattern (`kv_retention.py`). Each group has
+its own hashes, so that no group finds another's content. Refuses to know: requests, tensors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from engine.core.kv_retention import NULL_BLOCK, Find, FullAttention, KVRetentio
 
 
 class KVCacheCoordinator:
-    """The groups of one KV cache.
+    """All groups of one KV cache.
 
     Args:
-        sliding_windows: of each group; None: full attention.
+        sliding_windows: window of each group, in tokens; None: full attention.
         block_size: tokens per block.
-        block_pool: serves all groups. One of its blocks is taken for good if a group has a window.
+        block_pool: the pool of all groups. If any group has a window, one block is taken for good.
 
     Attributes:
-        null_block: stands in a block table where a block slid out; None if that never happens.
+        null_block: stands in a block table where a block slid out; None: no group has a window.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class KVCacheCoordinator:
         self.null_block: int | None = None
         self._pool = block_pool
         if any(window is not None for window in sliding_windows):
-            # What slid out is pointed at one block that nobody writes.
+            # Places of blocks that slid out point at one block that is never written.
             self.null_block = NULL_BLOCK
             taken = block_pool.allocate(1)
             assert taken == [NULL_BLOCK]
@@ -55,15 +55,15 @@ class KVCacheCoordinator:
     # ------------------------------------------------------------------ prefix cache
 
     def longest_hit(self, hashes: Sequence[BlockHash], *, reads: bool = False) -> list[int]:
-        """Block ids of all groups for the longest prefix of which each has what it needs.
+        """Return block ids, of all groups, for the longest prefix that every group can use.
 
-        A group answers with a prefix that may be shorter, which the others are then asked for,
-        until none shortens it: no group's longest hit is shorter than the common one, so nothing
-        is lost on the way.
+        Each group in turn shortens the prefix to what it can use, until no group shortens it
+        further. No group's own longest hit is shorter than the common one, so the result is the
+        longest.
 
         Args:
-            hashes: of the logical blocks that may be used.
-            reads: whether who guesses must have read them, too.
+            hashes: hashes of the logical blocks that may be used.
+            reads: whether the drafter must have read these blocks.
         """
         finds = self._finds[reads]
         hits: list[list[int]] = [[] for _ in self._retentions]
@@ -88,23 +88,23 @@ class KVCacheCoordinator:
         *,
         is_read: bool = True,
     ) -> None:
-        """Cache full, committed blocks in each group, but for those that slid out.
+        """Cache full, committed blocks in each group, except those that slid out.
 
-        Only group 0's hashes go into the pool's events: a router looks for whole prefixes.
+        Only group 0's hashes go into the pool's events, as a router looks for whole prefixes.
 
         Args:
-            block_ids: of the sequence, all groups.
-            hashes: of its logical blocks.
-            first: logical block to begin with.
-            end: logical block to end before.
-            is_read: whether who guesses has read them.
+            block_ids: ids of one request's blocks, of all groups in turn.
+            hashes: hashes of its logical blocks.
+            first: first logical block to cache.
+            end: logical block to stop before.
+            is_read: whether the drafter has read these blocks.
         """
         stride = self.num_groups
         for group in range(stride):
             start = first
             own = block_ids[group + first * stride : end * stride : stride]
             if self.null_block is not None:
-                num_null = own.count(self.null_block)  # they come before all others
+                num_null = own.count(self.null_block)  # null blocks come first
                 start, own = first + num_null, own[num_null:]
             own_hashes = hashes[start:end]
             if group:
@@ -116,7 +116,7 @@ class KVCacheCoordinator:
     # ------------------------------------------------------------------ blocks
 
     def free_slid_out(self, block_ids: list[int], num_computed_tokens: int) -> None:
-        """Drop, in place, the blocks that no layer looks at any more."""
+        """Drop, in place, the blocks that no layer reads any more."""
         null_block, stride = self.null_block, self.num_groups
         if null_block is None:
             return
@@ -129,10 +129,10 @@ class KVCacheCoordinator:
                 index -= stride
 
     def kept_indices(self, num_tokens: int, num_blocks: int) -> list[int]:
-        """Places in the flat list of blocks that are still needed after ``num_tokens`` tokens.
+        """Return the places in the flat list of blocks that are needed after ``num_tokens`` tokens.
 
         Args:
-            num_blocks: logical blocks that hold these tokens.
+            num_blocks: number of logical blocks that hold these tokens.
         """
         stride = self.num_groups
         if self.null_block is None:
@@ -155,5 +155,5 @@ class KVCacheCoordinator:
 
 
 def _suffix(group: int) -> bytes:
-    """What a group's names have behind the hash; a hash has a fixed length, so they never meet."""
+    """Return the suffix of a group's hashes; hashes have a fixed length, so groups never clash."""
     return bytes((group,)) if group else b""

@@ -1,16 +1,16 @@
-"""KV cache groups: layers that keep the same, of the same tokens, share a block table.
+"""KV cache groups: layers that keep KV of the same tokens share a block table.
 
     layers of a model            s s f s s f        s: sliding window, f: full attention
     groups of two layers   0:        f     f        keeps all blocks
-                           1:    s s                drops what slid out
-                           2:          s s          the same
+                           1:    s s                drops blocks that slid out
+                           2:          s s          drops blocks that slid out
 
-Blocks of all groups are of equal bytes, so that any free block serves any group; a group that needs
-less pads its own. Attention decides how large they are, and states fill them:
+Blocks of all groups have equal bytes, so that any free block serves any group; a group that needs
+fewer bytes pads its blocks. Attention layers decide the size, and state layers fill it:
 
     layers of a hybrid           m m m f m m m f    m: a state (Mamba2), f: full attention
-    block of many tokens   0:          f       f    as many tokens as take the bytes of
-                           1:    m m m              so many states
+    block of many tokens   0:          f       f    as many tokens as fill a block
+                           1:    m m m              as many states as fit into a block
                            2:            m m m
 
 Refuses to know: blocks, requests, tensors.
@@ -25,12 +25,12 @@ from baton.api.errors import ConfigError
 from baton.kv_layers import LayerKV, PagedKV, StateKV
 
 DEFAULT_BLOCK_SIZE = 16
-# Each group of attention costs its own block table and its own plan in every step; one of states
-# its block table alone.
+# Each attention group costs a block table and a plan in every step; each group of states costs
+# only a block table.
 MAX_GROUPS = 8
 MAX_GROUPS_WITH_STATES = 16
 
-# Bytes that a layer keeps in a block of so many tokens.
+# Computes the bytes that a layer keeps in a block of a given number of tokens.
 LayerBytes = Callable[[LayerKV, int], int]
 
 
@@ -39,9 +39,9 @@ class KVCacheGroup:
     """Layers of one kind.
 
     Attributes:
-        kv: what each of them keeps.
-        layers: indices into the model's layers, in order; the place in here is the place in a
-            block.
+        kv: the kind: what each of these layers keeps.
+        layers: indices of the model's layers, in order; a layer's place in this tuple is its
+            place in a block.
     """
 
     kv: LayerKV
@@ -51,21 +51,21 @@ class KVCacheGroup:
 def group_layers(
     kv_layers: Sequence[LayerKV], block_size: int, layer_bytes: LayerBytes
 ) -> tuple[KVCacheGroup, ...]:
-    """Cut a model's layers into groups; those that keep most come first.
+    """Cut a model's layers into groups, sorted by the tokens they keep, most first.
 
-    Blocks of a short group have room that no layer uses. How much of attention a block holds is
-    chosen for the least of it among layers that keep most, then for the least of it, then for the
-    fewest groups. Where even then the room of more layers is empty than is saved in a long
-    sequence, all layers are one group of full attention, if they differ in windows alone. Of states
-    a block holds as many as fit.
+    Blocks of a short group have room that no layer uses. The number of attention layers per block
+    is chosen for the least unused room: first among the layers that keep most, then in total, then
+    for the fewest groups. If the unused room still exceeds the memory that windows save in a long
+    sequence, and layers differ only in windows, all layers form one group of full attention.
+    A block holds as many states as fit.
 
     Args:
         kv_layers: what each layer keeps.
-        block_size: tokens of a block.
-        layer_bytes: tells how much that is.
+        block_size: tokens per block.
+        layer_bytes: computes the bytes of one layer in a block.
 
     Raises:
-        ConfigError: a block of so many tokens is too small for the states.
+        ConfigError: a block of this many tokens is too small for the model's states.
     """
     groups = _cut(kv_layers, block_size, layer_bytes)
     if groups is None:
@@ -78,9 +78,9 @@ def group_layers(
 
 
 def smallest_block_size(kv_layers: Sequence[LayerKV], layer_bytes: LayerBytes) -> int:
-    """The fewest tokens, in steps of 16, whose blocks hold a model's states in few enough groups.
+    """Return the smallest block size, a multiple of 16, that needs few enough groups for states.
 
-    Small blocks keep short sequences small, and let more prefixes be found. 16 without states.
+    Small blocks waste less on short sequences and let more prefixes be found. 16 without states.
     """
     block_size = DEFAULT_BLOCK_SIZE
     while _cut(kv_layers, block_size, layer_bytes) is None:
@@ -94,7 +94,7 @@ _Kind = tuple[LayerKV, list[int]]
 def _cut(
     kv_layers: Sequence[LayerKV], block_size: int, layer_bytes: LayerBytes
 ) -> tuple[KVCacheGroup, ...] | None:
-    """The groups, or None where the states of a model would be too many of them."""
+    """Return the groups, or None if the model's states would need too many groups."""
     by_kv: dict[LayerKV, list[int]] = {}
     for layer, kv in enumerate(kv_layers):
         by_kv.setdefault(kv, []).append(layer)
@@ -120,13 +120,13 @@ def _cut(
 
 
 def _keeps(kv: LayerKV) -> tuple[bool, bool, int]:
-    """Sort by how much is kept, those that keep most first; states last."""
+    """Return a sort key: layers that keep most tokens first, states last."""
     retained = kv.retained_tokens
     return isinstance(kv, StateKV), retained is not None, -(retained or 0)
 
 
 def _joined(attention: Sequence[_Kind]) -> _Kind:
-    """All layers as one kind of full attention."""
+    """Return all layers as one kind of full attention."""
     widest = attention[0][0]
     assert isinstance(widest, PagedKV)
     layers = sorted(layer for _, layers in attention for layer in layers)
@@ -136,10 +136,10 @@ def _joined(attention: Sequence[_Kind]) -> _Kind:
 def _attention_block_bytes(
     attention: Sequence[_Kind], block_size: int, layer_bytes: LayerBytes
 ) -> int | None:
-    """Bytes of a block, or None when groups are not worth their empty room.
+    """Return the bytes of a block, or None if groups would waste more memory than they save.
 
     Args:
-        attention: kinds of layers, and those of each; those that keep most first.
+        attention: kinds of attention and their layers; kinds that keep most tokens first.
     """
     kinds = [(layer_bytes(kv, block_size), len(layers)) for kv, layers in attention]
     if len(kinds) == 1:
@@ -150,7 +150,7 @@ def _attention_block_bytes(
     num_first = sum(kv.retained_tokens == retained for kv, _ in attention)
     total = sum(size * count for size, count in kinds)
     total_first = sum(size * count for size, count in kinds[:num_first])
-    best: tuple[int, int, int, int] | None = None  # the last one are the bytes
+    best: tuple[int, int, int, int] | None = None  # bytes come last
     smallest = max(size for size, _ in kinds)
     for block_bytes in sorted({size * n for size, count in kinds for n in range(1, count + 1)}):
         if block_bytes < smallest:

@@ -1,7 +1,7 @@
-"""KVCacheManager: the blocks of each request. Knows ids, hashes and token counts, no tensor.
+"""KVCacheManager: the blocks of each request. Refuses to know: tensors.
 
 A logical block is the KV of ``block_size`` tokens in all groups of layers, hence ``num_groups``
-blocks of the pool; ``Request.block_ids`` has them all (`engine/core/kv_cache_coordinator.py`).
+blocks of the pool; ``Request.block_ids`` lists these (`engine/core/kv_cache_coordinator.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from engine.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class GrantedBlocks:
-    """Where a remote node writes a parked request's initial tokens.
+    """The blocks that a remote node writes a parked request's KV into.
 
     Attributes:
-        first_block: how many of the blocks that travel (`KVCacheManager.handoff_indices`) are here
-            already; the others are to be written.
-        block_ids: of those others, in order.
-        groups: of each block that travels, its KV cache group; empty: there is one.
+        first_block: number of leading travelling blocks (`KVCacheManager.handoff_indices`) that
+            are cached here already.
+        block_ids: ids of the other travelling blocks, in order; the remote node writes them.
+        groups: KV cache group of each travelling block; empty: there is only one group.
     """
 
     first_block: int
@@ -33,17 +33,17 @@ class GrantedBlocks:
 
 
 class KVCacheManager:
-    """Gives requests the blocks that their tokens need, and takes them back.
+    """Allocates blocks for the tokens of requests, and frees them.
 
     Args:
         num_blocks: blocks in the cache.
         block_size: tokens per block.
-        sliding_windows: of each KV cache group; None: full attention.
-        hasher: of blocks, for the prefix cache; None switches it off.
-        record_events: keep what the prefix cache stored and removed.
+        sliding_windows: window of each KV cache group, in tokens; None: full attention.
+        hasher: computes block hashes for the prefix cache; None: no prefix cache.
+        record_events: whether to record the prefix cache's stored and removed contents.
 
     Attributes:
-        slides: whether blocks slide out of a window, so that `free_slid_out` has something to do.
+        slides: whether any group has a window, so that `free_slid_out` can free blocks.
     """
 
     def __init__(
@@ -64,31 +64,31 @@ class KVCacheManager:
         self._hasher = hasher
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks, of all groups together, that hold ``num_tokens`` tokens."""
+        """Return the number of blocks, over all groups, that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def num_tokens_held(self, request: Request) -> int:
-        """Tokens that the request's blocks have room for."""
+        """Return the number of tokens that the request's blocks have room for."""
         return len(request.block_ids) // self.num_groups * self.block_size
 
     # ------------------------------------------------------------------ prefix cache
 
     def find_cached_blocks(self, request: Request) -> list[int]:
-        """Blocks that hold the longest cached prefix of a request, without taking them.
+        """Return the blocks of a request's longest cached prefix, without taking references.
 
-        The last known token is left out: it must be computed for its logits. Who wants logprobs of
-        the prompt needs the logits of all of it, and finds nothing.
+        The last known token is left out, as it must be computed for its logits. A request for
+        prompt logprobs needs the logits of its whole prompt, so nothing is found for it.
         """
         if request.wants_prompt_logprobs:
             return []
         return self._longest_hit(request, request.num_tokens - 1)
 
     def num_usable_cached_tokens(self, request: Request) -> int:
-        """Tokens in `find_cached_blocks`."""
+        """Return the number of tokens in `find_cached_blocks`."""
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 
     def _longest_hit(self, request: Request, num_tokens: int) -> list[int]:
-        """Cached blocks, of all groups, for as many of the first ``num_tokens`` as possible."""
+        """Return cached blocks, of all groups, for the longest prefix of ``num_tokens`` tokens."""
         if self._hasher is None:
             return []
         self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
@@ -96,13 +96,13 @@ class KVCacheManager:
         return self._coordinator.longest_hit(hashes, reads=request.is_drafted_for)
 
     def allocate_with_prefix(self, request: Request, num_reserved: int = 0) -> int | None:
-        """Give a request without blocks its cached prefix, and room for all its known tokens.
+        """Give a request without blocks its cached prefix, and blocks for all other known tokens.
 
         Args:
-            num_reserved: blocks that must be left free after that.
+            num_reserved: blocks that must stay free afterwards.
 
         Returns:
-            The tokens of the prefix, or None, with nothing changed, when too few blocks are free.
+            The tokens of the prefix; None, with nothing changed, if too few blocks are free.
         """
         assert not request.block_ids
         cached = self.find_cached_blocks(request)
@@ -121,7 +121,7 @@ class KVCacheManager:
     def share_prompt(self, request: Request, sibling: Request) -> None:
         """Give ``sibling``, which has no blocks, the full blocks of the prompt of ``request``.
 
-        The prompt's last token is left out, as with any prefix: it gives the sibling its logits.
+        The prompt's last token is left out, as the sibling must compute it for its logits.
         """
         num_blocks = (request.num_prompt_tokens - 1) // self.block_size
         null_block = self._null_block
@@ -134,10 +134,10 @@ class KVCacheManager:
         sibling.is_drafted_for = request.is_drafted_for
 
     def cache_blocks(self, request: Request, *, is_read: bool = True) -> None:
-        """Cache the request's blocks that are full and computed, so that others can find them.
+        """Enter the request's full, computed blocks into the prefix cache.
 
         Args:
-            is_read: whether who guesses has read what was not cached before, if somebody must.
+            is_read: whether the drafter has read the newly cached blocks.
         """
         self._cache_up_to(request, request.num_computed_tokens, is_read=is_read)
 
@@ -154,11 +154,13 @@ class KVCacheManager:
         request.num_cached_blocks = num_full
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
-        """What is cached of a request's initial tokens, the last one included, without taking it.
+        """Find the cached prefix of a request's initial tokens, without taking references.
+
+        The last initial token may be part of the prefix.
 
         Returns:
-            The number of these tokens, and the hashes of the full blocks that are lacking; none
-            where there is no prefix cache.
+            The number of cached tokens, and the hashes of the full blocks behind them; no hashes
+            without a prefix cache.
         """
         cached = self._longest_hit(request, request.num_initial_tokens)
         num_blocks = len(cached) // self.num_groups
@@ -172,8 +174,8 @@ class KVCacheManager:
         """Make the request's blocks hold ``num_tokens`` tokens.
 
         Returns:
-            The block ids that were added (maybe none), or None, with nothing changed, when too few
-            blocks are free.
+            The ids of the added blocks (maybe none); None, with nothing changed, if too few blocks
+            are free.
         """
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
@@ -184,16 +186,16 @@ class KVCacheManager:
         return new_block_ids
 
     def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
-        """Give a request without blocks its cached prefix, and room for what arrives and follows.
+        """Give a request without blocks its cached prefix, and blocks for the rest.
 
-        The last initial token may be in that prefix: the remote node has its logits.
+        The last initial token may be in the prefix, as the remote node computes its logits.
 
         Args:
-            num_tokens: to have room for; at least the initial ones. What slides out before their
-                end gets no block.
+            num_tokens: tokens to have room for, at least the initial ones. Blocks that slide out
+                before the end of the initial tokens are not allocated.
 
         Returns:
-            False, with nothing changed, when too few blocks are free.
+            False, with nothing changed, if too few blocks are free.
         """
         assert not request.block_ids
         num_initial_blocks = self.num_blocks_for(request.num_initial_tokens)
@@ -220,7 +222,7 @@ class KVCacheManager:
         return True
 
     def blocks_to_receive(self, request: Request) -> GrantedBlocks:
-        """List the blocks for a request's hand-off that are not cached, hence must arrive."""
+        """Return the blocks of a request's hand-off that are not cached, hence must arrive."""
         places = self.handoff_indices(request.num_initial_tokens)
         first = bisect.bisect_left(places, request.num_cached_blocks * self.num_groups)
         block_ids = tuple(request.block_ids[place] for place in places[first:])
@@ -229,39 +231,42 @@ class KVCacheManager:
         return GrantedBlocks(first, block_ids, groups)
 
     def keep_received(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """Cache the full blocks that arrived for a granted request, which is about to be aborted.
+        """Cache the full blocks that arrived for a granted request that is about to be aborted.
 
         Args:
-            num_tokens: whose KV is complete, whatever happened to the others.
+            num_tokens: leading tokens whose KV is complete.
 
         Returns:
-            Its granted blocks that are not complete.
+            The granted blocks that are not complete.
         """
         assert num_tokens <= request.num_initial_tokens
         self._cache_up_to(request, num_tokens)
         return self.blocks_to_receive(request).block_ids
 
     def num_tokens_to_grant(self, request: Request) -> int:
-        """Tokens up to the end of the decode block, the one behind the prompt's last block."""
+        """Return the number of tokens up to the end of the decode block.
+
+        The decode block is the one behind the prompt's last block.
+        """
         num_blocks = -(-request.num_initial_tokens // self.block_size) + 1
         room = min(num_blocks * self.block_size, request.max_num_tokens)
         return max(room, request.num_initial_tokens)
 
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
-        """Places in ``block_ids`` of the blocks that a node needs to go on after a prompt.
+        """Return the places in ``block_ids`` of the blocks that travel in a hand-off.
 
-        What slid out before the prompt's end is not among them. The same on every node with this
-        model and block size, so that two nodes need to name no places to each other.
+        Blocks that slid out before the prompt's end do not travel. All nodes with this model and
+        block size compute the same places, so nodes need not send places to each other.
         """
         num_blocks = -(-num_prompt_tokens // self.block_size)
         return self._coordinator.kept_indices(num_prompt_tokens, num_blocks)
 
     def free_slid_out(self, request: Request) -> None:
-        """Drop the blocks that no layer looks at any more; those without a name stay without."""
+        """Drop the blocks that no layer reads any more. Uncached ones stay uncached."""
         self._coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:
-        """Drop the request's references, tail blocks first: a prefix is worth keeping longest."""
+        """Drop the request's references, last blocks first: prefixes stay cached longest."""
         block_ids: Iterable[int] = reversed(request.block_ids)
         if self._null_block is not None:
             block_ids = (b for b in block_ids if b != self._null_block)

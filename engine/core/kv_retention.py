@@ -1,7 +1,7 @@
 """KV retention: which of a sequence's blocks an attention pattern still needs.
 
     full attention     [ b0 b1 b2 b3 b4 b5 ]      all of them, for ever
-    sliding window     [ -- -- -- b3 b4 b5 ]      what slid out is free for others
+    sliding window     [ -- -- -- b3 b4 b5 ]      blocks that slid out are freed
 
 One instance serves one group of layers (`engine/core/kv_cache_groups.py`), whose windows are equal.
 """
@@ -13,25 +13,25 @@ from typing import Protocol
 
 from baton.block_hash import BlockHash
 
-NULL_BLOCK = 0  # where blocks can slide out: never written nor given out
+NULL_BLOCK = 0  # used where blocks can slide out; never written nor allocated
 Find = Callable[[BlockHash], int | None]
 
 
 class KVRetention(Protocol):
-    """What the manager asks of an attention pattern."""
+    """Decides which blocks of a sequence an attention pattern keeps."""
 
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
-        """Block ids of the longest prefix whose needed blocks are all cached.
+        """Return the block ids of the longest prefix whose needed blocks are all cached.
 
-        Where a block is not needed because it slid out, the null block stands for it.
+        The null block stands in for each block that slid out.
         """
 
     def num_expired_blocks(self, num_computed_tokens: int) -> int:
-        """Leading blocks that no token computed from now on looks at."""
+        """Return the number of leading blocks that no later token attends to."""
 
 
 class FullAttention:
-    """Every token looks at all before it."""
+    """Full attention: every token attends to all tokens before it."""
 
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
         block_ids: list[int] = []
@@ -47,12 +47,12 @@ class FullAttention:
 
 
 class SlidingWindow:
-    """Every token looks at itself and the ``window - 1`` before it.
+    """Sliding-window attention: a token attends to itself and the ``window - 1`` tokens before it.
 
     Args:
-        window: tokens.
+        window: size of the window, in tokens.
         block_size: tokens per block.
-        null_block: stands where a block slid out; it is never written nor given out.
+        null_block: stands in for blocks that slid out; never written nor allocated.
     """
 
     def __init__(self, window: int, block_size: int, null_block: int) -> None:
@@ -61,9 +61,9 @@ class SlidingWindow:
         self._null_block = null_block
 
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
-        """From the right: a prefix counts when the blocks in its window are there."""
+        """Search from the right: a prefix counts if the blocks in its window are cached."""
         end = len(hashes)
-        if self.num_expired_blocks(end * self._block_size) >= end:  # it looks at itself only
+        if self.num_expired_blocks(end * self._block_size) >= end:  # a token attends to itself only
             return [self._null_block] * end
         run: list[int] = []  # cached blocks up to `end`, the last one first
         for index in range(len(hashes) - 1, -1, -1):

@@ -1,7 +1,7 @@
-"""EngineMetrics: what an engine has done and holds, in plain numbers; what counts on the way.
+"""EngineMetrics: counts and sizes of an engine as plain numbers, and the counters behind them.
 
-Names are those of Prometheus: ``_total`` only grows, the others are of this moment, times are
-seconds. Refuses to know: who exports them.
+Names are those of Prometheus: ``_total`` only grows, other values are current, times are in
+seconds. Refuses to know: how metrics are exported.
 """
 
 from __future__ import annotations
@@ -13,44 +13,46 @@ from baton.api.outputs import FinishReason
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
 
-# Steps are counted by the tokens that they compute: up to 1, up to 2, ..., and more.
+# Steps are counted in buckets of computed tokens: up to 1, up to 2, ..., and more than the last.
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMetrics:
-    """A snapshot; everything since the engine was made.
+    """A snapshot of an engine's metrics; totals count from the engine's start.
 
     Attributes:
-        steps_total: that computed something.
-        prompt_tokens_computed_total: again and again if preempted.
-        output_tokens_total: sampled here; a token that a remote node sampled is counted there.
-        cached_prompt_tokens_total: that requests found in the prefix cache when they began.
+        steps_total: steps that computed something.
+        prompt_tokens_computed_total: computed prompt tokens, repeatedly if preempted.
+        output_tokens_total: tokens sampled here; tokens of remote nodes are counted there.
+        cached_prompt_tokens_total: prompt tokens found in the prefix cache when requests began.
         prefix_lookups_total: requests that looked for their prompt in the prefix cache.
         prefix_lookup_tokens_total: tokens of these prompts; the denominator of a hit rate.
         preemptions_total: times that a request lost its blocks to another.
-        requests_finished_stop_total: by an end token or a stop token.
-        requests_finished_length_total: by their longest length.
-        requests_finished_abort_total: by whoever sent them, or by a stop string.
-        requests_running: that a step may compute now.
-        requests_waiting: for their first step, or for blocks.
-        requests_parked: whose KV a remote node is to write.
-        blocks: of the KV cache.
-        blocks_free: those that keep a cached prefix, and nobody holds, included.
+        requests_finished_stop_total: requests ended by an end token or a stop token.
+        requests_finished_length_total: requests ended by a length limit.
+        requests_finished_abort_total: requests ended by the sender, or by a stop string.
+        requests_running: requests that the next step may compute.
+        requests_waiting: requests that wait for their first step, or for blocks.
+        requests_parked: requests that wait for a remote node's KV, a sibling or a grammar.
+        blocks: blocks of the KV cache.
+        blocks_free: free blocks, including those that keep a cached prefix.
         blocks_cached: different contents that the prefix cache can find.
-        blocks_evicted_total: that were given out while they cached something.
-        received_prompt_tokens_total: whose KV a remote node wrote.
-        step_tokens_total: that steps computed, of prompts and outputs.
-        steps_by_tokens: steps by the tokens that they computed; see `STEP_TOKENS`.
-        model_flops_total: by the configuration; see `models/work.py`.
-        weight_read_bytes_total, kv_read_bytes_total: likewise.
+        blocks_evicted_total: blocks that were allocated while they cached something.
+        received_prompt_tokens_total: prompt tokens whose KV a remote node wrote.
+        step_tokens_total: tokens that steps computed, of prompts and outputs.
+        steps_by_tokens: steps by their number of computed tokens, in buckets of `STEP_TOKENS`.
+        model_flops_total: floating-point operations, estimated from the model's configuration
+            (`models/work.py`).
+        weight_read_bytes_total, kv_read_bytes_total: bytes read, estimated likewise.
         draft_steps_total: times that a step computed drafts for a request.
-        drafts_total: that were computed.
-        accepted_drafts_total: of them, those that outputs went on with.
-        accepted_drafts_by_place: the first of a request in a step, the second, and so on.
-        forward_seconds_total: in the model and the sampler.
-        step_seconds_total: in whole steps.
-        uptime_seconds: since the engine was made.
+        drafts_total: drafts that were computed.
+        accepted_drafts_total: computed drafts that became part of an output.
+        accepted_drafts_by_place: accepted drafts that were a request's first in a step, its
+            second, and so on.
+        forward_seconds_total: seconds in the model and the sampler.
+        step_seconds_total: seconds in whole steps.
+        uptime_seconds: seconds since the engine was made.
     """
 
     steps_total: int
@@ -86,12 +88,12 @@ class EngineMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a request got of a step which computed drafts for it; 1 without any."""
+        """Return the mean number of tokens per request and step with drafts; 1 without drafts."""
         return 1 + self.accepted_drafts_total / max(self.draft_steps_total, 1)
 
 
 def attended_tokens(begin: int, end: int, window: int | None) -> int:
-    """Add up how many tokens each of those from ``begin`` up to ``end`` attends to."""
+    """Return the total number of tokens that positions ``begin`` up to ``end`` attend to."""
     full_from = end if window is None else min(max(begin, window), end)
     ramp = (full_from - begin) * (begin + full_from + 1) // 2
     return ramp + (end - full_from) * (window or 0)
@@ -99,13 +101,13 @@ def attended_tokens(begin: int, end: int, window: int | None) -> int:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What grows as an engine works; see `EngineMetrics`. Only the engine's thread writes.
+    """Counts that grow as an engine works; see `EngineMetrics`. Only the engine's thread writes.
 
     Attributes:
-        experts_read: shares of all experts that steps read, added.
-        attended_layers: tokens that are attended at most (None: all), and layers in which.
-        attended: tokens that others attended to, in all layers.
-        kv_read: tokens whose KV steps read, in all layers; a chunk reads what is before it once.
+        experts_read: sum over steps of the share of all experts that a step read.
+        attended_layers: pairs of a window (None: all tokens) and the number of layers with it.
+        attended: pairs of tokens in which one attends to the other, over all layers.
+        kv_read: tokens whose KV steps read, over all layers; a chunk reads earlier KV once.
     """
 
     prompt_tokens_computed: int = 0
@@ -130,13 +132,13 @@ class EngineCounters:
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     def note_step(self, num_tokens: int) -> None:
-        """A step computed so many tokens."""
+        """Count a step that computed ``num_tokens`` tokens."""
         self.step_tokens += num_tokens
         self.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def note_work(self, scheduled: SchedulerOutput) -> None:
-        """A step computed this, and its requests were not told yet."""
-        ends = list[int]()  # of requests of which it computed one token
+        """Count the attention work of a step; call before the step's requests are updated."""
+        ends = list[int]()  # of requests that compute one token
         for item in scheduled.scheduled:
             begin, num_tokens = item.request.num_computed_tokens, item.num_scheduled_tokens
             end = begin + num_tokens
@@ -153,13 +155,13 @@ class EngineCounters:
             self.kv_read += num_layers * sum(each)
 
     def note_lookup(self, request: Request) -> None:
-        """A request looked for its prompt in the prefix cache, when it was admitted or granted."""
+        """Count a request's look-up in the prefix cache, at its admission or grant."""
         self.prefix_lookups += 1
         self.prefix_lookup_tokens += request.num_prompt_tokens
         self.cached_prompt_tokens += request.num_cached_tokens
 
     def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """A step computed drafts for a request."""
+        """Count the drafts that a step computed for a request."""
         by_place = self.accepted_drafts_by_place
         by_place += [0] * (num_accepted - len(by_place))
         for place in range(num_accepted):

@@ -1,4 +1,4 @@
-"""What a step is to the core and to nodes: who computes how much, and what came of it."""
+"""Input and output of a step for the core and the nodes: scheduled requests and their results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from engine.core.request import Request
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: compute its next ``num_scheduled_tokens`` tokens.
 
-    A struct, for one is made per output token, and a frozen dataclass takes ten times as long.
+    A struct, as many are made: making a frozen dataclass takes ten times as long.
 
     Attributes:
-        draft_token_ids: the last of these tokens, which nobody has sampled yet.
+        draft_token_ids: the last of the scheduled tokens, if they are drafts.
     """
 
     request: Request
@@ -26,7 +26,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def samples(self) -> bool:
-        """Whether this step computes the last known token, so that a next one can be sampled."""
+        """Return whether this step computes the last known token, and so samples the next one."""
         request = self.request
         return request.num_computed_tokens + self.num_scheduled_tokens >= request.num_tokens
 
@@ -35,19 +35,26 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     """All that one step computes.
 
     Attributes:
-        has_drafts: whether any request may have some, so that most steps need not look for them.
-        num_drafts: how many to guess behind what each request samples.
+        has_drafts: whether any request may have drafts, so that most steps need not look for them.
+        num_drafts: number of drafts to make behind each sampled token.
+        decodes: whether a request decodes in this step.
+        num_prompt_tokens: prompt tokens in this step.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: int
     has_drafts: bool = False
     num_drafts: int = 0
+    decodes: bool = False
+    num_prompt_tokens: int = 0
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether it computes something, and needs nothing of a step in flight that only the host
-        can tell: what a token means to a penalty or a grammar."""
+        """Return whether the step may be launched before the step in flight has ended.
+
+        False for a step that computes nothing, or whose penalties, grammars or prompt
+        logprobs need that step's tokens on the host.
+        """
         for item in self.scheduled:
             request = item.request
             if not request.num_tokens_in_flight:
@@ -67,12 +74,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         """Return this step without the parts that a predicate leaves out."""
         left = tuple(item for item in self.scheduled if not is_left_out(item))
         num_tokens = sum(item.num_scheduled_tokens for item in left)
-        return SchedulerOutput(left, num_tokens, self.has_drafts, self.num_drafts)
+        return msgspec.structs.replace(self, scheduled=left, num_scheduled_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Logprobs of the prompt tokens from ``first_position`` on, one chunk's share of them."""
+    """Logprobs of prompt tokens from ``first_position`` on, for one chunk of the prompt."""
 
     first_position: int
     logprobs: tuple[TokenLogprobs, ...]
@@ -80,18 +87,19 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """What was sampled, by request id.
+    """The sampled tokens of a step, by request id.
 
     Attributes:
-        sampled_token_ids: of the scheduled requests that sample, in their order: one token, and
-            one more for each leading draft that is what was sampled in its place.
-        logprobs: of those tokens (maybe of some behind them), where a request asks for them.
-        prompt_logprobs: of the prompt tokens that this step predicts, likewise.
-        draft_token_ids: what may come behind the sampled tokens, by request id; the next step may
-            compute it, and tells.
+        sampled_token_ids: tokens of the requests that sample, in scheduled order: one token, and
+            one more for each accepted draft.
+        logprobs: logprobs of the sampled tokens (maybe of more), of requests that ask for them.
+        prompt_logprobs: logprobs of the prompt tokens that this step predicts, of requests that
+            ask for them.
+        draft_token_ids: drafts of the tokens behind the sampled ones, by request id; the next
+            step may compute these.
         without_numbers: ids of requests with NaN or infinite logits; their tokens mean nothing.
-        started_at, ended_at: when it was computed, by the monotonic clock.
-        drafting_s: seconds of that in which the drafts were guessed.
+        started_at, ended_at: when the step was computed, by the monotonic clock.
+        drafting_s: seconds spent on making drafts, as part of the step.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]]
@@ -105,10 +113,10 @@ class ModelRunnerOutput:
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step did: new tokens, and which requests ended.
+    """The result of a step: new tokens and ended requests.
 
     Attributes:
-        scheduled: what the step computed; nothing when no step ended.
+        scheduled: the step that ended; empty if none did.
     """
 
     outputs: tuple[RequestDelta, ...] = ()

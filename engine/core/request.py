@@ -1,7 +1,7 @@
-"""Request: one prompt on its way through an engine. Only the scheduler writes to it.
+"""Request: one prompt on its way through an engine. Only the scheduler writes to requests.
 
 A request has known tokens (prompt and output so far) and computed tokens (their KV is in cache).
-There are no phases: each step lets computed catch up with known.
+There are no phases: in each step, computed tokens catch up with known tokens.
 
     token_ids   [ prompt ................... | output ........ ]
                   computed ........|  to do                    ^ num_tokens
@@ -20,12 +20,12 @@ from engine.core.grammar import GrammarState
 
 
 class RequestStatus(Enum):
-    """Where a request is.
+    """A request's state in the engine.
 
     Attributes:
-        finish_reason: of a request that has ended; None while it has not.
-        is_finished: whether it has ended. Both are looked at several times per token, so they are
-            plain attributes.
+        finish_reason: why the request has ended; None: it has not ended.
+        is_finished: whether the request has ended. Both are read several times per token, so they
+            are plain attributes.
     """
 
     finish_reason: FinishReason | None
@@ -51,38 +51,40 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One prompt and what became of it.
+    """One prompt, its output, and its progress.
 
     Attributes:
         token_ids: prompt, then output.
-        seed: of the sampler; a request without one is given one where it enters the system.
-        max_num_tokens: ends the output (``LENGTH``) when ``token_ids`` is that long.
-        stop_token_ids: end the output (``STOP``).
-        num_initial_tokens: known when it came: the prompt and what earlier attempts sampled. What
-            is handed over from one node to another is the KV of these.
+        seed: the sampler's seed, set when the request enters the system.
+        max_num_tokens: length of ``token_ids`` at which the output ends (``LENGTH``).
+        stop_token_ids: tokens that end the output (``STOP``).
+        num_initial_tokens: tokens known at the start: the prompt, and output tokens of earlier
+            attempts. A hand-off between nodes moves the KV of these tokens.
         changes_logits: see `SamplingParams.changes_logits`.
-        grammar: what its output must look like, with the thought before that, and how far the
-            output has come.
-        extra_keys: what the KV depends on besides the tokens.
-        epoch: which of a router's attempts it is; its output says so.
-        rank: who goes first, and who is preempted last: the smaller one. The scheduler's.
-        num_cached_tokens: found in the prefix cache when it was admitted or granted.
-        num_cached_blocks: leading blocks whose content has a name in the prefix cache.
-        block_hashes: of the leading full blocks of ``token_ids``, as far as they were needed.
-        num_prompt_tokens_computed: prompt tokens computed by this engine, again and again if
-            preempted. Stays 0 where all of the prompt's KV came from a remote node.
+        grammar: the grammar state of the output and of the thought before; None: free, or not
+            compiled yet.
+        extra_keys: values besides the tokens that the KV depends on.
+        epoch: number of the router's attempt; repeated in each output.
+        rank: order of scheduling, set by the scheduler: smaller ranks run first and are preempted
+            last.
+        num_cached_tokens: tokens found in the prefix cache at admission or grant.
+        num_cached_blocks: leading blocks that are entered in the prefix cache.
+        block_hashes: hashes of the leading full blocks of ``token_ids``, as far as needed so far.
+        num_prompt_tokens_computed: prompt tokens that this engine computed, repeatedly if
+            preempted. Stays 0 if all of the prompt's KV came from a remote node.
         num_forwards: steps that computed a part of this request.
-        num_drafts: that were computed, of tokens that nobody had sampled.
-        num_accepted_drafts: of them, those that the output goes on with.
-        num_tokens_in_flight: tokens that steps (two at most) compute which have not ended.
-        num_tokens_pending: tokens that they will sample; more than one of a step with drafts is
-            not counted, and nothing is scheduled behind such a step before it ends.
-        siblings: requests with the same prompt, that take its blocks once they are computed.
-        is_drafted_for: whether who guesses reads it, where somebody must: from its first token on.
-        row: that a worker keeps for it; -1: none. This and the next are `StepPlanner`'s.
-        num_planned_blocks: blocks that the worker knows.
-        started_at: when it was first scheduled (`time.monotonic`).
-        prompt_logprobs: of the prompt tokens from the second on, as far as they were computed.
+        num_drafts: drafts that were computed for the request.
+        num_accepted_drafts: computed drafts that became part of the output.
+        num_tokens_in_flight: tokens computed by steps in flight (two at most).
+        num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
+            drafts may sample more, but nothing is scheduled behind such a step before it ends.
+        siblings: requests with the same prompt, which share its blocks once computed.
+        is_drafted_for: whether the drafter reads this request from its first token on (needed by
+            drafters with KV).
+        row: the worker's row for the request; -1: none. Set by `StepPlanner`.
+        num_planned_blocks: blocks that the worker knows. Set by `StepPlanner`.
+        started_at: when the request was first scheduled (`time.monotonic`).
+        prompt_logprobs: logprobs of the prompt tokens from the second on, as far as computed.
     """
 
     request_id: str
@@ -134,15 +136,16 @@ class Request:
         epoch: int = 0,
         grammar: GrammarState | None = None,
     ) -> Request:
-        """Make a request from what a user gave.
+        """Make a request from a user's prompt and parameters.
 
         Args:
-            max_tokens: fewer new tokens than ``sampling_params`` allows; a prefill node gives 1.
-            output_token_ids: that earlier attempts sampled; the output goes on behind them.
-            grammar: of its structured output, if it is compiled already.
+            max_tokens: most new tokens, if fewer than ``sampling_params`` allows; a prefill node
+                gives 1.
+            output_token_ids: output tokens of earlier attempts; the output continues behind them.
+            grammar: the compiled grammar of its structured output, if compiled already.
         """
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
-        # Where a grammar lets the output end, an end token ends it.
+        # Where a grammar lets the output end, an end token ends the output.
         if not sampling_params.ignore_eos or sampling_params.structured_output is not None:
             stop_token_ids |= eos_token_ids
         num_prompt_tokens = len(prompt_token_ids)
@@ -167,7 +170,7 @@ class Request:
 
     @property
     def awaits_grammar(self) -> bool:
-        """Whether it has a grammar that is not compiled yet."""
+        """Return whether the request has a grammar that is not compiled yet."""
         return self.grammar is None and self.sampling_params.structured_output is not None
 
     @property
@@ -180,37 +183,37 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether they are asked for and still to be given: with the first output."""
+        """Return whether prompt logprobs are still to be given, with the first output."""
         asks = self.sampling_params.prompt_logprobs is not None
         return asks and self.num_output_tokens == 0
 
     def begin(self, num_tokens: int) -> None:
-        """A step that computes so many of its tokens has begun, or will behind another one."""
+        """Count ``num_tokens`` tokens as in flight: a step that computes them was submitted."""
         self.num_tokens_in_flight += num_tokens
         end = self.num_computed_tokens + self.num_tokens_in_flight
         self.num_tokens_pending += end >= self.num_tokens + self.num_tokens_pending
 
     def keep_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Add a chunk's; what was computed before a preemption is replaced."""
+        """Store the logprobs of a chunk; those from before a preemption are replaced."""
         self.prompt_logprobs[first_position - 1 :] = logprobs
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
-        """One per prompt token, the first of them None; nothing where they are not wanted."""
+        """Return one entry per prompt token, the first of them None; empty if not asked for."""
         if not self.wants_prompt_logprobs:
             return ()
         taken, self.prompt_logprobs = self.prompt_logprobs, []
         return None, *taken
 
     def take_siblings(self) -> list[Request]:
-        """Those of its siblings that have not ended; it has none from now on."""
+        """Return the siblings that have not ended, and forget all siblings."""
         siblings, self.siblings = self.siblings, []
         return [sibling for sibling in siblings if not sibling.status.is_finished]
 
     def append(self, token_id: int) -> RequestStatus | None:
-        """Add a sampled token; return how the output ends with the token, if the output does.
+        """Add a sampled token; return the final status if the token ends the output, else None.
 
-        A token that ends outputs is added as the closing mark of a thought whose answer must still
-        come. Returns ABORTED, without the token, where the grammar refuses the token.
+        In a thought whose answer must still come, an end token is replaced by the closing mark.
+        Returns ABORTED, without adding the token, if the grammar refuses the token.
         """
         grammar = self.grammar
         if grammar is not None:

@@ -1,14 +1,15 @@
-"""Scheduler: who runs how many tokens in the next step. The only writer of requests.
+"""Scheduler: decides which requests run in the next step, and how many tokens each computes.
 
 One rule: computed tokens catch up with known tokens. Chunked prefill, decoding, prefix hits,
-resuming after preemption and starting from remote KV are all the same case of it.
+resuming after preemption and starting from remote KV are all cases of this rule.
 
     waiting room --> running --> finished
          ^              |
          \\-- preempted -/
 
-Who does not run is in the waiting room (`waiting_room.py`). A step costs time in proportion
-to what it schedules, not to what waits.
+Requests that do not run are in the waiting room (`waiting_room.py`). The time to schedule a step
+grows with the requests in the step, not with the waiting ones. Only the scheduler writes to
+requests.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from engine.core.request import Request, RequestStatus
 from engine.core.step_plan import StepHooks, StepPlan, StepPlanner
 from engine.core.waiting_room import WaitingRoom
 
-# Blocks kept free when a waiting request is admitted, as a share of all: those that run need them
-# next, and taking them back later means computing everything again.
+# Blocks kept free when a waiting request is admitted, as a share of all blocks: running requests
+# need these next, and a preempted request must compute everything again.
 WATERMARK = 0.01
 ALL = sys.maxsize
 
@@ -42,25 +43,25 @@ class Scheduler:
     """Continuous batching over paged KV.
 
     Args:
-        kv_cache_manager: gives and takes blocks.
+        kv_cache_manager: allocates and frees blocks.
         max_num_requests: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         long_prefill_token_threshold: most tokens of one request in a step.
-        prefill_tokens_beside_decodes: most tokens of prompts in a step in which a request decodes.
+        prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
-        guesses_in_steps: whoever computes steps guesses what comes behind them, too.
+        guesses_in_steps: whether workers also make drafts in each step.
         drafter_reads: see `EngineConfig.drafter_reads`.
         masks: computes the masks of grammars between steps.
 
     Attributes:
-        num_preemptions: since the start.
-        counters: of what was done since the start.
-        failures: ids of requests that cannot go on, and why; the reader ends those requests that
-            are still here, and empties this.
-        handed_back: requests that were preempted and ended for it; whoever reads them empties it.
-        drafts: for steps to come.
-        awaits_masks: the latest step is empty because the masks of all running requests were
-            missing; they are computed on other threads, which wake nobody.
+        num_preemptions: preemptions since the start.
+        counters: counts of all work since the start.
+        failures: ids of requests that cannot go on, and why. The reader ends those that are still
+            here, and empties the list.
+        handed_back: requests that were preempted and therefore ended; the reader empties the list.
+        drafts: drafts for later steps.
+        awaits_masks: whether the latest step is empty because the masks of all running requests
+            were missing; other threads compute these masks, without waking the engine.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._prefill_tokens_beside_decodes = prefill_tokens_beside_decodes
-        self._num_prefill_tokens_left = ALL  # that the step being scheduled may still have
+        self._num_prefill_tokens_left = ALL  # prompt tokens that the new step may still get
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom()
         self._planner = StepPlanner(max_num_requests, tells_behind=guesses_in_steps)
@@ -113,7 +114,7 @@ class Scheduler:
             self._room.park(sibling, RequestStatus.WAITING_FOR_SHARED_KVS)
 
     def park(self, request: Request, *, draft_for: bool = True) -> None:
-        """Take a request whose prompt KV a remote node will write.
+        """Park a request whose prompt KV a remote node will write.
 
         Args:
             draft_for: see `Request.is_drafted_for`.
@@ -123,14 +124,19 @@ class Scheduler:
         self._room.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def grant(self, request_id: str) -> GrantedBlocks | None:
-        """Give a parked request what the prefix cache has, blocks for the rest, a decode block.
+        """Give a parked request its cached blocks, new blocks for the rest, and one decode block.
 
-        None when too few are free or others wait for them: who was preempted comes first.
+        Returns None if too few blocks are free besides those that waiting requests need. Requests
+        that wait for their turn in a step, and not for blocks, delay no grant.
         """
-        if self._room.num_waiting:
-            return None
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if self._room.num_waiting:
+            needed = [manager.num_tokens_to_grant(request)]
+            needed += [waiting.num_tokens + 1 for waiting in self._room.waiting()]
+            num_blocks = sum(map(manager.num_blocks_for, needed)) + self._watermark_blocks
+            if num_blocks > manager.block_pool.num_free:
+                return None
         if not manager.allocate_for_handoff(request, manager.num_tokens_to_grant(request)):
             return None
         request.num_cached_tokens = request.num_cached_blocks * manager.block_size
@@ -138,17 +144,17 @@ class Scheduler:
         return manager.blocks_to_receive(request)
 
     def can_begin(self, request: Request) -> bool:
-        """Whether a new request would run in the next step, and no other one the later for it."""
+        """Return whether a new request would run in the next step without delaying another one."""
         manager, has_slot = self.kv_cache_manager, len(self._running) < self._max_num_requests
         num_blocks = manager.num_blocks_for(manager.num_tokens_to_grant(request))
         has_blocks = num_blocks + self._watermark_blocks <= manager.block_pool.num_free
         return has_slot and has_blocks and not self._room
 
     def commit(self, request_id: str, token_id: int, drafts: tuple[int, ...] = ()) -> None:
-        """The prompt's KV is complete and the remote node sampled ``token_id``: run from here.
+        """Let a parked request run: its prompt's KV is complete, and ``token_id`` is token 1.
 
         Args:
-            drafts: what may come behind that token; its first step computes them.
+            drafts: drafts of the tokens behind token 1; the request's first step computes them.
         """
         request = self.requests[request_id]
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -168,7 +174,7 @@ class Scheduler:
         """Set a request's compiled grammar, or its error; ignored if the request has ended.
 
         Args:
-            grammar: state that has accepted the output so far, or the beginning of it.
+            grammar: a state that has accepted the output so far, or the first part of it.
         """
         if self.requests.get(request.request_id) is not request:
             return
@@ -184,7 +190,7 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.
 
-        Blocks of a parked one that a remote node may still write must have another holder before.
+        If a remote node may still write a parked request's blocks, they need another holder first.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -195,7 +201,7 @@ class Scheduler:
             self._room.leave(request)
         self._finish(request, RequestStatus.FINISHED_ABORTED)
         siblings = request.take_siblings()
-        if siblings:  # the next one computes the prompt
+        if siblings:  # the first remaining sibling computes the prompt
             siblings[0].siblings = siblings[1:]
             self._room.queue(siblings[0])
         return request
@@ -213,7 +219,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could compute anything now."""
+        """Return whether a step could compute anything now."""
         return bool(self._running or self._room or self._num_steps_in_flight)
 
     @property
@@ -222,30 +228,35 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that could run, were there room; parked ones are not among them."""
+        """Return the number of requests that wait for a step; parked ones are not counted."""
         return len(self._room)
 
     @property
     def num_competing(self) -> int:
-        """Requests that may be in the next step."""
+        """Return the number of requests that may be in the next step."""
         return min(len(self._running) + len(self._room), self._max_num_requests)
 
     def drafts_for_any(self) -> bool:
-        """Whether any that runs is drafted for."""
+        """Return whether any running request is drafted for."""
         return any(request.is_drafted_for for request in self._running)
 
-    def schedule(self, num_drafts: int = 0, num_draft_for: int = ALL) -> SchedulerOutput:
-        """Choose what the next step computes, and give it blocks.
+    def schedule(
+        self, num_drafts: int = 0, num_draft_for: int = ALL, num_beside_decodes: int = ALL
+    ) -> SchedulerOutput:
+        """Choose what the next step computes, and allocate blocks for it.
 
-        May be called while a step runs (between `begin` and `update`): each request that samples
-        in it is taken to get one more token, whatever that will be. Only who computes drafts in it,
-        or is to get some of it, is left for the next step. Nobody is preempted then, for
-        the step writes into the blocks: where memory is short, nothing is scheduled until it ends.
+        May be called while a step runs (between `begin` and `update`). Each request that samples in
+        the running step is then counted with one more token. Requests that compute drafts in that
+        step, or will get drafts from it, are left for a later step. No request is preempted then,
+        as the running step writes into the blocks: where memory is short, nothing is scheduled.
 
         Args:
-            num_drafts: how many the step is to guess behind what each request samples. Requests get
-                blocks for them, in so far as there are any.
-            num_draft_for: of how many requests that begin now the drafter reads what it must.
+            num_drafts: drafts that the step makes behind each sampled token. Requests get blocks
+                for these drafts as long as enough blocks are free.
+            num_draft_for: most starting requests that the drafter will read from their first token
+                on.
+            num_beside_decodes: most prompt tokens if a request decodes; a second limit beside the
+                scheduler's own.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
@@ -253,12 +264,15 @@ class Scheduler:
         if not self._num_steps_in_flight:
             self._masks.wait()
         is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
-        self._num_prefill_tokens_left = self._prefill_tokens_beside_decodes if is_mixed else ALL
+        num_allowed = ALL
+        if is_mixed:
+            num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
+        self._num_prefill_tokens_left = num_allowed
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
         budget = self._admit_arrived(scheduled, budget)
-        # Memory is short after a preemption: who just lost its blocks must not come straight back.
+        # Memory is short after a preemption: the preempted request must not come straight back.
         if self.num_preemptions == num_preemptions:
             budget = self._admit_waiting(scheduled, budget, num_draft_for)
         has_drafts = bool(self.drafts.kept)
@@ -270,14 +284,17 @@ class Scheduler:
         if not scheduled and self._running and not self._num_steps_in_flight:
             self.awaits_masks = True
             self._masks.wait_for_any()  # no other request can run: wait here, and run it next
-        return SchedulerOutput(tuple(scheduled), num_tokens, has_drafts, num_drafts)
+        num_prompt_tokens = num_allowed - self._num_prefill_tokens_left
+        return SchedulerOutput(
+            tuple(scheduled), num_tokens, has_drafts, num_drafts, is_mixed, num_prompt_tokens
+        )
 
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Return a step that was scheduled ahead, without requests whose masks are not ready.
 
-        The previous step has ended meanwhile, and its tokens need new masks. So every request that
-        is left out has sampled a token: no chunk of a prompt is left out, for which hooks may
-        already be made that push the prompt's blocks after each layer.
+        The previous step has ended meanwhile, so its sampled tokens need new masks. Only requests
+        that have sampled a token are left out. Chunks of prompts stay, as hooks that push their
+        blocks after each layer may already exist.
         """
         self._masks.wait()
         return scheduled.without(self._lacks_mask)
@@ -285,7 +302,7 @@ class Scheduler:
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
     ) -> tuple[StepPlan, StepHooks]:
-        """Tell a worker what to compute, and what to call meanwhile; right before `begin`."""
+        """Return a worker's plan of a step, and its hooks; call right before `begin`."""
         plan = self._planner.plan(scheduled.scheduled, scheduled.num_drafts)
         if not plan.constrained:
             return plan, StepHooks(after_layer)
@@ -298,7 +315,10 @@ class Scheduler:
         return plan, StepHooks(after_layer, partial(allowed_bits, grammars))
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """A step runs, or will behind the one that does; `schedule` wants that one updated."""
+        """Count a step's tokens as in flight, as the step is about to be launched.
+
+        At most two steps are in flight; each ends with `update`.
+        """
         assert self._num_steps_in_flight < 2
         self._num_steps_in_flight += 1
         for item in scheduled.scheduled:
@@ -318,7 +338,7 @@ class Scheduler:
             if in_flight:
                 request.num_tokens_pending -= item.samples
                 request.num_tokens_in_flight -= item.num_scheduled_tokens
-            if request.status.is_finished:  # it ended while the step ran, or before it began
+            if request.status.is_finished:  # ended since the step was scheduled
                 self._free_when_idle(request)
                 continue
             if chunks and (chunk := chunks.get(request.request_id)):
@@ -331,7 +351,7 @@ class Scheduler:
                 manager.cache_blocks(request, is_read=is_read)
             if start < request.num_prompt_tokens:
                 self._note_prompt_computed(request, start, num_tokens)
-            if slides and not request.siblings:  # they may need what this one does not
+            if slides and not request.siblings:  # siblings may still need these blocks
                 manager.free_slid_out(request)
             request_id, epoch = request.request_id, request.epoch
             sampled = token_ids.get(request_id)
@@ -346,7 +366,7 @@ class Scheduler:
                 own = own[:num_taken]
             else:
                 ended = request.append(sampled[0])
-            if drafts or request.grammar is not None:  # it may have other tokens in their place
+            if drafts or request.grammar is not None:  # the request may hold another token instead
                 sampled = tuple(request.token_ids[request.num_prompt_tokens + index :])
             reason = None
             if ended is not None:
@@ -381,21 +401,21 @@ class Scheduler:
     # ------------------------------------------------------------------ parts of schedule
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
-        """Let running requests go on, best rank first.
+        """Schedule running requests, in order of rank.
 
-        Returns what is left of the budget, or None when somebody must be preempted first.
+        Returns the rest of the budget, or None if a request must be preempted first.
         """
         block_size, num_groups = self.kv_cache_manager.block_size, self.kv_cache_manager.num_groups
-        for request in self._running:  # preempting takes away its end, where we have not been
+        for request in self._running:  # preemption shortens the list behind this request
             if budget <= 0:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # waits for the step in flight, or for room beside decodes
+            if num_tokens <= 0:  # must wait for the step in flight, or for prompt room
                 continue
             if request.grammar is not None and not self._may_run(request, num_tokens):
                 continue
             target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
-            fits = target * num_groups <= len(request.block_ids) * block_size  # most of the time
+            fits = target * num_groups <= len(request.block_ids) * block_size  # usually true
             if not fits and not self._allocate_or_preempt(request, target):
                 if self._num_steps_in_flight:
                     return None
@@ -404,19 +424,20 @@ class Scheduler:
         return budget
 
     def _admit_arrived(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Start requests whose prompt's KV is there: they hold blocks, so they come first."""
+        """Start requests whose prompt's KV has arrived. They hold blocks, so they come first."""
         while budget > 0 and len(self._running) < self._max_num_requests:
             request = self._room.peek_arrived()
             if request is None:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # a long part is not computed, and the step has no room for it
+            if num_tokens <= 0:  # needs a chunk, and the step has no room for one
                 break
             target = request.num_computed_tokens + num_tokens
             if self.kv_cache_manager.allocate(request, target) is None:
                 if self._running:
                     break
-                # They hold all there is among themselves, and none can begin.
+                # Requests that arrived hold all blocks among themselves, and none of them can
+                # start.
                 self._preempt(self._room.pop_last_arrived())
                 continue
             budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)
@@ -433,13 +454,13 @@ class Scheduler:
             request = self._room.peek()
             if request is None:
                 break
-            # Alone, a request may take all there is: it fits, and nobody else needs the reserve.
+            # A request that runs alone may take all blocks: no other request needs the reserve.
             num_reserved = self._watermark_blocks if self._running else 0
-            # Who gives one token alone is drafted for by a node that goes on with it.
+            # A node that continues a one-token request drafts for it, so it must be read here.
             is_passed_on = request.max_num_tokens - request.num_tokens == 1
             request.is_drafted_for = num_draft_for > 0 or is_passed_on
-            # Room for all known tokens at once, not for the first chunk only: prompts that begin
-            # together would else take the blocks that each of them needs to end.
+            # Reserve blocks for all known tokens, not only for the first chunk. Otherwise, prompts
+            # that start together would take the blocks that each of them needs to finish.
             num_cached = self.kv_cache_manager.allocate_with_prefix(request, num_reserved)
             if num_cached is None:
                 break
@@ -504,7 +525,7 @@ class Scheduler:
         self._fail(request, InvalidRequestError(field, problem))
 
     def _fail(self, request: Request, error: BatonError) -> None:
-        """End one request; a parked one is left to whoever knows who may still write its blocks."""
+        """End a request, but leave a parked one to the caller: a peer may write its blocks."""
         self.failures.append((request.request_id, error))
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
@@ -515,18 +536,21 @@ class Scheduler:
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
-            if request.request_id in self.drafts.kept:  # out of date; others come with its token
+            if request.request_id in self.drafts.kept:  # out of date; new ones follow
                 return 0
         if missing == 1:
             return 1
         left = self._num_prefill_tokens_left
         size = min(missing, budget, self._long_prefill_token_threshold, left)
-        if size == 1:  # `_add` counts no single token, as most are of decodes
+        if size == 1:  # `_add` does not count single tokens, as most are decodes
             self._num_prefill_tokens_left -= 1
         return size
 
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
-        """Have a running request hold ``target`` tokens, if need be at the cost of the last."""
+        """Get a running request blocks for ``target`` tokens, preempting the last one if necessary.
+
+        Returns False if that failed: the request itself was preempted, or a step is in flight.
+        """
         while self.kv_cache_manager.allocate(request, target) is None:
             if self._num_steps_in_flight:
                 return False
@@ -549,7 +573,7 @@ class Scheduler:
         self._room.put_back(request)
 
     def _note_prompt_computed(self, request: Request, start: int, num_tokens: int) -> None:
-        """Count a chunk that began at ``start``; with the last one, siblings go on from there."""
+        """Count a chunk that began at ``start``; after the last chunk, queue the siblings."""
         prompt_left = request.num_prompt_tokens - start
         num_prompt_tokens = min(prompt_left, num_tokens)
         request.num_prompt_tokens_computed += num_prompt_tokens
@@ -557,7 +581,7 @@ class Scheduler:
         if num_tokens >= prompt_left:
             for sibling in request.take_siblings():
                 self.kv_cache_manager.share_prompt(request, sibling)
-                # Each computed position but the prompt's last predicts the one behind it.
+                # Each computed position, except the prompt's last, predicts a prompt token.
                 sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
                 self._room.queue(sibling)
 
@@ -574,7 +598,7 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        if not request.num_tokens_in_flight:  # else `update` does, when nothing writes there
+        if not request.num_tokens_in_flight:  # else `update` frees, when no step writes there
             self.kv_cache_manager.free(request)
 
 

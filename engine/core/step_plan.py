@@ -1,12 +1,12 @@
-"""StepPlan: a step as whoever computes it needs it. Plain values alone: it may go to a process.
+"""StepPlan: a step as a worker gets it, in plain values that can go to another process.
 
-The worker keeps a row for each request that runs, and the core says what is new in it:
+The worker keeps a row for each running request, and a plan tells the changes of these rows:
 
     core     Request --- row 3 ---+            worker    row 3: parameters, block table, last token
                                   |
     plan     NewRow(3, ...), NewBlocks(3, [7, 8]), shares [3, start, num_tokens, num_known]
 
-Refuses to know: who is scheduled, what a tensor is.
+Refuses to know: how requests are chosen, tensors.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from baton.api.sampling_params import SamplingParams
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 
-UNKNOWN_TOKEN = -1  # the step in flight samples it; the worker has it then
-SHARE = 4  # numbers in a request's part of `StepPlan.shares`
+UNKNOWN_TOKEN = -1  # stands for a token that the step in flight samples
+SHARE = 4  # numbers per request in `StepPlan.shares`
 
 
 class NewRow(msgspec.Struct, frozen=True, gc=False):
-    """A row is another request's from now on, and has no blocks.
+    """Assign a row to another request; the row has no blocks then.
 
     Attributes:
-        token_ids: all known ones, where more of them are looked at than those that are computed;
-            what is computed from then on belongs behind them.
-        is_drafted_for: whether who guesses reads it.
+        token_ids: all known tokens, if sampling looks back at them; else empty. Tokens computed
+            later are appended.
+        is_drafted_for: whether the drafter reads the request from its first token on.
     """
 
     row: int
@@ -46,7 +46,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Blocks that come behind those of a row, of all groups in turn."""
+    """Append blocks to a row, of all groups in turn."""
 
     row: int
     block_ids: list[int]
@@ -54,20 +54,23 @@ class NewBlocks(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes.
+    """All that one step computes.
 
     Attributes:
-        new_rows: come first; then ``new_blocks``.
-        shares: four numbers of each request, one behind the other: its row, the position of the
-            first token that is computed, how many are, and how many are known, those included that
-            the step in flight samples. Who computes the last known one samples the next one. Tokens
-            that are computed behind it are drafts, and behind each of them one more is sampled.
-        token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` stands for some.
-        constrained: ids of requests that sample by a grammar, or in which a thought must end:
-            `StepHooks.allowed_bits`.
-        num_drafts: how many to guess behind each token that is sampled last.
-        behind: for whoever guesses, of each request the token behind those that are computed;
-            `UNKNOWN_TOKEN` where the step samples it. Empty where nobody does.
+        new_rows: rows to assign first.
+        new_blocks: blocks to append next.
+        shares: four numbers per request: its row, the position of its first computed token, the
+            number of computed tokens, and the number of known tokens, including those that the
+            step in flight samples. A request whose last known token is computed samples the next
+            token. Computed tokens behind the last known one are drafts, and one more token is
+            sampled behind each draft.
+        token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` where the step in flight
+            samples a token.
+        constrained: ids of requests that sample by a grammar, or whose thought must end
+            (`StepHooks.allowed_bits`).
+        num_drafts: number of drafts to make behind each request's last sampled token.
+        behind: for the drafter: each request's token behind the computed ones; `UNKNOWN_TOKEN`
+            where this step samples the token. Empty without a drafter.
     """
 
     new_rows: tuple[NewRow, ...]
@@ -85,13 +88,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepHooks:
-    """What is called while a step is computed, on the thread that computes.
+    """Functions that are called while a step is computed, on the computing thread.
 
     Attributes:
-        after_layer: with each layer's number, when it is computed (on a GPU: launched).
-        allowed_bits: the tokens that grammars allow, by request id and in the order in which it
-            samples, when the logits are on their way: the host has time then. See
-            `GrammarState.allowed_bits`.
+        after_layer: called with each layer's number once computed (on a GPU: launched).
+        allowed_bits: returns the tokens that grammars allow, by request id and in sampling order
+            (`GrammarState.allowed_bits`). Called once the logits are launched, as the host has
+            time then.
     """
 
     after_layer: Callable[[int], None] | None = None
@@ -99,11 +102,11 @@ class StepHooks:
 
 
 class StepPlanner:
-    """Gives requests rows, and remembers what is known of them there.
+    """Assigns rows to requests, and makes plans of the changes since a row's last step.
 
     Args:
-        max_num_requests: rows.
-        tells_behind: whether plans say which tokens are behind those that are computed.
+        max_num_requests: number of rows.
+        tells_behind: whether plans have `StepPlan.behind`.
     """
 
     def __init__(self, max_num_requests: int, *, tells_behind: bool = False) -> None:
@@ -111,9 +114,9 @@ class StepPlanner:
         self._tells_behind = tells_behind
 
     def plan(self, scheduled: Sequence[ScheduledRequest], num_drafts: int = 0) -> StepPlan:
-        """Tell a worker of a step, when the one before has been planned and begun.
+        """Make a step's plan; call once the previous step has been planned and begun.
 
-        The only loop over the requests of every step: it runs once per output token.
+        This is the only loop over requests that runs in every step, once per output token.
         """
         new_rows: list[NewRow] = []
         new_blocks: list[NewBlocks] = []
@@ -156,7 +159,7 @@ class StepPlanner:
         )
 
     def leave(self, request: Request) -> None:
-        """A request needs its row no more, if it has one; it gets a new one if it comes back."""
+        """Free a request's row, if it has one; a request that runs again gets a new row."""
         if request.row >= 0:
             self._free_rows.append(request.row)
             request.row, request.num_planned_blocks = -1, 0

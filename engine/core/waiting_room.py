@@ -1,8 +1,8 @@
-"""WaitingRoom: requests that do not run. In line for a step, or parked and out of everyone's way.
+"""WaitingRoom: requests that do not run: in line for a step, or parked.
 
-    arrived    in line with blocks: their prompt's KV has come, or a sibling has computed it
-    waiting    in line without blocks, in the order of arrival; preempted ones first
-    parked     in no line until something else happens, and costs nothing per step:
+    arrived    in line with blocks: the prompt's KV has arrived, or a sibling has computed it
+    waiting    in line without blocks, in order of arrival; preempted ones first
+    parked     not in line until an event; parked requests cost nothing per step:
                  WAITING_FOR_REMOTE_KVS    a remote node writes their prompt's KV
                  WAITING_FOR_SHARED_KVS    a sibling computes their prompt
                  WAITING_FOR_GRAMMAR       their grammar is being compiled
@@ -13,7 +13,7 @@ Refuses to know: steps, budgets, blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from engine.core.request import Request, RequestStatus
 
@@ -26,47 +26,52 @@ PARKED = (
 
 
 class WaitingQueue:
-    """Requests that wait, in the order of their arrival; preempted ones at the front.
+    """Waiting requests in the order of arrival, with preempted ones at the front.
 
-    First come first served: the router knows priorities. An aborted request stays in the queue
-    until it comes to the front: nothing is searched for.
+    First come, first served, as the router handles priorities. An aborted request stays in the
+    queue until it reaches the front, which saves searching.
     """
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
 
     def add(self, request: Request) -> None:
-        """Queue a request that has not run yet, at the place of its arrival."""
-        # Most are the newest; one that waited for its grammar goes before those that came later.
+        """Queue a request that has not run yet, by its time of arrival."""
+        # Most requests are the newest; one that waited for its grammar goes before later arrivals.
         index = len(self._requests)
         while index and self._requests[index - 1].rank > request.rank:
             index -= 1
         self._requests.insert(index, request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a request that was preempted; it had its turn before those that wait."""
+        """Queue a preempted request at the front, as it ran before all waiting ones."""
         self._requests.appendleft(request)
 
     def peek(self) -> Request | None:
-        """The next request, or None."""
+        """Return the next request, or None."""
         requests = self._requests
         while requests and requests[0].status.is_finished:
             requests.popleft()
         return requests[0] if requests else None
 
     def pop(self) -> Request:
-        """Take the one that `peek` gave."""
+        """Remove the request that `peek` returned."""
         return self._requests.popleft()
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the requests that wait, in their order."""
+        return (request for request in self._requests if not request.status.is_finished)
 
 
 class WaitingRoom:
-    """Who may run next.
+    """Requests that do not run, in the order of their turns.
 
-    A request that ends here stays in its queue until it comes to an end of it, and counts no more.
+    A request that ends here stays in its queue until it reaches front or back, but is no longer
+    counted.
 
     Attributes:
-        num_arrived: in line with blocks.
-        num_waiting: in line without.
+        num_arrived: requests in line that hold blocks.
+        num_waiting: requests in line without blocks.
     """
 
     def __init__(self) -> None:
@@ -77,23 +82,23 @@ class WaitingRoom:
         self._num_ranks = 0
 
     def __len__(self) -> int:
-        """Requests in line; parked ones are not among them."""
+        """Return the number of requests in line, without parked ones."""
         return self.num_arrived + self.num_waiting
 
     # ------------------------------------------------------------------ in and out
 
     def give_rank(self, request: Request) -> None:
-        """Say who goes before whom, once and for all: by arrival."""
+        """Give a request its permanent rank, in order of arrival."""
         request.rank = self._num_ranks
         self._num_ranks += 1
 
     def park(self, request: Request, status: RequestStatus) -> None:
-        """Keep a request out of line."""
+        """Keep a request out of line, with a status that says why."""
         assert status in PARKED
         request.status = status
 
     def queue(self, request: Request) -> None:
-        """Let a request wait for its turn, unless it still waits for its grammar."""
+        """Put a request in line, or park it if its grammar is not compiled yet."""
         if request.awaits_grammar:
             self.park(request, RequestStatus.WAITING_FOR_GRAMMAR)
             return
@@ -106,14 +111,14 @@ class WaitingRoom:
             self.num_waiting += 1
 
     def put_back(self, request: Request) -> None:
-        """Let a request wait that had its turn and lost its blocks."""
+        """Put a preempted request, which has lost its blocks, back in line."""
         assert not request.block_ids
         request.status = RequestStatus.PREEMPTED
         self._waiting.put_back(request)
         self.num_waiting += 1
 
     def leave(self, request: Request) -> None:
-        """Count a request no more that is about to end; its status and blocks are still the old."""
+        """Stop counting an ending request; call before its status and blocks change."""
         if request.status not in IN_LINE:
             return
         if request.block_ids:
@@ -123,30 +128,34 @@ class WaitingRoom:
 
     # ------------------------------------------------------------------ whose turn it is
 
+    def waiting(self) -> Iterator[Request]:
+        """Iterate over the requests in line without blocks, in their order."""
+        return iter(self._waiting)
+
     def peek_arrived(self) -> Request | None:
-        """The next of those that hold blocks, or None."""
+        """Return the next request that holds blocks, or None."""
         while self._arrived and self._arrived[0].status.is_finished:
             self._arrived.popleft()
         return self._arrived[0] if self._arrived else None
 
     def pop_arrived(self) -> Request:
-        """Take the one that `peek_arrived` gave."""
+        """Remove the request that `peek_arrived` returned."""
         self.num_arrived -= 1
         return self._arrived.popleft()
 
     def pop_last_arrived(self) -> Request:
-        """Take the last of those that hold blocks; there must be one."""
+        """Remove and return the last request that holds blocks; there must be one."""
         while self._arrived[-1].status.is_finished:
             self._arrived.pop()
         self.num_arrived -= 1
         return self._arrived.pop()
 
     def peek(self) -> Request | None:
-        """The next of those that need blocks, or None."""
+        """Return the next request that needs blocks, or None."""
         return self._waiting.peek()
 
     def pop(self) -> Request:
-        """Take the one that `peek` gave."""
+        """Remove the request that `peek` returned."""
         self.num_waiting -= 1
         return self._waiting.pop()
 
@@ -156,7 +165,7 @@ class WaitingRoom:
         """Assert the invariants; for tests and debug runs.
 
         Args:
-            requests: all that have not ended.
+            requests: all requests that have not ended.
         """
         in_line = []
         for request in requests:

@@ -1,4 +1,4 @@
-"""Executors: where workers run. One file and one line here for each; none is imported unasked."""
+"""Executors: where workers run. Each has a file and a line here; none is imported before use."""
 
 from baton.registry import Registry
 from engine.executors.base import Executor

@@ -1,4 +1,4 @@
-"""Executor: what the engine needs of whoever computes its steps, wherever that is. No tensor."""
+"""Executor: computes the engine's steps on workers, wherever they are. Refuses to know: tensors."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
 from models.config import ModelConfig
 
-if TYPE_CHECKING:  # nodes hand its memory to a connector; the engine looks at numbers alone
+if TYPE_CHECKING:  # nodes give its memory to a connector; the engine reads numbers only
     from engine.worker.kv_cache import KVMemory
 
 
 class PendingStep(Protocol):
-    """A step that was submitted."""
+    """A submitted step."""
 
     def wait(self) -> ModelRunnerOutput:
-        """What came of it, when its KV is in the cache; raises what computing it raised."""
+        """Wait for the step's KV and tokens; return the result, or raise the step's error."""
 
 
 class Executor(Protocol):
-    """Workers, each with a model or a part of it and with KV memory. The engine's thread owns it.
+    """Workers, each with a model or a part of it, and KV memory. Owned by the engine's thread.
 
     Attributes:
-        config: as it is for the workers' devices.
-        model_config: of the model that they have loaded.
-        dtype: of its weights, by name.
-        linear_weights: how its linear layers are kept: alike only where they compute alike.
+        config: the options, resolved for the workers' devices.
+        model_config: configuration of the loaded model.
+        dtype: name of the weights' dtype.
+        linear_weights: description of the linear layers' weights; equal only if results are equal.
         max_model_len: most tokens of one request.
-        kv_memory: of the worker in this process.
-        runs_ahead: whether a step may be submitted before the one before has ended; then
-            `submit` returns at once.
+        kv_memory: KV memory of the worker in this process.
+        runs_ahead: whether a step may be submitted before the previous one has ended; `submit`
+            then returns at once.
     """
 
     config: EngineConfig
@@ -49,40 +49,40 @@ class Executor(Protocol):
         """Start the workers and load the model; raises ModelLoadError or ConfigError."""
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
-        """Have a step computed, behind those that were submitted before."""
+        """Submit a step, behind all submitted ones."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every worker between steps; what each of them returns, by rank.
+        """Call a method of every worker between steps; return the results by rank.
 
-        Raises TimeoutError when one has answered later than ``timeout_s``, or not at all. A worker
-        of this process cannot be left waiting: there it is raised when the call has ended.
+        Raises TimeoutError if a worker has not answered within ``timeout_s``. For a worker in this
+        process, the error is raised after the call has returned.
         """
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
-        """Have each other worker run a function on a thread of its own, beside its steps.
+        """Run a function in each other worker, on a separate thread beside its steps.
 
         Args:
             entry: ``"package.module:function"``, called with a connection to this process, the
                 worker's KV memory and the argument.
 
         Returns:
-            The connections, by rank; once in an executor's life.
+            The connections, by rank. Call this only once.
         """
 
     def rest(self) -> None:
-        """There is nothing to submit for now: cores that are shared may compute for others."""
+        """Note that there is nothing to submit now, so that shared cores can be lent."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Do a little work that can wait; return whether there is more of it now.
+        """Do a little work that can wait; return whether more is left.
 
         Args:
-            num_used_blocks: blocks of the KV cache that any request has had.
+            num_used_blocks: number of KV blocks that were ever allocated.
         """
 
     def check_health(self) -> None:
         """Raise EngineDeadError when a worker is gone, a step has failed, or a call was late."""
 
     def close(self) -> None:
-        """End the workers; nothing is submitted any more. May be called twice."""
+        """Stop the workers; nothing can be submitted any more. May be called twice."""

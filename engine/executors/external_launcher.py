@@ -1,7 +1,7 @@
 """ExternalLauncherExecutor: a launcher (torchrun, SLURM, MPI, Kubernetes) starts all ranks alike.
 
-The program of the rank that leads goes on with an engine. The others, in the same place, become
-ranks of it, and end with it.
+In the leader's process, the program continues with an engine. The other processes become ranks at
+this point, and end with the engine.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
 from models.parallel.torch_group import connect, launchers_store, own_address
 
 _INVITATION = "baton/invitation"
-# Rank and size, as launchers call them: torchrun, SLURM, Open MPI; the first that is there counts.
+# Names of rank and size: torchrun, SLURM, Open MPI; the first pair that is set counts.
 _NAMES = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),  # an indexed job of Kubernetes
+    ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),  # an indexed Kubernetes job
 )
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a launcher says of one of its processes.
+    """A launcher's description of one of its processes.
 
     Attributes:
-        rank: of it, from 0.
-        size: how many there are.
-        host: of rank 0.
-        port: there, where they find each other.
+        rank: the process's rank, from 0.
+        size: number of processes.
+        host: host of rank 0.
+        port: port on that host where the processes meet.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place:
-        """Read it; raises ConfigError, which names what is missing."""
+        """Read the place from the environment; raises ConfigError naming missing variables."""
         names = next((both for both in _NAMES if all(environment.get(n) for n in both)), None)
         if names is None:
             known = ", ".join(" and ".join(both) for both in _NAMES)
@@ -68,9 +68,9 @@ class Place:
 
 
 class ExternalLauncherExecutor(RanksExecutor):
-    """See `engine.executors.base.Executor` for the contract.
+    """Ranks that a launcher has started; see `engine.executors.base.Executor` for the contract.
 
-    On ranks that do not lead it raises SystemExit when the engine has ended.
+    On ranks that do not lead, the constructor raises SystemExit when the engine has ended.
     """
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
@@ -84,11 +84,11 @@ class ExternalLauncherExecutor(RanksExecutor):
         if place.rank != config.leader:
             attend(Invitation.decode(store.get(_INVITATION)), place.rank, model_folder)
             raise SystemExit
-        # Rank 0 is where all others look for it already.
+        # The other ranks know the host of rank 0 already.
         host = place.host if place.rank == 0 else own_address(place.host, place.port)
         meeting = Meeting(host, [rank for rank in range(place.size) if rank != place.rank])
         store.set(_INVITATION, meeting.invitation.encode())
-        self._stores = meeting, store  # other ranks talk to them as long as this one lives
+        self._stores = meeting, store  # other ranks use both as long as this one lives
         ranks = meeting.wait(START_TIMEOUT_S, lambda: None)
         others = OtherRanks(ranks, lambda: None)
         start_all(ranks, meeting, model_folder, config)

@@ -1,9 +1,9 @@
-"""Meeting: where ranks that others started, maybe on other machines, come to the engine's process.
+"""Meeting: ranks that others started, maybe on other machines, connect to the engine's process.
 
-    rank 0 ── messages, line of life, a link beside ──> the engine's process ──> plans
-    rank 1 ── messages, line of life, a link beside ──>
+    rank 0 ── messages, life line, an extra link ──> the engine's process ──> plans
+    rank 1 ── messages, life line, an extra link ──>
 
-A rank says a key first, which whoever started it was given; after that nothing is unpickled.
+A rank first sends a key, which its starter was given; nothing is unpickled before.
 Refuses to know: how ranks are started.
 """
 
@@ -35,26 +35,26 @@ from models.parallel.torch_group import host_store
 logger = logging.getLogger(__name__)
 
 _KEY_BYTES = 32
-_HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, which link this is
+_HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, kind of link
 _MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
-_MAX_UNKNOWN = 128  # connections that have said no key yet, each with a thread
+_MAX_UNKNOWN = 128  # connections that have sent no key yet; each has a thread
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
-# A machine that is busy with other things is silent for a while, too; of a rank that was stopped
-# there is word sooner (`rank_watch`).
+# A busy machine is silent for a while, too. A stopped rank is reported earlier (`rank_watch`).
 _SILENCE_S = 5.0
-# A machine that is gone closes no connection: its kernel just answers nothing any more.
+# A machine that is gone closes no connection; its kernel only stops answering.
 _USER_TIMEOUT_MS = 10_000
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """How a rank gets to the meeting.
+    """A rank's way to the meeting.
 
     Attributes:
-        port: of the engine's process, at ``host``.
-        store_port: of the store by which groups of ranks find each other.
-        key: that lets in.
+        host: host of the engine's process.
+        port: port of the engine's process.
+        store_port: port of the store where groups of ranks meet.
+        key: secret that a rank must send.
     """
 
     host: str
@@ -63,17 +63,17 @@ class Invitation(msgspec.Struct, frozen=True):
     key: bytes
 
     def encode(self) -> bytes:
-        """Return what `decode` reads."""
+        """Return bytes that `decode` reads."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, content: bytes) -> Invitation:
-        """Read what `encode` has written."""
+        """Read bytes that `encode` made."""
         return msgspec.msgpack.decode(content, type=cls)
 
 
 class RemoteRank:
-    """A rank that has come; see `engine.executors.ranks.OtherRank`."""
+    """A rank that has connected; see `engine.executors.ranks.OtherRank`."""
 
     def __init__(
         self, rank: int, messages: Connection, life_line: Connection, beside: Connection
@@ -96,17 +96,17 @@ class RemoteRank:
         return None
 
     def end(self) -> None:
-        """Hang up, which ends it."""
+        """Hang up, which ends the rank."""
         self.messages.close()
         self._life_line.close()
 
 
 class Meeting:
-    """The engine's end.
+    """The engine's end of the meeting.
 
     Args:
-        host: name or address of this machine that the others reach.
-        ranks: those that come.
+        host: name or address of this machine that the ranks can reach.
+        ranks: the ranks to wait for.
     """
 
     def __init__(self, host: str, ranks: Collection[int]) -> None:
@@ -117,18 +117,18 @@ class Meeting:
         port = self._listener.getsockname()[1]
         self.invitation = Invitation(host, port, store_port, secrets.token_bytes(_KEY_BYTES))
         self._lock = threading.Lock()
-        self._unknown: dict[socket.socket, None] = {}  # in the order in which they came
+        self._unknown: dict[socket.socket, None] = {}  # in order of arrival
         self._arrived: queue.Queue[tuple[int, int, socket.socket]] = queue.Queue()
         threading.Thread(target=self._accept, name="meeting", daemon=True).start()
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> list[RemoteRank]:
-        """Return all ranks, in order, when the last one is here; nobody is let in after that.
+        """Return all ranks, in order, once all have connected; admit no others afterwards.
 
         Args:
-            check: raises if it is known that one of them will not come; called often.
+            check: raises if a rank is known not to come; called often.
 
         Raises:
-            EngineDeadError: some have not come in time.
+            EngineDeadError: some ranks have not connected in time.
         """
         deadline = time.monotonic() + timeout_s
         links: dict[tuple[int, int], socket.socket] = {}
@@ -142,7 +142,7 @@ class Meeting:
                 with contextlib.suppress(queue.Empty):
                     rank, kind, link = self._arrived.get(timeout=_BEAT_S)
                     if links.setdefault((rank, kind), link) is not link:
-                        link.close()  # it has come already
+                        link.close()  # a rank's second link of this kind
         except BaseException:
             for link in links.values():
                 link.close()
@@ -155,12 +155,12 @@ class Meeting:
         ]
 
     def _accept(self) -> None:
-        """Take who comes. Of many that have said no key yet the one that came first goes."""
+        """Accept connections; if too many have sent no key, close the oldest of these."""
         while True:
             try:
                 link, _ = self._listener.accept()
             except OSError as error:
-                if error.errno not in _TRANSIENT:  # closed: nobody is waited for any more
+                if error.errno not in _TRANSIENT:  # closed: no rank is waited for any more
                     return
                 time.sleep(_BEAT_S)
                 continue
@@ -169,7 +169,7 @@ class Meeting:
                 is_full = len(self._unknown) > _MAX_UNKNOWN
                 if is_full:
                     oldest = next(iter(self._unknown))
-                    del self._unknown[oldest]  # or who comes next would hang up on the same one
+                    del self._unknown[oldest]  # so that it is closed only once
             if is_full:
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
@@ -189,7 +189,7 @@ class Meeting:
             if kind not in _LINKS:
                 raise ValueError("no such link")
         except (OSError, ValueError, struct.error) as error:
-            logger.warning("somebody came to the ranks' port who is no rank: %s", error)
+            logger.warning("refused a connection to the ranks' port: %s", error)
             link.close()
             return
         _set_up(link)
@@ -199,7 +199,7 @@ class Meeting:
 def start_all(
     ranks: Collection[RemoteRank], meeting: Meeting, model_folder: Path, config: EngineConfig
 ) -> None:
-    """Tell ranks that have come what they are to be."""
+    """Send each rank its number and its options."""
     level = logging.getLogger().getEffectiveLevel()
     for rank in ranks:
         start = Start(str(model_folder), config, rank.rank, meeting.address, level)
@@ -207,10 +207,10 @@ def start_all(
 
 
 def attend(invitation: Invitation, rank: int, model_folder: Path | None = None) -> None:
-    """Be a rank, in this process, until the engine's is gone.
+    """Serve as a rank in this process until the engine's process is gone.
 
     Args:
-        model_folder: on this machine; None: as the engine's process has it.
+        model_folder: the model on this machine; None: the engine process's path.
     """
     messages, life_line, beside = (_come(invitation, rank, kind) for kind in _LINKS)
     start_watch(life_line.fileno())
@@ -225,7 +225,7 @@ def _come(invitation: Invitation, rank: int, kind: int) -> Connection:
 
 
 def _live(life_line: Connection) -> None:
-    """Say that this process lives, until nobody listens any more."""
+    """Send signs of life until the other end is closed."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             life_line.send_bytes(b".")

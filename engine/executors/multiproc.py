@@ -1,6 +1,6 @@
-"""MultiprocExecutor: the other ranks are processes of this machine that this one starts.
+"""MultiprocExecutor: starts the other ranks as processes of this machine.
 
-Each inherits two socket pairs, which nobody else can write to, and a pipe as line of life.
+Each inherits two socket pairs, which nobody else can write to, and a pipe as life line.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from engine.worker.host.cores import cores_of_rank, on_cores
 from models.parallel.shared_group import open_shared
 from models.parallel.torch_group import connect
 
-RANKS_PREFIX = "baton-ranks-"  # of the folders where an engine's ranks meet
+RANKS_PREFIX = "baton-ranks-"  # prefix of the folders where an engine's ranks meet
 
 
 class RankProcess:
-    """One rank in a process of its own, as this process sees it.
+    """One rank's process, as seen by this process.
 
     Args:
-        start: what it is to be; it inherits the memory that is named there.
+        start: the rank's first message; the rank inherits the memory that is named there.
     """
 
     def __init__(self, start: Start) -> None:
@@ -56,7 +56,7 @@ class RankProcess:
         self.messages.send_bytes(ENCODER.encode(start))
 
     def why_gone(self) -> str | None:
-        """What became of it; None: it runs."""
+        """Return why the rank is gone; None: it runs."""
         code = self.process.poll()
         if code is not None:
             return f"rank {self.rank} (process {self.process.pid}) ended with {code}"
@@ -65,7 +65,7 @@ class RankProcess:
         return None
 
     def end(self) -> None:
-        """End it, and wait for that."""
+        """Kill the rank's process, and wait for its end."""
         self.messages.close()
         with contextlib.suppress(OSError):
             os.close(self._life_line)
@@ -74,7 +74,7 @@ class RankProcess:
 
 
 class MultiprocExecutor(RanksExecutor):
-    """See `engine.executors.base.Executor` for the contract."""
+    """Ranks on this machine; see `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
         folder = HeldFolder(RANKS_PREFIX)
@@ -88,7 +88,7 @@ class MultiprocExecutor(RanksExecutor):
         ]
         others = OtherRanks(ranks, folder.close)
         size, stage_size = config.num_ranks, config.tensor_parallel_size
-        # The thread is whoever's wants an answer: it is elsewhere only as long as it computes.
+        # The calling thread moves to the rank's cores only while it computes.
         self._cores = cores_of_rank(config, config.leader)
         with on_cores(self._cores):
             super().__init__(
@@ -98,7 +98,7 @@ class MultiprocExecutor(RanksExecutor):
                 ),
             )
         if shared is not None:
-            os.close(shared)  # it is mapped now
+            os.close(shared)  # no longer needed, as the memory is mapped
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         with on_cores(self._cores):

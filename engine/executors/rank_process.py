@@ -1,10 +1,10 @@
-"""A rank in a process of its own: computes the plans that the engine's process sends.
+"""A rank in its own process: computes the plans that the engine's process sends.
 
-    python -m engine.executors.rank_process 7 9 11      (7: messages, 9: the line of life,
-                                                         11: for what runs beside the steps)
+    python -m engine.executors.rank_process 7 9 11      (7: messages, 9: the life line,
+                                                         11: for functions beside the steps)
 
-All are ends of what the engine's process made and this one inherited. Refuses to know: requests,
-and who else there is.
+The numbers are descriptors that this process inherited from the engine's process. Refuses to know:
+requests, other ranks.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ logger = logging.getLogger(__name__)
 
 _ABORT_GRACE_S = 0.5
 _LOOK_EVERY_S = 0.2
-_MOST_LOOKS = 3  # at a leader that is stopped; whoever continues a whole group continues it, too
+_MOST_LOOKS = 3  # looks in a row, as a stopped process group may be continued together
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message: which rank of what."""
+    """The first message: the rank and its options."""
 
     model_folder: str
     config: EngineConfig
     rank: int
     meeting: str
     log_level: int
-    shared: int | None = None  # descriptor of memory that all ranks share
+    shared: int | None = None  # descriptor of shared memory of all ranks
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Compute this, behind what came before."""
+    """Compute a step behind all earlier ones."""
 
     plan: StepPlan
     eager: bool
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Call a method of the worker, and say what it returns."""
+    """Call a method of the worker and answer with the result."""
 
     method: str
     args: list[Any]
@@ -75,13 +75,13 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """What a call returned, or that the rank has started."""
+    """The result of a call, or notice that the rank has started."""
 
     value: Any = None
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True):
-    """What a call, or the start, raised."""
+    """The exception of a call, or of the start."""
 
     kind: str
     message: str
@@ -98,13 +98,13 @@ def serve(
     until_over: Callable[[], object],
     model_folder: Path | None = None,
 ) -> None:
-    """Be a rank until the engine's process is gone.
+    """Serve as a rank until the engine's process is gone.
 
     Args:
-        messages: from the engine's process, and answers to it.
-        beside: for what is attached.
-        until_over: returns when that process is gone; called on a thread of its own.
-        model_folder: where this machine has it; None: as the engine's process says.
+        messages: connection to the engine's process.
+        beside: connection for the attached function.
+        until_over: returns when the engine's process is gone; called on a separate thread.
+        model_folder: the model on this machine; None: the path in the first message.
     """
     start = TO_RANK.decode(messages.recv_bytes())
     assert isinstance(start, Start)
@@ -148,7 +148,7 @@ def serve(
 def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> None:
     if isinstance(message, Step):
         prepared = worker.runner.prepare(message.plan, eager=message.eager)
-        # As on the rank that leads, whose layers cannot be replayed then.
+        # A step that the leader cannot replay is not replayed here either.
         worker.launch(prepared, StepHooks(after_layer=_ignore if message.eager else None))
         return
     assert isinstance(message, Call)
@@ -161,15 +161,15 @@ def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> N
 
 
 def _ignore(layer: int) -> None:
-    """A layer has been computed."""
+    """Do nothing after a layer."""
 
 
 def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozenset[int]) -> None:
-    """Run it on a thread; what it raises ends this process, and so all ranks.
+    """Run a function on a thread; an exception ends this process, and so all ranks.
 
     Args:
-        cores: where that thread may run, and not only where this rank computes: the leader's
-            thread of the same kind may be just there, and another core idle. Empty: where this may.
+        cores: all cores where the thread may run, not only this rank's: the leader's thread of this
+            kind may occupy those while another core is idle. Empty: this rank's cores only.
     """
     module, _, name = message.entry.partition(":")
     function = getattr(importlib.import_module(module), name)
@@ -179,7 +179,7 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
         try:
             function(beside, worker.kv_memory, message.argument)
         except BaseException:
-            end_within(END_AFTER_DEATH_S)  # whoever reads the log may not read any more
+            end_within(END_AFTER_DEATH_S)  # the log's reader may be gone
             logger.critical("%s cannot go on", message.entry, exc_info=True)
             os._exit(1)
 
@@ -192,16 +192,16 @@ def _failure(error: Exception) -> Failure:
 
 
 def _end_with(until_over: Callable[[], object], done: threading.Event, meeting: Path) -> None:
-    """End this process, whatever it does, when the engine's is gone, and clean up behind that."""
+    """End this process when the engine's process is gone, and remove the meeting's folder."""
     until_over()
     if meeting.is_dir():
         shutil.rmtree(meeting, ignore_errors=True)
-    if not done.wait(_ABORT_GRACE_S):  # it may be ending by itself
+    if not done.wait(_ABORT_GRACE_S):  # the process may be ending by itself
         os._exit(1)
 
 
 def _end_if_stopped(engine_pid: int) -> None:
-    """End the engine's process when it has been stopped for a while, and so all ranks."""
+    """End the engine's process, and so all ranks, when it has been stopped for a while."""
     num_looks = 0
     while num_looks < _MOST_LOOKS:
         time.sleep(_LOOK_EVERY_S)
@@ -219,6 +219,6 @@ if __name__ == "__main__":
         watch.start()
         serve(Connection(messages), Connection(beside), until_over)
     except BaseException:
-        end_within(END_AFTER_DEATH_S)  # whoever reads the log may not read any more
+        end_within(END_AFTER_DEATH_S)  # the log's reader may be gone
         logger.critical("this rank cannot go on", exc_info=True)
-        os._exit(1)  # without waiting for threads of libraries
+        os._exit(1)  # do not wait for library threads

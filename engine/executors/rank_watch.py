@@ -1,10 +1,10 @@
-"""A small process beside a rank that others started: notices when the rank is stopped, and ends it.
+"""A small process beside a rank that others started: ends the rank when it is stopped.
 
-    python -I -S rank_watch.py 1234 7 9     (1234: the rank; 7: its line of life;
-                                             9: a pipe that ends when it does)
+    python -I -S rank_watch.py 1234 7 9     (1234: the rank's process, 7: its life line,
+                                             9: a pipe that closes when the rank ends)
 
-Who is stopped cannot say so, and the engine's process may be on another machine. This file is run
-by itself, beside every rank: it imports nothing that is large.
+A stopped process cannot report that, and the engine's process may be on another machine. This
+file runs by itself, beside every rank, so it imports nothing large.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import sys
 from pathlib import Path
 
 STOPPED = ("T", "t")  # in /proc/PID/stat: by a signal, or by a debugger
-WAS_STOPPED = b"T"  # what the line of life says then
+WAS_STOPPED = b"T"  # message on the life line
 _LOOK_EVERY_S = 0.2
 _MOST_LOOKS = 2
 
 
 def process_state(pid: int) -> str:
-    """Of a process, as the kernel calls it; empty where nobody can say."""
+    """Return a process's state in the kernel's letters; empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -33,8 +33,8 @@ def process_state(pid: int) -> str:
 
 
 def start_watch(life_line: int) -> None:
-    """Have this process watched from now on, by one that ends when it does."""
-    read_end, _ = os.pipe()  # the other end stays open as long as this process lives
+    """Start a process that watches this one, and ends with this one."""
+    read_end, _ = os.pipe()  # the other end stays open while this process lives
     command = [sys.executable, "-I", "-S", __file__]
     subprocess.Popen(
         [*command, str(os.getpid()), str(life_line), str(read_end)],
@@ -45,13 +45,13 @@ def start_watch(life_line: int) -> None:
 
 
 def watch(pid: int, life_line: int, its_end: int) -> None:
-    """Look at a process until it has ended, or was stopped."""
+    """Watch a process until it has ended, or was stopped."""
     num_looks = 0
     while num_looks < _MOST_LOOKS:
         if select.select([its_end], [], [], _LOOK_EVERY_S)[0]:
             return
         num_looks = num_looks + 1 if process_state(pid) in STOPPED else 0
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the reader is gone
         os.write(life_line, struct.pack("!i", len(WAS_STOPPED)) + WAS_STOPPED)
     os.kill(pid, signal.SIGKILL)
 

@@ -1,11 +1,11 @@
-"""RanksExecutor: one rank in this process, and the others wherever somebody started them.
+"""RanksExecutor: one rank in this process, and the others in processes that were started elsewhere.
 
     engine ── plan ──> rank 2 (here: the first of the last stage, which samples)
-                  ├──> rank 0   a connection each, and a line of life
+                  ├──> rank 0   a connection and a life line to each
                   └──> rank 1 ...
 
-The ranks end as one: each ends when this process is gone, and this one fails when one of them is.
-Refuses to know: what a plan is for, and how a rank is started.
+All ranks end together: the others end with this process, and this executor fails when one of them
+is gone. Refuses to know: the meaning of plans, how ranks are started.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class OtherRank(Protocol):
     """A rank in another process.
 
     Attributes:
-        rank: its number.
-        messages: to it and from it.
-        beside: another connection, for what it runs beside its steps.
+        rank: the rank's number.
+        messages: connection for plans, calls and answers.
+        beside: connection for the attached function.
     """
 
     rank: int
@@ -57,18 +57,18 @@ class OtherRank(Protocol):
     beside: Connection
 
     def why_gone(self) -> str | None:
-        """What became of it; None: it runs. Asked every fifth of a second, by one thread."""
+        """Return why the rank is gone, or None while it runs; called by one thread every 0.2 s."""
 
     def end(self) -> None:
-        """End it."""
+        """End the rank."""
 
 
 class OtherRanks:
-    """All of them. Ends them, as one, when one is gone.
+    """All other ranks. When one is gone, all are ended.
 
     Args:
-        ranks: in order.
-        clean: what to do when they have ended.
+        ranks: the ranks, in order.
+        clean: called when all have ended.
     """
 
     def __init__(self, ranks: Sequence[OtherRank], clean: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ class OtherRanks:
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self.failure: EngineDeadError | None = None
-        self.on_end: Callable[[], None] | None = None  # lets this process's rank wait no more
+        self.on_end: Callable[[], None] | None = None  # makes this process's rank stop waiting
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def _watch(self) -> None:
@@ -90,24 +90,24 @@ class OtherRanks:
                 return
 
     def send(self, message: Step | Call | Attach) -> None:
-        """Tell all of them."""
+        """Send a message to all ranks."""
         content = ENCODER.encode(message)
         for rank in self.ranks:
             rank.messages.send_bytes(content)
 
     def answers(self, deadline: float) -> list[Any]:
-        """What they say next; raises what one of them raised, or TimeoutError."""
+        """Return the next answer of each rank; raise what a rank raised, or TimeoutError."""
         return [_answer(rank, deadline) for rank in self.ranks]
 
     @contextlib.contextmanager
     def failing_as_one(self) -> Iterator[None]:
-        """What fails on this rank ends the others, which wait for it in vain."""
+        """End the other ranks if this one fails, as they would wait for it in vain."""
         try:
             yield
         except (CollectiveError, OSError) as error:
             deadline = time.monotonic() + 3 * _LOOK_EVERY_S
             while self.failure is None and time.monotonic() < deadline:
-                time.sleep(_LOOK_EVERY_S / 10)  # the watch is about to find why
+                time.sleep(_LOOK_EVERY_S / 10)  # `_watch` is about to find the reason
             self.fail(f"ranks cannot be reached: {error}")
             raise cast("EngineDeadError", self.failure) from error
         except BaseException as error:
@@ -115,12 +115,12 @@ class OtherRanks:
             raise
 
     def fail(self, why: str) -> None:
-        """End all of them, for good, for what was found here; the first reason stays."""
+        """End all ranks for good; the first reason is kept."""
         self.failure = self.failure or EngineDeadError(why)
         self.end()
 
     def end(self) -> None:
-        """End all of them; may be called twice."""
+        """End all ranks; may be called twice."""
         with self._lock:
             if not self._ending.is_set():
                 self._ending.set()
@@ -132,7 +132,7 @@ class OtherRanks:
 
 
 class _Pending:
-    """A step of all ranks; what this one's gives is its result."""
+    """A step of all ranks; this process's rank gives the result."""
 
     def __init__(self, step: PendingStep, ranks: OtherRanks) -> None:
         self._step, self._ranks = step, ranks
@@ -157,11 +157,11 @@ def _answer(rank: OtherRank, deadline: float) -> Any:
 
 
 class RanksExecutor:
-    """See `engine.executors.base.Executor` for the contract.
+    """Runs steps on several ranks; see `engine.executors.base.Executor` for the contract.
 
     Args:
-        others: those that are starting, each of which has been told what it is to be.
-        meet: finds them all; returns the ranks as this one sees them.
+        others: the other ranks, which are starting and know their options.
+        meet: connects all ranks; returns this rank's view of them.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RanksExecutor:
             self._local = local = UniprocExecutor(model_folder, config, ranks)
             others.answers(deadline)
         except (CollectiveError, RuntimeError) as error:
-            with contextlib.suppress(TimeoutError):  # one may have said why
+            with contextlib.suppress(TimeoutError):  # a rank may have said why
                 others.answers(min(deadline, time.monotonic() + 1.0))
             others.end()
             raise others.failure or error from error
@@ -212,7 +212,7 @@ class RanksExecutor:
         try:
             own = self._local.collective_rpc(method, args, timeout_s)
             values = self._others.answers(deadline)
-        except TimeoutError as error:  # a late answer would be taken for one to the next call
+        except TimeoutError as error:  # a late answer would be taken for the next call's
             self._others.fail(str(error))
             raise
         return values[: self._leader] + own + values[self._leader :]
@@ -224,10 +224,10 @@ class RanksExecutor:
         return {rank.rank: rank.beside for rank in self._others.ranks}
 
     def rest(self) -> None:
-        """Ranks keep their cores."""
+        """Do nothing: ranks lend no cores."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Return False: ranks find memory when they write to it."""
+        """Return False: ranks populate no memory ahead."""
         return False
 
     def check_health(self) -> None:

@@ -1,6 +1,6 @@
-"""RayExecutor: the other ranks are actors of a Ray cluster, which places them.
+"""RayExecutor: the other ranks are actors that a Ray cluster places.
 
-Ray starts and ends them; plans go through connections of their own, as with other launchers.
+Ray starts and ends the actors; plans go over direct connections, as with other launchers.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _PLACEMENT_TIMEOUT_S = 120.0
 
 
 class RankActor:
-    """A rank, as Ray knows it."""
+    """A rank as a Ray actor."""
 
     def serve(self, invitation: bytes, rank: int) -> None:
-        """Be that rank until the engine has ended."""
+        """Serve as a rank until the engine has ended."""
         logging.getLogger("ray").setLevel(logging.WARNING)
         attend(Invitation.decode(invitation), rank)
 
 
 class RayExecutor(RanksExecutor):
-    """See `engine.executors.base.Executor` for the contract."""
+    """Ranks on a Ray cluster; see `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
         ray = connect_ray(config.ray_address, log_to_driver=True)
         ranks = [rank for rank in range(config.num_ranks) if rank != config.leader]
         meeting = Meeting(ray.util.get_node_ip_address(), ranks)
-        self._meeting = meeting  # with the store that other ranks talk to
+        self._meeting = meeting  # keeps the store alive that other ranks use
         need = {"CPU": 1.0, "GPU": 1.0} if config.device.startswith("cuda") else {"CPU": 1.0}
         group = ray.util.placement_group([need] * len(ranks), strategy="PACK")
         actors: list[Any] = []
 
         def end_all() -> None:
-            with contextlib.suppress(Exception):  # Ray itself may be gone, and all is well
+            with contextlib.suppress(Exception):  # Ray itself may be gone, which is fine
                 for actor in actors:
                     ray.kill(actor)
                 ray.util.remove_placement_group(group)

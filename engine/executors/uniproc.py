@@ -1,4 +1,4 @@
-"""UniprocExecutor: one worker, in this process. It fails with the process, or by raising."""
+"""UniprocExecutor: one worker in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from models.parallel.group import ALONE, Ranks
 
 @dataclass(frozen=True, slots=True)
 class SubmittedStep:
-    """A step that is launched, or whose launch is on its way."""
+    """A step that is launched, or about to be."""
 
     launched: Callable[[], LaunchedStep]
     note_failure: Callable[[Exception], None]
@@ -37,7 +37,7 @@ class SubmittedStep:
 
 
 class UniprocExecutor:
-    """See `engine.executors.base.Executor` for the contract."""
+    """One worker in this process; see `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig, ranks: Ranks = ALONE) -> None:
         self.worker = worker = Worker(model_folder, config, ranks)
@@ -50,7 +50,7 @@ class UniprocExecutor:
         self.runs_ahead = worker.runs_ahead
         self.thread = ThreadPoolExecutor(1, "model-runner") if worker.runs_ahead else None
         if self.thread is not None:
-            self.thread.submit(int).result()  # start the thread now: later none may be left
+            self.thread.submit(int).result()  # start the thread now, as threads may run out later
         self._failure: str | None = None
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
@@ -98,5 +98,5 @@ class UniprocExecutor:
 
 
 def worker_of(executor: Executor) -> Worker:
-    """The one worker of a `UniprocExecutor`, for tests and benchmarks that look into it."""
+    """Return the worker of a `UniprocExecutor`, for tests and benchmarks."""
     return cast("UniprocExecutor", executor).worker

@@ -1,6 +1,6 @@
-"""Answer: what has come of one offline request so far, as its reader sees it.
+"""Answer: the output of one offline request so far.
 
-Knows no engine: whoever drives one ends the request there when the answer has ended.
+Refuses to know: engines. The caller must end the request in its engine when the answer has ended.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Answer:
     """Collects the outputs of one request.
 
     Args:
-        choice_index: which of its prompt's outputs the request is.
-        streams: the pieces are wanted one by one; else the text is decoded at the end, which is
-            cheaper, unless a stop string may end it.
+        choice_index: index of the request among its prompt's outputs.
+        streams: whether pieces are wanted one by one. If not, the text is decoded at the end,
+            which is cheaper, unless a stop string may end the output.
 
     Attributes:
-        ended: by the engine or by a stop string.
+        ended: whether the engine or a stop string has ended the answer.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Answer:
         return self._finish_reason is not None
 
     def take(self, output: RequestDelta) -> None:
-        """Add new tokens; the answer may have ended by then."""
+        """Add new tokens, which may end the answer."""
         token_ids, finish_reason = output.token_ids, output.finish_reason
         piece = ""
         if self._text is not None:
@@ -94,12 +94,12 @@ class Answer:
             )
 
     def take_unread(self) -> list[TextDelta]:
-        """What came since the last call, of an answer that streams."""
+        """Return the pieces since the last call; only if the answer streams."""
         unread, self._unread = self._unread, []
         return unread
 
     def completion(self) -> Completion:
-        """The whole; without a tokenizer its text is empty."""
+        """Return the whole answer; without a tokenizer, its text is empty."""
         text = "".join(self._pieces)
         if self._text is None and self._tokenizer is not None:
             text = self._tokenizer.decode(self._token_ids)
@@ -115,7 +115,7 @@ class Answer:
         )
 
     def _metrics(self) -> RequestMetrics | None:
-        """None when no token came."""
+        """Return the request's metrics, or None if no token came."""
         request = self.request
         if self._first_at is None or request.started_at is None:
             return None

@@ -1,7 +1,7 @@
-"""Beam search: the most probable whole outputs, by keeping the best few prefixes of each length.
+"""Beam search: finds the most probable outputs by keeping the best few prefixes of each length.
 
-Needs only something that gives the best next tokens of many prompts. Prefixes that share a
-beginning share its blocks through the prefix cache. Same meaning as `transformers` has
+Needs only a function that returns the best next tokens of many prompts. Prefixes with a common
+beginning share blocks through the prefix cache. The result has the meaning of `transformers`
 (`num_beams`, https://huggingface.co/docs/transformers/generation_strategies). Refuses to know:
 engines, blocks.
 """
@@ -17,22 +17,22 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import MAX_LOGPROBS
 
-MAX_PENALTY = 10  # the power of a length must be a float
+MAX_PENALTY = 10  # larger powers of a length may overflow a float
 
 EarlyStopping = bool | Literal["never"]
 TopTokens = Sequence[tuple[int, float]]  # (token id, logprob), best first
-# Given prompts and a number, that many most probable next tokens of each.
+# Takes prompts and a number; returns this many most probable next tokens of each prompt.
 NextTokens = Callable[[Sequence[list[int]], int], Sequence[TopTokens]]
 
 
 @dataclass(frozen=True, slots=True)
 class BeamCompletion:
-    """One output that a beam search found. ``text`` is empty when there is no tokenizer.
+    """One output of a beam search. ``text`` is empty without a tokenizer.
 
     Attributes:
-        token_ids: with the end token, if it ends with one.
-        logprob: of the whole output.
-        score: ``logprob / len(token_ids) ** length_penalty``, by which outputs are ordered.
+        token_ids: tokens of the output, including an end token.
+        logprob: log-probability of the whole output.
+        score: ``logprob / len(token_ids) ** length_penalty``; outputs are ordered by score.
     """
 
     text: str
@@ -44,17 +44,17 @@ class BeamCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Checked when made; raises InvalidRequestError naming the field.
+    """Parameters of a beam search; raises InvalidRequestError naming the field.
 
     Attributes:
-        beam_width: outputs that are kept, and returned; with the model's end tokens at most 20.
+        beam_width: number of outputs to keep and return; together with the end tokens at most 20.
         max_tokens: most output tokens, at least 1.
         length_penalty: exponent of the length in the score, from -10 to 10; above 0 favours long
             outputs.
         early_stopping: True ends the search when ``beam_width`` outputs have ended; False, when
-            no output that goes on would be better if it ended now; ``"never"``, when none could
-            ever become better.
-        end_token_ids: that end an output.
+            no running output would score better if it ended now; ``"never"``, when no running
+            output could ever score better.
+        end_token_ids: tokens that end an output.
     """
 
     beam_width: int = 4
@@ -86,11 +86,11 @@ class BeamSearchParams:
 
     @property
     def num_candidates(self) -> int:
-        """Next tokens to look at per prefix: were all end tokens among them, enough go on."""
+        """Return how many next tokens each prefix needs, so that enough are not end tokens."""
         return self.beam_width + len(self.end_token_ids)
 
     def score(self, logprob: float, num_tokens: int) -> float:
-        """What outputs are ordered by."""
+        """Return an output's score, by which outputs are ordered."""
         return float(logprob / num_tokens**self.length_penalty)
 
 
@@ -99,7 +99,7 @@ class Beam:
     """An output so far.
 
     Attributes:
-        score: of an output that has ended; else 0.
+        score: score of an ended output; 0 while it runs.
     """
 
     token_ids: tuple[int, ...]
@@ -108,14 +108,14 @@ class Beam:
 
 
 class BeamSearch:
-    """The search for one prompt: ask for `running`, give `advance` what may follow, until `done`.
+    """The search for one prompt: until `done`, pass next tokens of `running` to `advance`.
 
     Args:
         max_tokens: most output tokens; the model's length may allow less than the parameters.
 
     Attributes:
-        running: outputs that go on, best first; all of them equally long.
-        finished: outputs that have ended, best first; ``beam_width`` at most.
+        running: outputs that continue, best first, all equally long.
+        finished: outputs that have ended, best first; at most ``beam_width``.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int) -> None:
@@ -126,7 +126,7 @@ class BeamSearch:
         self.done = False
 
     def advance(self, next_tokens: Sequence[TopTokens]) -> None:
-        """One token more.
+        """Extend the running outputs by one token.
 
         Args:
             next_tokens: for each running output, its ``num_candidates`` best next tokens.
@@ -140,7 +140,7 @@ class BeamSearch:
         candidates.sort(key=lambda beam: beam.logprob, reverse=True)
         num_tokens = len(candidates[0].token_ids)
         at_limit = num_tokens >= self._max_tokens
-        # What ends behind the best beam_width candidates is not good enough to be kept.
+        # Only outputs that end among the best beam_width candidates are good enough to keep.
         ended = [
             Beam(beam.token_ids, beam.logprob, params.score(beam.logprob, num_tokens))
             for beam in candidates[: params.beam_width]
@@ -155,7 +155,7 @@ class BeamSearch:
         self.done = at_limit or not self.running or self._cannot_improve(num_tokens)
 
     def _cannot_improve(self, num_tokens: int) -> bool:
-        """Whether the outputs that have ended are to be kept whatever the others become."""
+        """Return whether no running output can still improve on the ended ones."""
         params = self._params
         if len(self.finished) < params.beam_width:
             return False
@@ -173,7 +173,7 @@ def search_beams(
     max_model_len: int,
     next_tokens: NextTokens,
 ) -> list[list[Beam]]:
-    """For each prompt the outputs that have ended, best first. All prompts advance together."""
+    """Return the ended outputs of each prompt, best first. All prompts advance together."""
     searches = [
         BeamSearch(params, min(params.max_tokens, max_model_len - len(prompt)))
         for prompt in prompts

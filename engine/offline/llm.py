@@ -1,4 +1,4 @@
-"""LLM: the engine in one process, no network. The reference that the split system must equal.
+"""LLM: the engine in one process, without a network. The split system must give the same tokens.
 
 from baton import LLM
 LLM("examples/demo_model").generate(["def read_config(path):"])
@@ -69,10 +69,11 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
-        # Nobody waits for a single token of a batch: prompts need not be cut for those who decode.
+        # In a batch nobody waits for a single token, so prompts are not cut for the sake of
+        # decodes.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         self.engine = Engine(folder, EngineConfig(**options))
-        self._answers: dict[str, Answer] = {}  # of requests in progress
+        self._answers: dict[str, Answer] = {}  # by request id, of requests in progress
         self._num_requests = 0
         self._dead = False
 
@@ -91,9 +92,9 @@ class LLM:
             progress: show a progress bar on standard error.
 
         Returns:
-            Completions in prompt order, those of one prompt (``SamplingParams.n``) next to each
-            other; ``text`` is empty for a checkpoint without a tokenizer. One that ends with
-            ``ABORT`` had no token left that its structured output and its bans both allow.
+            Completions in prompt order, with those of one prompt (``SamplingParams.n``) side by
+            side; ``text`` is empty for a checkpoint without a tokenizer. A completion ends with
+            ``ABORT`` if its structured output and its bans allow no further token.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
@@ -117,7 +118,7 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Answer each conversation, by the checkpoint's chat template; as `generate` otherwise.
+        """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
 
         Args:
             conversations: lists of messages with a ``role`` and a ``content``; one or many.
@@ -137,11 +138,11 @@ class LLM:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
     ) -> list[list[BeamCompletion]]:
-        """For each prompt the best ``beam_width`` outputs, best first; see `BeamSearchParams`.
+        """Return each prompt's ``beam_width`` best outputs, best first; see `BeamSearchParams`.
 
-        The tokens of `transformers`' ``generate(num_beams=beam_width, do_sample=False)``. Every
-        step computes what its prefixes do not find in the prefix cache; without one it computes
-        all of them from their beginning, and finds the same.
+        The tokens equal those of `transformers`' ``generate(num_beams=beam_width,
+        do_sample=False)``. Each step finds its prefixes in the prefix cache; without one, it
+        computes them from the beginning, with the same result.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
@@ -177,7 +178,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[TextDelta]:
-        """Complete one prompt, piece by piece; leaving the loop ends the request.
+        """Complete one prompt, piece by piece; leaving the loop aborts the request.
 
         The pieces of several outputs (``SamplingParams.n``) come as they are made.
         Raises InvalidRequestError, when the iteration begins.
@@ -189,20 +190,20 @@ class LLM:
                 self._step()
                 for answer in answers:
                     yield from answer.take_unread()
-            for answer in answers:  # what came while somebody else made the last steps
+            for answer in answers:  # pieces that arrived during another reader's steps
                 yield from answer.take_unread()
         finally:
             for request in requests:
                 self._end(request.request_id)
             while self.engine.step_in_flight and not self._answers:
-                self._step()  # nothing is left behind
+                self._step()  # leave no step in flight
 
     def metrics(self) -> EngineMetrics:
-        """What the engine has done and what it holds."""
+        """Return the engine's metrics."""
         return self.engine.metrics()
 
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
-        """Give a prompt's requests to the engine."""
+        """Submit a prompt's requests to the engine."""
         answers = []
         for index, request in enumerate(choices):
             answer = Answer(request, self.tokenizer, choice_index=index, streams=streams)
@@ -213,14 +214,14 @@ class LLM:
         return answers
 
     def _end(self, request_id: str) -> None:
-        """Forget a request, and end it where a stop string or its reader did so first."""
+        """Forget a request, and abort it unless it has ended."""
         self._answers.pop(request_id, None)
         self.engine.abort(request_id)
 
     def _step(self) -> int:
-        """A step, and its outputs to their answers; returns how many requests ended.
+        """Run a step and pass its outputs to their answers; return how many requests ended.
 
-        What nobody expected is dumped to a file and ends the engine.
+        An unexpected error is dumped to a file and ends the engine.
         """
         if self._dead:
             raise EngineDeadError("the engine has failed before; make a new LLM")
@@ -235,7 +236,7 @@ class LLM:
         num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)
-            if answer is None:  # somebody gave it to the engine directly
+            if answer is None:  # submitted to the engine directly
                 continue
             answer.take(output)
             if answer.ended:
@@ -244,7 +245,7 @@ class LLM:
         return num_ended
 
     def _end_failed(self) -> int:
-        """Abort answers that no token can go on with; returns how many."""
+        """Abort requests that cannot go on; return how many."""
         num_ended = 0
         for request_id, error in self.engine.take_failures():
             answer = self._answers.pop(request_id, None)
@@ -256,7 +257,7 @@ class LLM:
         return num_ended
 
     def _make_choices(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """A request for each of the outputs that are wanted of a prompt."""
+        """Make one request per wanted output (``SamplingParams.n``) of a prompt."""
         token_ids = self._tokenize(prompt)
         engine = self.engine
         self._check_prompt(token_ids)
@@ -310,13 +311,13 @@ class LLM:
 
 
 def _is_conversation(value: object) -> bool:
-    """Whether this is one conversation: a list of messages, not of lists."""
+    """Return whether a value is one conversation: a list of messages, not of lists."""
     return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
 
 
 @contextmanager
 def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, or nothing; gives what advances it."""
+    """Show a progress bar, if wanted; yield a function that advances the bar."""
     if not shown:
         yield lambda num: None
         return

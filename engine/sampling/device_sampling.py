@@ -1,6 +1,6 @@
-"""Sampling parameters as the GPU's sampling kernel takes them, and the call of it.
+"""The GPU sampling kernel's parameters, and its call.
 
-Nothing here waits for the device, so that a step can be launched before the one before has ended.
+Nothing here waits for the device, so that a step can be launched before the previous one has ended.
 Refuses to know: penalties, grammars, logprobs; rows that need them are sampled in `sampler.py`.
 """
 
@@ -14,14 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Beyond these float32 overflows; below, sampling is greedy, above, all tokens are as probable.
+# Beyond these, float32 overflows; below, sampling is greedy, and above, all tokens are equally
+# likely.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
-# As a float32 a smaller one is 0, which keeps no token at all; this one keeps the best.
+# Smaller values become 0 in float32 and would keep no token; this one keeps the best.
 LEAST_TOP_P = 1e-30
 
-_ALIGNED_WORDS = 4  # of 4 bytes: what Triton takes for aligned, and compiles for
+_ALIGNED_WORDS = 4  # number of 4-byte words that Triton takes for aligned and compiles for
 
-# The kernel's parameters by name, each `[num_requests]` but for the keys, `[num_requests, 2]`.
+# The kernel's parameters by name, each `[num_requests]`, except the keys, `[num_requests, 2]`.
 PARAMETER_TYPES: Mapping[str, torch.dtype] = {
     "temperatures": torch.float32,
     "top_k": torch.int32,
@@ -32,7 +33,7 @@ PARAMETER_TYPES: Mapping[str, torch.dtype] = {
 
 
 def kernel_parameters(parameters: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.generic]]:
-    """`PARAMETER_TYPES` on the host, but for the keys: the same as long as a request lives.
+    """Return `PARAMETER_TYPES` on the host, except the keys; constant for each request.
 
     Args:
         parameters: `[num_requests]` of `sampling_input.PARAMETERS`.
@@ -50,7 +51,7 @@ def kernel_parameters(parameters: npt.NDArray[np.void]) -> dict[str, npt.NDArray
 def kernel_arrays(
     parameters: npt.NDArray[np.void], keys: npt.NDArray[np.uint32]
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """`PARAMETER_TYPES` on the host.
+    """Return `PARAMETER_TYPES` on the host.
 
     Args:
         parameters: `[num_requests]` of `sampling_input.PARAMETERS`.
@@ -62,13 +63,13 @@ def kernel_arrays(
 def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Sample one token per row with the Triton kernel: `[num_requests]` int64, on the same device.
 
-    A row with NaN or plus infinity gives `NO_TOKEN`, which is no index: clamp it before use.
+    A row with NaN or plus infinity gives `NO_TOKEN`, which is no valid index: clamp before use.
 
     Args:
         logits: `[num_requests, vocab_size]`, of any floating dtype.
-        tensors: `PARAMETER_TYPES`, there.
+        tensors: `PARAMETER_TYPES` on the same device.
     """
-    # Not before it is needed: Triton takes a while, and asks once whether to compile or interpret.
+    # Imported late: Triton takes a while, and reads only once whether to compile or interpret.
     from baton_kernels.triton.sampling.tokens import sample_tokens
 
     return sample_tokens(
@@ -84,10 +85,10 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
 def upload_parameters(
     parameters: npt.NDArray[np.void], keys: npt.NDArray[np.uint32], device: torch.device
 ) -> dict[str, Tensor]:
-    """`kernel_arrays` on the device, in one copy that nobody waits for.
+    """Return `kernel_arrays` on the device, uploaded in one asynchronous copy.
 
-    Each begins at a multiple of 16 bytes, whatever the number of requests is: for other addresses
-    Triton would compile the kernels anew, in the middle of serving.
+    Each array begins at a multiple of 16 bytes for any number of requests; for other addresses,
+    Triton would compile the kernels again while serving.
     """
     arrays = kernel_arrays(parameters, keys)
     starts = list(accumulate((_round_up(array.size) for array in arrays.values()), initial=0))

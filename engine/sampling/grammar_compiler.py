@@ -1,8 +1,8 @@
-"""GrammarCompiler: from what a request asks for to the state of its grammar, off the step loop.
+"""GrammarCompiler: compiles requests' grammars into states, outside the step loop.
 
-A worker process compiles each grammar first, within limits. Then threads of this class compile it
-here, equal grammars of one tenant once. A state is handed over with its first mask. Knows no queue
-and no step.
+A worker process compiles each grammar first, within limits. Then threads compile the grammar here,
+once for equal grammars of one tenant. A state is handed over with its first mask. Refuses to know:
+queues, steps.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from engine.core.request import Request
 NUM_THREADS = 2
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 256 * 2**20
-# The library recurses where grammars nest, as it did in the worker, whose stack is smaller. Only
-# what is used is real.
+# The library recurses into nested grammars. The worker process, with a smaller stack, tried the
+# grammar before. Unused stack takes no memory.
 _STACK_BYTES = 512 * 2**20
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True)
 class _Compiled:
-    """A grammar that is remembered. What failed is, too.
+    """A remembered grammar, also if compiling failed.
 
     Attributes:
-        matcher: at the beginning of an output; only copies of it advance.
-        num_bytes: memory that it takes; 0 while it is not known.
-        may_pass_later: whether it failed for want of room, not for what it is.
+        matcher: matcher at the beginning of an output; only copies of it advance.
+        num_bytes: memory that the grammar takes; 0: not known yet.
+        may_pass_later: whether compiling failed for lack of resources, not for the grammar itself.
     """
 
     matcher: asyncio.Future[LLMatcher] | None = None
@@ -59,22 +59,21 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one checkpoint; equal ones once, while they are remembered.
+    """Compiles grammars for one checkpoint, equal ones only once while remembered.
 
-    Tenants, by what their KV depends on besides tokens, take turns, and none finds what another one
-    had compiled: it would say in no time what that one sent, and whoever asks first, behind much
-    else, would hold up the others.
+    Tenants, told apart by `Request.extra_keys`, take turns, and share no compiled grammars: a fast
+    answer would reveal another tenant's grammar, and one tenant's queue would delay the others.
+
+    All methods are for the engine's thread; compiling happens on other threads.
 
     Args:
-        model_folder: of the checkpoint; its tokenizer is read when the first grammar comes.
-        vocab_size: of the logits.
-        eos_token_ids: are allowed where the output may end.
-        early: the tokenizer and the template of the trials, if the program has made them.
-
-    All but the compiling is the engine's thread's.
+        model_folder: folder of the checkpoint; its tokenizer is loaded for the first grammar.
+        vocab_size: size of the logits.
+        eos_token_ids: tokens that are allowed where the output may end.
+        early: the tokenizer and the trials' template process, if made already.
 
     Attributes:
-        on_ready: called, on any thread, when `take_ready` has something.
+        on_ready: called, on any thread, when `take_ready` has a new result.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class GrammarCompiler:
         template = None if early is None else early.template
         self._trials = GrammarTrials(model_folder, eos_token_ids, template)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the trials; on its own thread
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the trials; has its own thread
         # Least recently used first.
         self._cache: OrderedDict[tuple[str, StructuredOutput], _Compiled] = OrderedDict()
         self._ready: deque[tuple[Request, Outcome]] = deque()
@@ -126,7 +125,7 @@ class GrammarCompiler:
             logger.warning("structured output: %s", error)
 
     def submit(self, request: Request) -> None:
-        """Compile a request's grammar; `take_ready` will have it."""
+        """Compile a request's grammar; `take_ready` will return the result."""
         structured_output = request.sampling_params.structured_output
         assert structured_output is not None
         caller = b"".join(request.extra_keys).hex()
@@ -135,7 +134,7 @@ class GrammarCompiler:
         )
 
         def on_done(future: Future[Outcome]) -> None:
-            error = future.exception()  # a panic in Rust, say: nobody else would end the request
+            error = future.exception()  # such as a Rust panic; nothing else ends the request
             unforeseen = InvalidRequestError("structured_output", one_line(repr(error)))
             self._ready.append((request, future.result() if error is None else unforeseen))
             self.on_ready()
@@ -143,7 +142,7 @@ class GrammarCompiler:
         self._on_loop(making).add_done_callback(on_done)
 
     def take_ready(self) -> list[tuple[Request, Outcome]]:
-        """What was compiled since the last call, or why it cannot be."""
+        """Return requests compiled since the last call, each with a state or an error."""
         ready: list[tuple[Request, Outcome]] = []
         while self._ready:
             ready.append(self._ready.popleft())
@@ -159,7 +158,7 @@ class GrammarCompiler:
             request.grammar.accept(token_id)
 
     def compile_now(self, params: SamplingParams) -> GrammarState:
-        """Compile while the caller waits; raises InvalidRequestError, OverloadedError."""
+        """Compile a grammar and wait for it; raises InvalidRequestError, OverloadedError."""
         if params.structured_output is None:
             return self._make_thought(params)
         outcome = self._on_loop(self._make_state(params.structured_output, params)).result()
@@ -183,11 +182,11 @@ class GrammarCompiler:
         except InvalidRequestError as error:
             return InvalidRequestError(error.field, error.problem)  # raised once, not again
         except (BatonError, OSError, RuntimeError) as error:
-            # Neither the request nor this node is at fault, so the request stays here.
+            # The request and this node are not at fault, so the request stays here.
             return OverloadedError(f"structured_output: {error}")
 
     def _make_thought(self, params: SamplingParams) -> GrammarState:
-        return GrammarState(None, params, self._vocab_size)
+        return GrammarState(None, params, self._vocab_size, self._eos_token_ids)
 
     def _bring_to(
         self, matcher: LLMatcher, params: SamplingParams, output_token_ids: Sequence[int]
@@ -220,7 +219,7 @@ class GrammarCompiler:
     async def _make_matcher(
         self, structured_output: StructuredOutput, compiled: _Compiled, caller: str
     ) -> LLMatcher:
-        """Try it in a worker process; only what passes there is compiled in this one."""
+        """Compile a grammar in a worker process first; only if that succeeds, compile it here."""
         try:
             trial = await self._trials.run(structured_output, caller=caller)
             compiled.num_bytes = trial.num_bytes
@@ -231,7 +230,7 @@ class GrammarCompiler:
         except InvalidRequestError:
             raise
         except (BatonError, OSError, RuntimeError):
-            compiled.may_pass_later = True  # too many wait, or no process or thread is left
+            compiled.may_pass_later = True  # too many are waiting, or no process or thread is left
             raise
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:

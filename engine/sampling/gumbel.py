@@ -1,12 +1,12 @@
-"""Gumbel-max sampling. The noise is a function of (seed, output position, token id) alone.
+"""Gumbel-max sampling with noise that depends only on (seed, output position, token id).
 
     token = argmax over t of  logit(t) + temperature * G(seed, position, t)
 
-With G of Gumbel's distribution that draws from softmax(logit / temperature): Maddison, Tarlow and
-Minka, "A* Sampling", NeurIPS 2014. Rounding that differs between batches or nodes can change a
-token only where the two best scores nearly tie; were the cumulative distribution inverted, every
-token would be a border. Scores are float64 on a CPU, and of the logits' type on a GPU. Knows no
-filters and no requests.
+With Gumbel-distributed G, this draws from softmax(logit / temperature): Maddison, Tarlow and Minka,
+"A* Sampling", NeurIPS 2014. Rounding differs between batches or nodes, but changes a token only if
+the two best scores nearly tie. Inverting the cumulative distribution would be sensitive at every
+token. Scores are float64 on a CPU, and of the logits' type on a GPU. Refuses to know: filters,
+requests.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Floats = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
-# Logits looked at together: with their noise they stay in a core's cache.
+# Logits processed together, so that these and their noise stay in a core's cache.
 CHUNK_ELEMENTS = 2**16
 NO_TOKEN = -1
-_SPREAD = 0x9E3779B9  # 2**32 over the golden ratio: neighbouring ids become far ones
+_SPREAD = 0x9E3779B9  # 2**32 over the golden ratio, so that neighbouring ids become distant
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B
-# What a float's bits, read as an integer, exceed its binary logarithm by (in units of 2**-23),
-# and the 32 that make a share of a hash: 127 is float32's exponent bias.
+# A float's bits, read as an integer in units of 2**-23, exceed its binary logarithm by 127
+# (float32's exponent bias). The other 32 turn a hash into a share of 2**32.
 _BITS_OFFSET = 127 + 32
 
 
 def noise_hashes(keys: Words, token_ids: npt.NDArray[np.integer]) -> Words:
-    """One 32-bit word per key and token id, evenly distributed; different ids never collide.
+    """Return one 32-bit word per key and token id, evenly distributed; different ids never collide.
 
     The mixer and its multipliers are `lowbias32` of Chris Wellons' hash-prospector
     (https://github.com/skeeto/hash-prospector), with the key mixed in before and between.
 
     Args:
-        keys: `[..., 2]`, what `counter_words` gives for a seed and a position.
-        token_ids: broadcast against the rest of ``keys``.
+        keys: `[..., 2]`, from `counter_words` of a seed and a position.
+        token_ids: broadcast against the leading dimensions of ``keys``.
     """
     shape = np.broadcast_shapes(keys.shape[:-1], token_ids.shape)
     hashes, scratch = np.empty(shape, dtype=np.uint32), np.empty(shape, dtype=np.uint32)
@@ -49,7 +49,7 @@ def noise_hashes(keys: Words, token_ids: npt.NDArray[np.integer]) -> Words:
 
 
 def gumbel(hashes: Words) -> Floats:
-    """Noise of Gumbel's distribution, from -3.2 to 22.9."""
+    """Return Gumbel-distributed noise, from -3.2 to 22.9."""
     # The largest noise comes from the smallest shares, where floats are finest.
     shares = (hashes + 0.5) * 2.0**-32
     noise: Floats = -np.log(-np.log1p(-shares))
@@ -77,14 +77,14 @@ def best_scores(
     scores = logits + temperatures[rows] * gumbel(noise_hashes(keys[rows], token_ids))
     best = np.full(num_rows, -np.inf)
     np.fmax.at(best, rows, scores)
-    winners = (scores == best[rows]).nonzero()[0][::-1]  # the first of equal ones is written last
+    winners = (scores == best[rows]).nonzero()[0][::-1]  # of ties, the first is written last
     drawn = np.full(num_rows, NO_TOKEN, dtype=np.int64)
     drawn[rows[winners]] = token_ids[winners]
     return drawn
 
 
 def draw(logits: Tensor, temperatures: Floats, keys: Words) -> TokenIds:
-    """One token per row, of the whole vocabulary.
+    """Draw one token per row from the whole vocabulary.
 
     Args:
         logits: `[num_rows, vocab_size]`, float32 or float64; minus infinity is never drawn.
@@ -92,8 +92,7 @@ def draw(logits: Tensor, temperatures: Floats, keys: Words) -> TokenIds:
         keys: `[num_rows, 2]`.
 
     Returns:
-        `[num_rows]`; 0 where every token is minus infinity, and on a CPU NO_TOKEN where a token is
-        NaN.
+        `[num_rows]`; 0 if every token is minus infinity, and on a CPU NO_TOKEN if a token is NaN.
     """
     if logits.is_cuda:
         on_device: TokenIds = device_scores(logits, temperatures, keys).argmax(-1).cpu().numpy()
@@ -117,16 +116,16 @@ def _draw_chunk(
     spread: Words,
     buffers: Words,
 ) -> TokenIds:
-    """`draw` of some rows: an upper bound of every score, exact ones where it can be the best.
+    """Draw tokens for some rows: bound every score, then compute exactly those that may be best.
 
-    Logarithms of a whole vocabulary would cost as much as all the rest.
+    Logarithms of a whole vocabulary would cost as much as everything else.
     """
     num_rows, vocab_size = logits.shape
     hashes, scratch = buffers[:, :num_rows]
     _mix(spread, keys[:, None], hashes, scratch)
     bounds, offsets = _score_bounds(logits, temperatures, hashes, scratch)
     rows = np.arange(num_rows)
-    likely = bounds.argmax(axis=1)  # its score is what the others must reach
+    likely = bounds.argmax(axis=1)  # the other scores must reach this one's
     values = logits[rows, likely].astype(np.float64)
     reached = values + temperatures * gumbel(noise_hashes(keys, likely))
     with np.errstate(invalid="ignore"):
@@ -141,10 +140,10 @@ def _draw_chunk(
 def _score_bounds(
     logits: npt.NDArray[np.floating], temperatures: Floats, hashes: Words, scratch: Words
 ) -> tuple[npt.NDArray[np.floating], Floats]:
-    """Upper bounds of scores, less an offset per row; overwrites hashes and scratch.
+    """Return upper bounds of scores, minus an offset per row; overwrites hashes and scratch.
 
-    G <= -log(share), as -log(1 - share) >= share; and the bits of a float, read as an integer, are
-    its binary logarithm or up to 0.09 below (Mitchell, "Computer Multiplication and Division Using
+    G <= -log(share), as -log(1 - share) >= share. A float's bits, read as an integer, are its
+    binary logarithm or up to 0.09 less (Mitchell, "Computer Multiplication and Division Using
     Binary Logarithms", 1962).
 
     Returns:
@@ -155,7 +154,7 @@ def _score_bounds(
     bounds[...] = scratch.view(np.int32)
     slopes = temperatures * math.log(2)
     bounds *= (slopes * -(2.0**-23)).astype(np.float32)[:, None]
-    # Penalties may have made float64 logits that no float32 can hold.
+    # Penalties may have made float64 logits that float32 cannot hold.
     sums = np.add(bounds, logits, out=bounds if logits.dtype == np.float32 else None)
     return sums, slopes * _BITS_OFFSET
 
@@ -165,7 +164,7 @@ def _spread(token_ids: npt.NDArray[np.integer]) -> Words:
 
 
 def _mix(spread: Words, keys: Words, hashes: Words, scratch: Words) -> None:
-    """`noise_hashes` of ids that `_spread` has multiplied; written to ``hashes``."""
+    """Write `noise_hashes` of ids multiplied by `_spread` to ``hashes``."""
     np.add(spread, keys[..., 0], out=hashes)
     np.right_shift(hashes, 16, out=scratch)
     hashes ^= scratch
@@ -182,7 +181,7 @@ def _mix(spread: Words, keys: Words, hashes: Words, scratch: Words) -> None:
 
 
 def device_hashes(keys: Words, vocab_size: int, device: torch.device) -> Tensor:
-    """The bits of `noise_hashes` for every token id: `[num_rows, vocab_size]` int32."""
+    """Return `noise_hashes` of all token ids, as bits: `[num_rows, vocab_size]` int32."""
     words = torch.from_numpy(keys.view(np.int32)).to(device)  # [num_rows, 2]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
     hashes = token_ids * _signed(_SPREAD) + words[:, :1]
@@ -196,7 +195,7 @@ def device_hashes(keys: Words, vocab_size: int, device: torch.device) -> Tensor:
 
 
 def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
-    """Score of every token, `[num_rows, vocab_size]`, in the logits' type and where they are.
+    """Return each token's score, `[num_rows, vocab_size]`, in the logits' type and on their device.
 
     Args:
         logits: `[num_rows, vocab_size]`.
@@ -211,10 +210,10 @@ def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
 
 
 def _shifted(words: Tensor, num_bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift words to the right, with zeros from the left."""
     return (words >> num_bits).bitwise_and_(2 ** (32 - num_bits) - 1)
 
 
 def _signed(word: int) -> int:
-    """The int32 of the same bits."""
+    """Return the int32 with the same bits."""
     return word - 2**32 if word >= 2**31 else word

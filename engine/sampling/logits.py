@@ -1,7 +1,7 @@
-"""Logits as a request wants them: penalties, biases and bans, before a token is chosen.
+"""Adjusts logits for a request, with penalties, biases and bans, before a token is chosen.
 
-A function of the model's logits and the request's own tokens and nothing else, so that neither the
-batch, nor the node, nor a preemption can change it. Knows no temperature and no randomness.
+The result depends only on the model's logits and the request's own tokens, hence not on batch, node
+or preemption. Refuses to know: temperature, randomness.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.api.sampling_params import SamplingParams
 from engine.sampling.sampling_input import RequestSnapshot
 
-# A penalty next to 0 or to infinity would make numbers that temperature cannot divide.
+# A penalty close to 0 or infinity would make numbers that temperature cannot divide.
 _LARGEST_LOGIT = 1e300
 
 
@@ -27,14 +27,14 @@ def adjust_logits(
     requests: Sequence[RequestSnapshot],
     allowed_bits: Mapping[int, NDArray[np.uint8]] = MappingProxyType({}),
 ) -> Tensor:
-    """Penalties, then biases, then bans and grammars; `[num_requests, vocab_size]` in and out.
+    """Apply penalties, biases, bans and grammars; `[num_requests, vocab_size]` in and out.
 
-    Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858. Presence and frequency penalty,
+    Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858. Presence and frequency penalty and
     logit bias: as in the OpenAI API.
 
     Args:
-        logits: row i belongs to ``requests[i]``; is not written to.
-        allowed_bits: what grammars allow, by row; see `GrammarState.allowed_bits`.
+        logits: row i belongs to ``requests[i]``; not modified.
+        allowed_bits: tokens that grammars allow, by row; see `GrammarState.allowed_bits`.
 
     Returns:
         float64; banned tokens are minus infinity.
@@ -69,7 +69,7 @@ def _penalize_output(row: Tensor, counts: Counter[int], params: SamplingParams) 
 
 
 def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
-    """Minus infinity for what must not be drawn. End tokens stay if nothing else would."""
+    """Set forbidden tokens to minus infinity; keep end tokens if nothing else would remain."""
     params = request.sampling_params
     if params.allowed_token_ids is not None:
         only = torch.full_like(row, -torch.inf)
@@ -81,17 +81,17 @@ def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
     if allowed is not None:
         row.masked_fill_(~allowed, -torch.inf)
     if request.num_output_tokens < params.min_tokens:
-        # A checkpoint may name end tokens that its vocabulary does not have.
+        # A checkpoint may name end tokens that are not in its vocabulary.
         ends = [token_id for token_id in request.stop_token_ids if token_id < len(row)]
         without_ends = row.index_fill(0, _index(ends, row), -torch.inf)
         row.copy_(torch.where(without_ends.isfinite().any(), without_ends, row))
 
 
 def _unpack(bits: Mapping[int, NDArray[np.uint8]], logits: Tensor) -> dict[int, Tensor]:
-    """Masks, `[vocab_size]` bool each, of what grammars allow, by row."""
+    """Return masks of tokens that grammars allow, by row: `[vocab_size]` bool each."""
     if not bits:
         return {}
-    # Packed to the device and unpacked there: an eighth of the bytes.
+    # Copied in packed form and unpacked on the device: an eighth of the bytes.
     packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
     values = torch.arange(256, device=logits.device).unsqueeze(1)
     unpacked = (values >> torch.arange(8, device=logits.device) & 1).bool()  # [256, 8]

@@ -1,7 +1,7 @@
-"""Logprobs: how probable the model itself held a token, and the best ones, to be.
+"""Logprobs: the model's own log-probabilities of tokens, and of the most probable tokens.
 
-Of output tokens and of prompt tokens; from the log-softmax of the model's own logits: before
-penalties, biases, bans, temperature and filters.
+For output and prompt tokens; from the log-softmax of the model's logits before penalties, biases,
+bans, temperature and filters.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from baton.api.outputs import TokenLogprobs
 from engine.core.outputs import PromptLogprobs
 from engine.sampling.sampling_input import SamplingInput
 
-# Logits of so many prompt tokens at a time: those of a long chunk would take gigabytes.
+# Prompt tokens whose logits are computed at a time; logits of a long chunk would take gigabytes.
 MAX_PROMPT_ROWS = 256
 
 
 def compute_logprobs(
     logits: Tensor, sampling: SamplingInput, token_ids: Sequence[int]
 ) -> dict[str, tuple[TokenLogprobs, ...]]:
-    """For the requests that ask for them, by request id; of all that was sampled.
+    """Return the logprobs of all sampled tokens, by request id, of requests that ask for them.
 
     Args:
         logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
-        token_ids: that were sampled from them.
+        token_ids: `[num_sampling]`, the sampled tokens.
     """
     if not sampling.wants_logprobs:
         return {}
@@ -44,13 +44,13 @@ def compute_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The part of a step that predicts tokens of a prompt whose request asks for their logprobs.
+    """A chunk of a prompt whose request asks for prompt logprobs.
 
     Attributes:
-        first_row: of the step's hidden states.
-        first_position: of ``token_ids[0]`` in the prompt; the row before it predicts it.
-        token_ids: the predicted tokens; none where the step computes the prompt's last token only.
-        num_top: most probable tokens wanted with each.
+        first_row: row of the step's hidden states that predicts ``token_ids[0]``.
+        first_position: position of ``token_ids[0]`` in the prompt.
+        token_ids: the predicted tokens; empty if the step computes only the prompt's last token.
+        num_top: number of most probable tokens wanted with each.
     """
 
     request_id: str
@@ -65,11 +65,11 @@ def compute_prompt_logprobs(
     compute_logits: Callable[[Tensor], Tensor],
     prompt_rows: Sequence[PromptRows],
 ) -> dict[str, PromptLogprobs]:
-    """For each of the chunks, by request id.
+    """Return the logprobs of each chunk, by request id.
 
     Args:
-        hidden_states: `[num_tokens, hidden_size]` of the step.
-        compute_logits: `[n, hidden_size]` to `[n, vocab_size]`.
+        hidden_states: `[num_tokens, hidden_size]`, the step's hidden states.
+        compute_logits: turns `[n, hidden_size]` into `[n, vocab_size]`.
     """
     return {
         chunk.request_id: PromptLogprobs(
@@ -97,7 +97,7 @@ def _slice_logprobs(
 def _token_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Row by row: of that token, and of that many best ones. Logits are `[n, vocab_size]`."""
+    """Return each row's logprob of its token, and its best tokens. Logits are `[n, vocab_size]`."""
     logprobs = _log_softmax(logits)
     best_ids, best = _best(logprobs, num_top)
     index = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device).unsqueeze(1)
@@ -109,9 +109,9 @@ def _token_logprobs(
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """In float32; a row's bits are those it has in any other place.
+    """Return the log-softmax in float32; a row's bits do not depend on its place.
 
-    On a GPU torch adds in an order that follows from a row's address, unless all begin at a
+    On a GPU, torch's order of addition depends on a row's address, unless all rows begin at a
     multiple of 16 bytes.
     """
     size, wide = logits.shape[-1], logits.float()
@@ -121,19 +121,19 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _best(logprobs: Tensor, num_top: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
-    """Each row's so many best tokens and their logprobs, falling; of equal ones the first.
+    """Return each row's best tokens and their logprobs, descending; ties by token id.
 
-    `topk` takes any of equal ones, and which follows from how many are asked for: by all rows.
+    `topk` alone breaks ties arbitrarily, depending on the number asked for over all rows.
     """
     vocab_size = logprobs.shape[-1]
     wanted = torch.tensor(num_top, device=logprobs.device).clamp(max=vocab_size)
     most = min(max(num_top) + 1, vocab_size)
     found = logprobs.topk(most, dim=-1)
-    # By token first, and then, keeping that order, by logprob.
+    # Sort by token id, then stably by logprob.
     ids, order = found.indices.sort(dim=-1)
     values, order = found.values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
-    # The last one that is wanted: are there equal ones that are not among those found?
+    # Check whether tokens outside the found ones tie with the last wanted one.
     last = values.gather(1, (wanted - 1).clamp(min=0).unsqueeze(1))  # [n, 1]
     is_cut = (values[:, -1:] == last) & (wanted > 0).unsqueeze(1)
     for row in is_cut.squeeze(1).nonzero().squeeze(1).tolist() if most < vocab_size else ():

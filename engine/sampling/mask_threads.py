@@ -1,7 +1,7 @@
-"""MaskThreads: compute masks of grammars on threads, so that a step waits only for cheap masks.
+"""MaskThreads: computes masks of grammars on threads, so that a step waits only for cheap masks.
 
 A mask takes some hundredths of a millisecond, or a hundred times as long if the library meets new
-states. Nothing tells which beforehand. Knows no request and no step.
+states, which cannot be predicted. Refuses to know: requests, steps.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import weakref
 from engine.core.grammar import GrammarState
 
 NUM_THREADS = 2
-# How long the engine's thread waits, once a step, for the masks that the previous step began.
+# Most seconds that the engine's thread waits, once a step, for the masks of the previous step.
 WAIT_S = 0.004
-# How long the engine's thread waits if nothing else can run; then it looks for new requests.
+# Most seconds that the engine's thread waits if nothing else can run, before it checks for
+# requests.
 IDLE_WAIT_S = 0.01
-# Masks of grammars whose latest mask took less than the first are computed at once, as a hand-over
-# would take longer, until the masks of one step have taken the second in all.
+# A mask is computed at once if the grammar's latest mask took less than `CHEAP_S`, as a hand-over
+# would take longer. This stops when the masks of one step have taken `AT_ONCE_S` together.
 CHEAP_S = 0.0005
 AT_ONCE_S = 0.002
 
@@ -51,7 +52,7 @@ class MaskThreads:
             weakref.finalize(self, _stop, self._work)
 
     def begin(self, grammar: GrammarState) -> None:
-        """Compute a mask now if that is likely cheap, else on a thread."""
+        """Compute a mask now if it is likely cheap, else on a thread."""
         if grammar.mask_s < CHEAP_S and self._left_s > 0:
             began_at = time.thread_time()
             grammar.compute_mask()
@@ -86,7 +87,7 @@ class _Open:
         self._changed = threading.Condition()
 
     def note_begun(self) -> int:
-        """Count one more mask; returns its round."""
+        """Count one more mask; return its round."""
         with self._changed:
             self.num_open += 1
             self._num_young += 1

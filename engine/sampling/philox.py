@@ -1,6 +1,6 @@
-"""Random words as a function of (seed, output position): there is no generator state to lose.
+"""Random words that depend only on (seed, output position), so there is no generator state to lose.
 
-What is kept here between steps was only computed ahead.
+Words that are kept between steps were only computed ahead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)  # [2, 1]
 _WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # [2, 1]
-# What each round adds to the two halves of the key.
+# Added to the two halves of the key in each round.
 _KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * _WEYL  # [rounds, 2, 1]
 
 
 def counter_words(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint32]:
-    """Two random words, `[n, 2]`, for each of `[n]` seeds and output positions.
+    """Return two random words, `[n, 2]`, for each of `[n]` seeds and output positions.
 
     Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) with
     the seed as key and the position as counter; the first two words of its output.
@@ -30,7 +30,7 @@ def counter_words(
     counters = positions.astype(np.uint64)
     keys = np.stack((seeds & _LOW, seeds >> _HALF))  # [2, n]
     round_keys = (keys + _KEY_STEPS) & _LOW  # [rounds, 2, n]
-    # Words 0 and 2 of the counter are multiplied, words 1 and 3 are mixed in.
+    # Words 0 and 2 of the counter are multiplied; words 1 and 3 are mixed in.
     multiplied = np.stack((counters & _LOW, np.zeros_like(counters)))  # [2, n]
     mixed = np.stack((counters >> _HALF, np.zeros_like(counters)))  # [2, n]
     for round_key in round_keys:
@@ -43,19 +43,19 @@ def counter_words(
 class WordTable:
     """Random words of the next output positions of each row's request.
 
-    A call of `counter_words` costs the same for one position and for some.
+    One call of `counter_words` costs as much for one position as for several.
 
     Args:
-        num_rows: one per request.
+        num_rows: number of rows, one per request.
     """
 
     def __init__(self, num_rows: int) -> None:
         self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
         self._pairs = self._words.view(np.uint64).reshape(-1)  # the same memory
-        self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # position of each row's first
+        self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # first position of each row
 
     def clear(self, row: int) -> None:
-        """The row is another request's from now on."""
+        """Empty a row, for another request."""
         self._first[row] = _NOWHERE
 
     def take(
@@ -64,19 +64,19 @@ class WordTable:
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.uint32]:
-        """`counter_words` of seeds and positions; all are `[n]`.
+        """Return `counter_words` of seeds and positions; all are `[n]`.
 
-        A row may be there several times, one behind the other, at positions that rise.
+        A row may occur several times in succession, with ascending positions.
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
-            # All of them, so that they run out together and not one in every step.
-            first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))  # of each row
+            # Refill all rows, so that they run out together, not one in every step.
+            first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))  # first place per row
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))
             self._words[rows[first]] = words.reshape(*wanted.shape, 2)
             self._first[rows[first]] = positions[first]
             ahead = positions - self._first[rows]
-            if (ahead >= POSITIONS_AHEAD).any():  # of one row in one step
+            if (ahead >= POSITIONS_AHEAD).any():  # one row spans too many positions in this step
                 return counter_words(seeds, positions)
         return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)

@@ -1,13 +1,13 @@
-"""Rejection sampling of drafts: other tokens than without drafts, of the same distribution.
+"""Rejection sampling of drafts: tokens differ from those without drafts; the distribution does not.
 
 Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. A draft x that was drawn from q
-is kept with probability min(1, p(x) / q(x)), where p is the model's distribution in its place; else
-the token is drawn from what of p is above q (it is *recovered*), and never is the draft. A draft
-whose q nobody has counts as the only one that it could have been. Where no draft stands the token
-is drawn from p (the one behind the last draft is the *bonus*).
+is kept with probability min(1, p(x) / q(x)), where p is the model's distribution. Otherwise, the
+token is drawn from the part of p above q (*recovered*), and never equals the draft. A draft with
+unknown q counts as if q allowed no other token. Behind the last draft, the token is drawn from p
+(*bonus*).
 
-Chance is a function of seed and position here, too, by words of its own for each purpose: whether a
-draft is kept depends on no noise that it was drawn with.
+Randomness depends only on seed and position here, too, with separate words for each purpose. So
+the decision to keep a draft does not depend on the noise that the draft was drawn with.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from engine.sampling.sampler import least_kept, sample
 from engine.sampling.sampling_input import SamplingInput
 
 AllowedBits = Mapping[str, Sequence[npt.NDArray[np.uint8]]]
-_KEEP, _AGAIN, DRAFT = range(3)  # what chance is for
-_BEYOND = 2**31  # no vocabulary has ids from here on
+_KEEP, _AGAIN, DRAFT = range(3)  # purposes of random words
+_BEYOND = 2**31  # larger than any token id
 
 
 def salted(keys: Words, purpose: int) -> Words:
-    """Random words for a purpose of its own: `[n, 2]` in and out."""
+    """Return random words for one purpose: `[n, 2]` in and out."""
     ids = np.array([_BEYOND + 2 * purpose, _BEYOND + 2 * purpose + 1], dtype=np.uint32)
     return noise_hashes(keys[:, None], ids[None])
 
@@ -44,13 +44,13 @@ def sample_with_rejection(
     allowed_bits: Callable[[], AllowedBits] = dict,
     proposed: Mapping[int, Floats] | None = None,
 ) -> list[int]:
-    """One token per row: its draft, if that is kept. See `SamplingInput.accept` for what counts.
+    """Sample one token per row: its draft, if kept. `SamplingInput.accept` reads the result.
 
     Args:
         logits: `[num_sampling, vocab_size]` float32; row i belongs to row i of ``sampling``.
         allowed_bits: see `StepHooks`.
-        proposed: the distribution that a row's draft was drawn from, `[vocab_size]`, by row, where
-            it is known.
+        proposed: by row, the distribution that its draft was drawn from, `[vocab_size]`, where
+            known.
     """
     allowed = allowed_bits() if sampling.adjusted else {}
     token_ids = sample(logits, sampling, lambda: allowed)
@@ -69,18 +69,18 @@ def sample_with_rejection(
             draft_probabilities[place, : len(known)] = known[: target.shape[1]]
     chosen = keep_or_draw(target, draft_probabilities, drafts[rows], sampling.keys[rows])
     for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
-        if token_ids[row] != NO_TOKEN:  # a row of NaN keeps no draft
+        if token_ids[row] != NO_TOKEN:  # a row with NaN keeps no draft
             token_ids[row] = token_id
     return token_ids
 
 
 def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words) -> TokenIds:
-    """Keep drafts, or draw in their place: `[n]`.
+    """Keep each draft, or draw a token in its place: `[n]`.
 
     Args:
         target, proposed: `[n, vocab_size]`, distributions of tokens and of drafts.
         drafts: `[n]`.
-        keys: `[n, 2]`, random words of each place.
+        keys: `[n, 2]`, random words of each position.
     """
     at = np.arange(len(drafts))
     chances = (salted(keys, _KEEP)[:, 0] + 0.5) * 2.0**-32
@@ -89,7 +89,7 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
     if not len(again):
         return drafts
     rest = np.maximum(target[again] - proposed[again], 0.0)
-    # All of the target is below: by rounding alone, as both add up to 1.
+    # Both sum to 1, so only rounding can make the target exceed nowhere.
     nothing = rest.sum(axis=1) == 0
     rest[nothing] = target[again[nothing]]
     with np.errstate(divide="ignore"):
@@ -100,10 +100,10 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
 
 
 def probabilities(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
-    """What tokens are drawn from, with temperature and filters: `[n, vocab_size]` float64.
+    """Return the distribution of tokens, with temperature and filters: `[n, vocab_size]` float64.
 
     Args:
-        logits: `[n, vocab_size]`, float32 or float64; with penalties and what else there is.
+        logits: `[n, vocab_size]`, float32 or float64, already adjusted (penalties, bans).
         parameters: `[n]` of `PARAMETERS`.
     """
     host = logits.double().cpu().numpy()
@@ -128,7 +128,7 @@ def probabilities(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
 def _adjusted(
     logits: Tensor, sampling: SamplingInput, allowed: AllowedBits, rows: TokenIds
 ) -> Tensor:
-    """Some rows of the logits, with penalties, biases, bans and grammars."""
+    """Return some rows of the logits, with penalties, biases, bans and grammars."""
     wanted = logits[torch.from_numpy(rows).to(logits.device)].double()
     if not sampling.adjusted:
         return wanted

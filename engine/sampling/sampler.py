@@ -1,9 +1,9 @@
-"""Sampler: logits to tokens. Randomness is a function of (seed, output position, token id) alone.
+"""Sampler: turns logits into tokens. Randomness depends only on (seed, output position, token id).
 
-So the same request gives the same tokens whatever shares its batch, whichever node samples, and
-after any preemption or retry. Here is what the filters keep; which of that is drawn: gumbel.py.
-What the size of the vocabulary multiplies is float32; on a CPU, what decides is float64. On a GPU
-with Triton `baton_kernels.triton.sampling.tokens` does the same in a few launches.
+So a request gets the same tokens in any batch, on any node, and after any preemption or retry. This
+file applies the filters; gumbel.py draws from the rest. Work per vocabulary entry is in float32; on
+a CPU, the final decision is in float64. On a GPU with Triton,
+`baton_kernels.triton.sampling.tokens` gives the same tokens in a few launches.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from engine.sampling.gumbel import NO_TOKEN, Floats, TokenIds, Words, best_score
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import SamplingInput
 
-# Most distributions have nearly all their mass in so many tokens, and sorting a whole vocabulary
-# for top-p costs many times more: where the first do not hold enough, the next are looked at.
+# Most distributions have nearly all their mass in this many tokens, and sorting a whole vocabulary
+# for top-p costs many times more. If the first number is not enough, the next is tried.
 TOP_VALUES = (128, 2048)
-# Share of all logits beyond which picking the kept ones out takes longer than a draw of them all.
+# Share of all logits above which drawing from all is faster than picking out the kept ones.
 MANY_KEPT = 1 / 32
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -49,7 +49,7 @@ def sample(
         allowed_bits: see `StepHooks`.
     """
     parameters, keys = sampling.parameters, sampling.keys
-    if not (logits.is_cuda and _HAS_TRITON):  # a kernel reads any type, the host this one
+    if not (logits.is_cuda and _HAS_TRITON):  # the kernel reads any type; the host needs float32
         if sampling.is_greedy:
             return _as_list(_most_probable(logits, parameters, keys))
         logits = logits.float()
@@ -62,7 +62,7 @@ def sample(
     bits = {
         index: mask
         for index, row in enumerate(sampling.adjusted)
-        for mask in islice(allowed.get(sampling.request_ids[row], ()), 1)  # a row's own, if any
+        for mask in islice(allowed.get(sampling.request_ids[row], ()), 1)  # at most one per row
     }
     changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()), bits)
     token_ids[adjusted] = choose(changed, parameters[adjusted], keys[adjusted])
@@ -96,7 +96,7 @@ def _as_list(token_ids: TokenIds) -> list[int]:
 
 
 def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """The most probable token of greedy requests, a drawn one of the others."""
+    """Return the most probable token for greedy requests, and a drawn token for others."""
     if logits.is_cuda and _HAS_TRITON:
         return _choose_by_kernel(logits, parameters, keys)
     filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
@@ -112,18 +112,18 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 
 
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """`choose` where the logits are: all parameters go there in one copy, and token ids return."""
+    """Choose tokens on the logits' device, with one copy of all parameters to it."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    # float32 and narrower types stay: the kernel would add up a widened row in another order.
+    # Types up to float32 are not widened: the kernel would add up a widened row in another order.
     if logits.dtype == torch.float64:
-        # A large penalty may give numbers beyond float32, which must not turn into infinity.
+        # A large penalty may give numbers beyond float32, which must not become infinity.
         logits = logits.clamp(max=torch.finfo(torch.float32).max).float()
     token_ids: TokenIds = sample_on_device(logits, tensors).cpu().numpy()
     return token_ids
 
 
 def _rows(logits: Tensor, rows: TokenIds) -> Tensor:
-    """Some rows of the logits; no copy where they are all of them."""
+    """Return some rows of the logits, without a copy if all rows are wanted."""
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
 
 
@@ -144,7 +144,7 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """With the noise that it has without filters, so that the winner is the same if it is kept."""
+    """Draw with the noise used without filters, so that a token that is kept wins in both cases."""
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:
@@ -161,12 +161,12 @@ def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words
 
 
 def least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
-    """The least logit that each request keeps: `[num_requests]`.
+    """Return the least logit that each request keeps: `[num_requests]`.
 
-    Top-p looks at the distribution that top-k left and keeps the token that crosses the threshold;
-    min-p (Nguyen et al., "Turning Up the Heat", arXiv 2407.01082) is a share of the best. Equally
-    probable tokens stay or go together, so that the order in which a sort leaves them does not
-    matter, nor who else is in the batch.
+    Top-p applies to the distribution that top-k left, and keeps the token that crosses the
+    threshold. Min-p (Nguyen et al., "Turning Up the Heat", arXiv 2407.01082) is a share of the best
+    token's probability. Equally probable tokens are kept or dropped together, so that the result
+    depends on neither the order of a sort nor the batch.
     """
     vocab_size = logits.shape[-1]
     top_k, top_p = parameters["top_k"], parameters["top_p"]
@@ -201,12 +201,12 @@ def _least_of(
     totals: Floats,
     parameters: npt.NDArray[np.void],
 ) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """The least logit that top-k and top-p keep, and whether ``ordered`` goes far enough for top-p.
+    """Return the least logit that top-k and top-p keep, and whether ``ordered`` suffices for top-p.
 
     Args:
-        ordered: `[num_requests, num_values]`, the largest logits, falling.
-        limits: `[num_requests]`, top-k; the size of the vocabulary when it is off.
-        totals: `[num_requests]`, weight of the vocabulary, where top-k is off and top-p is not.
+        ordered: `[num_requests, num_values]`, the largest logits, descending.
+        limits: `[num_requests]`, top-k; the vocabulary size if off.
+        totals: `[num_requests]`, total weight of the vocabulary, where only top-p is on.
 
     Returns:
         `[num_requests]` both.
@@ -226,23 +226,23 @@ def _least_of(
 
 
 def _weights(values: Floats, best: Floats, parameters: npt.NDArray[np.void]) -> Floats:
-    """How probable logits are against the best one; `[num_requests, n]` in and out."""
-    with np.errstate(invalid="ignore", under="ignore"):  # where all are banned: NaN
+    """Return weights of logits relative to the best one; `[num_requests, n]` in and out."""
+    with np.errstate(invalid="ignore", under="ignore"):  # NaN if all are banned
         weights: Floats = np.exp((values - best[:, None]) / _temperatures(parameters)[:, None])
     return weights
 
 
 def _total_weight(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
-    """The same of the whole vocabulary, added up: `[num_requests]`."""
+    """Return the sum of `_weights` over the whole vocabulary: `[num_requests]`."""
     temperatures = torch.from_numpy(_temperatures(parameters)).to(logits).unsqueeze(1)
-    # Of the best one it is 1, so that the share of that one tells all.
+    # The best token's weight is 1, so its share of the softmax gives the total.
     shares = (logits / temperatures).softmax(dim=-1)
     best: Floats = shares.amax(dim=-1).double().cpu().numpy()
     return 1 / best
 
 
 def _largest(logits: Tensor, num_values: int) -> Floats:
-    """`[num_requests, num_values]` float64 on the host, falling."""
+    """Return the largest logits, descending: `[num_requests, num_values]` float64 on the host."""
     if logits.is_cuda:
         return np.asarray(logits.topk(num_values).values.cpu().numpy(), dtype=np.float64)
     values = logits.numpy()  # numpy's partition takes 1/5 of the time of torch's topk

@@ -1,4 +1,4 @@
-"""SamplingInput: all that the sampler reads of a step's rows. Knows no logits and no grammar."""
+"""SamplingInput: the sampler's inputs for a step's rows. Refuses to know: logits, grammars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from baton.api.sampling_params import SamplingParams
 from engine.core.step_plan import NewRow
 
-# One row per request. Counts are -1 where nothing was asked for.
+# One row per request. Numbers of logprobs are -1 if not asked for.
 PARAMETERS = np.dtype(
     [
         ("temperature", np.float64),
@@ -28,7 +28,7 @@ PARAMETERS = np.dtype(
 
 
 def parameters_row(new: NewRow) -> tuple[object, ...]:
-    """A request's row of `PARAMETERS`."""
+    """Return a request's row of `PARAMETERS`."""
     params = new.sampling_params
     return (
         params.temperature,
@@ -45,7 +45,7 @@ def parameters_row(new: NewRow) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """What the logits of a request depend on besides the model and its grammar."""
+    """Inputs of a request's logits, besides the model and its grammar."""
 
     sampling_params: SamplingParams
     token_ids: list[int]
@@ -63,18 +63,18 @@ class RequestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """The tokens that a step samples: of a request one, and one more behind each of its drafts.
+    """Inputs for the tokens that a step samples: one per request, and one more behind each draft.
 
     Attributes:
         request_ids: `[num_sampling]`; a request's tokens are neighbours.
         parameters: `[num_sampling]` of `PARAMETERS`.
-        keys: `[num_sampling, 2]`, random words by seed and output position; all that chance is.
-            Where all is greedy they may be of another position: nobody reads them.
-        adjusted: by row, those whose choice depends on more than the model's logits.
-        draft_token_ids: `[num_sampling]`, what the step computes in the place of the sampled token;
-            `UNKNOWN_TOKEN` where it computes nothing. Empty: there is no draft.
-        is_greedy: each token is the most probable one by the model's own logits.
-        wants_logprobs: of any row.
+        keys: `[num_sampling, 2]`, random words by seed and output position: the only source of
+            randomness. If all rows are greedy, they may be stale, as they are not read.
+        adjusted: by row, snapshots of requests whose choice depends on more than the logits.
+        draft_token_ids: `[num_sampling]`, the draft at the sampled token's position;
+            `UNKNOWN_TOKEN` where there is none. Empty: the step has no drafts.
+        is_greedy: whether each token is the most probable one by the model's own logits.
+        wants_logprobs: whether any row wants logprobs.
     """
 
     request_ids: tuple[str, ...]
@@ -86,17 +86,18 @@ class SamplingInput:
     wants_logprobs: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look through the parameters once: decode steps of the same requests share them."""
+        """Compute both flags once: later decode steps of the same requests reuse this object."""
         is_greedy = not self.adjusted and not self.parameters["temperature"].any()
         wants_logprobs = bool((self.parameters["num_logprobs"] >= 0).any())
         object.__setattr__(self, "is_greedy", is_greedy)
         object.__setattr__(self, "wants_logprobs", wants_logprobs)
 
     def accept(self, token_ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Group what was sampled by request id, up to the first token that is not its draft.
+        """Group sampled tokens by request id, up to a request's first token that is not its draft.
 
-        What follows that one was computed behind another token. Where chance is a function of seed
-        and position, the tokens are those that steps without drafts would have sampled.
+        Later tokens were computed behind a wrong draft. As randomness depends only on seed and
+        position, the tokens are those that steps without drafts would sample (except with rejection
+        sampling).
         """
         if not self.draft_token_ids:
             return dict(zip(self.request_ids, zip(token_ids), strict=True))
@@ -112,5 +113,5 @@ class SamplingInput:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the sampling kernel alone cannot give all that is wanted."""
+        """Return whether the host must sample, as the sampling kernel alone does not suffice."""
         return bool(self.adjusted) or self.wants_logprobs

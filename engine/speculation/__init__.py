@@ -1,7 +1,7 @@
-"""Speculation: who guesses the next tokens. One file and one line here for each; lazy imports.
+"""Speculation: makes drafts, and decides how many to compute. One file and line per proposer.
 
-What has weights guesses where the model computes (`models/drafters`, `engine/worker/drafting`), and
-here its guesses are taken from the steps' results.
+Drafters with weights run where the model computes (`models/drafters`, `engine/worker/drafting`);
+here, their drafts are read from the steps' results. No proposer is imported before use.
 """
 
 from baton.registry import Registry

@@ -1,4 +1,4 @@
-"""Proposer: what the engine needs of whoever guesses the next tokens. No tensor."""
+"""Proposer: the engine's interface to a source of drafts. Refuses to know: tensors."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from engine.core.request import Request
 
 
 class Proposer(Protocol):
-    """Guesses what comes behind the known tokens of requests. The engine's thread owns it.
+    """Proposes drafts behind the known tokens of requests. The engine's thread owns it.
 
-    No guess can do harm: a step computes it, samples what belongs in its place, and keeps it where
-    both are the same (docs/speculation.md).
+    Wrong drafts do no harm: a step samples the right token in a draft's place, and accepts the
+    draft only if both are equal (docs/speculation.md).
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError or ModelLoadError where it cannot guess with these options."""
+        """Raise ConfigError or ModelLoadError if the options do not allow drafts."""
 
     def take(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
-        """Take what whoever computed the latest step guesses behind it, by request id."""
+        """Store the drafts that a worker made in the latest step, by request id."""
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Guess, for each request, up to ``num_drafts`` tokens behind its ``token_ids``."""
+        """Propose up to ``num_drafts`` tokens behind each request's ``token_ids``."""
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of a request; harmless when nothing is."""
+        """Drop all data about a request; do nothing if there is none."""

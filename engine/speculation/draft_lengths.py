@@ -1,8 +1,8 @@
-"""How many drafts pay: by what steps were measured to take, and how often drafts were right.
+"""Decides how many drafts pay, from measured step times and acceptance rates.
 
-A step gives a token of each request and one more for each draft that is right; with more drafts it
-takes longer. Chosen is what gives most tokens per second, which may be no draft at all. Refuses to
-know: requests' tokens, who guesses.
+A step yields one token per request and one more per accepted draft, but takes longer with more
+drafts. The number with most tokens per second is chosen; 0 if none pays.
+Refuses to know: requests' tokens, the proposer.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 YES: Callable[[], bool] = lambda: True  # noqa: E731
-_ENOUGH = 5  # samples; of fewer the least counts: a size that is new is prepared for, once
-TRIED = 3  # samples of a size, before which it counts as not known
-# Steps in which a size must have been measured for others to be held against it: where they seem
-# to give much more, and where a slow moment may have made them seem so.
+_ENOUGH = 5  # samples of a size; with fewer, the fastest counts, as a new size is compiled first
+TRIED = 3  # samples of a size until its cost counts as known
+# Most steps since a size was measured, if other sizes are to be compared with it: if they seem much
+# faster, and if a slow moment may explain the difference.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
-_SAMPLES = 5  # latest ones of a size, whose median counts: a machine has other things to do
-_FORGET_AFTER = 2000  # steps; then a size is tried again, should it look as if it could pay
-_MEMORY = 0.93  # of a request's acceptance, per draft that was looked at
-_MEMORY_OF_ALL = 0.99  # likewise of all requests' together
-_PRIOR_WEIGHT = 2.0  # drafts that those of all requests count for in one request's
+_SAMPLES = 5  # latest samples of a size; their median counts, as other programs disturb
+_FORGET_AFTER = 2000  # steps until a size's old samples are dropped
+_MEMORY = 0.93  # decay of a request's acceptance, per checked draft
+_MEMORY_OF_ALL = 0.99  # decay of all requests' acceptance, per checked draft
+_PRIOR_WEIGHT = 2.0  # weight of all requests' rate in a request's rate, in drafts
 _FIRST_PRIOR = 0.7
-_FIRST_TRIED = 8  # steps that guess before it counts what that takes: tapes are made in them
-TRY_AFTER = 512  # steps in which nothing was guessed, for it did not pay; then twice as many
-TRY_AT_LEAST = 8192  # ... and so on up to here
-TRIAL_SHARE = 0.005  # of all time, that is guessed in then
-# By how much more tokens per second drafts must give: less is within what steps' times vary by, and
-# requests that get ahead of others leave these in smaller batches.
+_FIRST_TRIED = 8  # steps with drafts before their time counts, as these make tapes
+TRY_AFTER = 512  # steps without drafts until a trial; doubles each time
+TRY_AT_LEAST = 8192  # ... up to this number
+TRIAL_SHARE = 0.005  # largest share of all time that trials may take
+# Least gain in tokens per second. Smaller gains are within noise, and requests that get ahead leave
+# smaller batches behind.
 _MARGIN = 1.1
 
 
 class StepCosts:
-    """Seconds that a step of so many tokens takes, as far as steps were measured."""
+    """Measured seconds of decode steps, by number of tokens."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
         self._noted_at: dict[int, deque[int]] = {}
         self._num_noted = 0
-        # Typical seconds by size, rising: of sizes that are known, or where none is, of all.
+        # Typical seconds by size, ascending: of known sizes, or of all if none is known.
         self._typical: dict[int, float] = {}
         self._num_known = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A step that only decoded took so long."""
+        """Add the time of a step that only decoded."""
         size = _size_class(num_tokens)
         if size not in self._samples:
             self._samples[size] = deque(maxlen=_SAMPLES)
@@ -64,10 +64,10 @@ class StepCosts:
             self._look_again()
 
     def is_fresh(self, num_tokens: int, gain: float) -> bool:
-        """Whether steps of so many tokens were measured often enough, and not long ago.
+        """Return whether steps of this size were measured often and recently enough.
 
         Args:
-            gain: how many times as many tokens per second other steps seem to give.
+            gain: speed of other steps, in tokens per second, as a multiple of this size's.
         """
         noted_at = self._noted_at.get(_size_class(num_tokens))
         if noted_at is None or len(noted_at) < TRIED:
@@ -86,16 +86,17 @@ class StepCosts:
         self._typical = {size: _of(own) for size, own in sorted((known or self._samples).items())}
 
     def seconds(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of steps of so many tokens, rising numbers; the first is about what is being computed.
+        """Return the seconds of steps with these numbers of tokens, which are ascending.
 
-        Between sizes that are known: a line. Beyond the largest: the line from the smallest to
-        there, or, where one size alone is known, the same: what is not known is tried, and is
-        known then.
+        Interpolates linearly between known sizes. Beyond the largest one, extends the line from the
+        smallest to the largest; with one known size, assumes equal times. Unknown sizes are tried
+        and then known. The first number is about the size in use.
         """
         sizes, costs = list(self._typical), np.array(list(self._typical.values()))
         if not sizes:
             return np.ones(len(num_tokens))
-        # No step takes longer than a larger one: where it seems so, its moments were slow ones.
+        # A larger step cannot be faster: a smaller one that seems slower was measured in a slow
+        # moment.
         costs = np.minimum.accumulate(costs[::-1])[::-1]
         found: NDArray[np.float64] = np.interp(num_tokens, sizes, costs)
         if len(sizes) > 1:
@@ -109,23 +110,23 @@ def _of(samples: Sequence[float]) -> float:
 
 
 class DraftingCosts:
-    """Seconds in which so many drafts of so many requests are guessed, as far as was measured."""
+    """Measured seconds of making drafts, by number of drafts and of requests."""
 
     def __init__(self) -> None:
         self._costs: dict[int, StepCosts] = {}  # by number of drafts
         self._num_noted = 0
 
     def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """A step guessed so many drafts behind each of its requests, and took so long for it."""
+        """Add the time of making ``num_drafts`` drafts for each of ``num_rows`` requests."""
         self._num_noted += 1
         self._costs.setdefault(num_drafts, StepCosts()).note(num_rows, seconds)
 
     def seconds(self, num_rows: int, most: int) -> NDArray[np.float64]:
-        """Of no draft, one, and so on to ``most``: ``[most + 1]``.
+        """Return the seconds of making 0, 1, ..., ``most`` drafts: ``[most + 1]``.
 
-        At most what more of them took, or in proportion what fewer took, as the first draft takes
-        longest: what is new is read for it. So what was measured in a slow moment, or before there
-        was a tape for it, is tried again. None at first: so they are tried.
+        A number costs at most as much as a larger measured one, or proportionally to a smaller one,
+        as the first draft is the most expensive. So a time from a slow moment, or from before a
+        tape was made, is tried again. All 0 at first, so that drafts are tried.
         """
         found = np.zeros(most + 1)
         if self._num_noted < _FIRST_TRIED:
@@ -140,13 +141,13 @@ class DraftingCosts:
 
 
 def _size_class(num_tokens: int) -> int:
-    """Itself up to 16, then to the nearest of eight per doubling."""
+    """Round a number of tokens: up to 16 exactly, then to one of eight sizes per doubling."""
     step = 1 << max(num_tokens.bit_length() - 4, 0)
     return (num_tokens + step // 2) // step * step
 
 
 class Acceptance:
-    """How often drafts are right: one request's, or all requests'."""
+    """The rate at which drafts of one request, or of all requests, are accepted."""
 
     def __init__(self, memory: float = _MEMORY) -> None:
         self._memory = memory
@@ -154,16 +155,16 @@ class Acceptance:
 
     @classmethod
     def of_all(cls) -> Acceptance:
-        """Make one of all requests."""
+        """Make the acceptance of all requests, which decays more slowly."""
         return cls(_MEMORY_OF_ALL)
 
     def note(self, is_right: bool) -> None:
-        """A draft was looked at; those behind a wrong one are not."""
+        """Count a checked draft; drafts behind a wrong one are not checked."""
         self._right = self._right * self._memory + is_right
         self._looked_at = self._looked_at * self._memory + 1
 
     def rate(self, prior: float = _FIRST_PRIOR) -> float:
-        """Chance that a draft is right if all before it are; ``prior`` where little is known."""
+        """Return a draft's chance to be right if all before are; near ``prior`` without data."""
         rate = (self._right + _PRIOR_WEIGHT * prior) / (self._looked_at + _PRIOR_WEIGHT)
         return min(rate, 0.99)
 
@@ -171,17 +172,17 @@ class Acceptance:
 def choose_lengths(
     costs: StepCosts, num_rows: int, num_drafts: Sequence[int], rates: Sequence[float]
 ) -> tuple[list[int], Choice]:
-    """How many drafts of each request the next step should compute, and why.
+    """Return how many drafts of each request the next step should compute, and the reasons.
 
     Args:
-        num_rows: requests that it computes, those without drafts included.
-        num_drafts: that there are, by request.
-        rates: see `Acceptance.rate`, by request.
+        num_rows: number of requests in the step, with or without drafts.
+        num_drafts: number of drafts of each request.
+        rates: acceptance rate of each request (`Acceptance.rate`).
     """
     requests = np.repeat(np.arange(len(num_drafts)), num_drafts)
     places = np.concatenate([np.arange(1, num + 1) for num in num_drafts])
     chances = np.asarray(rates)[requests] ** places
-    order = np.argsort(-chances, kind="stable")  # of one request, earlier drafts come first
+    order = np.argsort(-chances, kind="stable")  # earlier drafts of a request come first
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
     seconds = costs.seconds(num_rows + np.arange(len(tokens)))
     speed = tokens / seconds
@@ -196,16 +197,16 @@ def choose_lengths(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How many drafts were found to pay, and by what.
+    """A decision on the number of drafts, and its reasons.
 
     Attributes:
-        num_drafts: in the step, of all its requests.
-        num_possible: that there were.
+        num_drafts: chosen drafts, over all requests of the step.
+        num_possible: available drafts, over all requests of the step.
         num_rows: requests in the step.
-        rate: see `Acceptance.rate`, the mean of those that had drafts.
-        step_s: of a step with none of the drafts, with those chosen, and with all.
-        gain: tokens per second with those chosen over those without any.
-        drafting_s: of guessing them, where that takes time.
+        rate: mean acceptance rate of the requests with drafts.
+        step_s: seconds of a step without drafts, with the chosen ones, and with all.
+        gain: tokens per second with the chosen drafts, as a multiple of those without drafts.
+        drafting_s: seconds of making the drafts; 0: no time.
     """
 
     num_drafts: int
@@ -218,9 +219,9 @@ class Choice:
 
     def __str__(self) -> str:
         none, chosen, most = (f"{1e3 * seconds:.3g}" for seconds in self.step_s)
-        guessing = f", guessing {1e3 * self.drafting_s:.3g} ms" if self.drafting_s else ""
+        guessing = f", drafting {1e3 * self.drafting_s:.3g} ms" if self.drafting_s else ""
         return (
-            f"{self.num_drafts} of {self.num_possible} guesses paid in a step of {self.num_rows} "
+            f"{self.num_drafts} of {self.num_possible} drafts paid in a step of {self.num_rows} "
             f"requests: {self.rate:.0%} are right; steps with none, these and all of them take "
             f"{none}, {chosen} and {most} ms{guessing}"
         )
@@ -229,12 +230,12 @@ class Choice:
 def choose_num_drafts(
     costs: StepCosts, drafting: DraftingCosts, num_rows: int, most: int, rate: float
 ) -> tuple[int, Choice]:
-    """How many drafts to guess behind each request, where guessing takes time, too; and why.
+    """Return how many drafts to make per request if making drafts takes time, and the reasons.
 
     Args:
-        num_rows: requests that go on.
-        most: drafts that may be asked for.
-        rate: see `Acceptance.rate`, of all requests.
+        num_rows: number of requests that continue.
+        most: most drafts per request.
+        rate: acceptance rate of all requests (`Acceptance.rate`).
     """
     numbers = np.arange(most + 1)
     tokens = np.cumsum(rate**numbers)
@@ -251,27 +252,27 @@ def choose_num_drafts(
 
 
 class Trials:
-    """When to guess although it does not pay, for what it is worth may change; ever more rarely.
+    """Decides when to retry drafting after it stopped paying, at growing intervals.
 
-    And so rarely that it takes little of all time: a drafter that reads what it has not read, of
-    many requests, may take as long as many steps do.
+    Trials also take only a small share of all time: a drafter that has many unread tokens may take
+    as long as many steps.
     """
 
     def __init__(self) -> None:
         self._num_silent = self._num_left = 0
         self._wait = TRY_AFTER
-        self._owed = 0.0  # steps to wait for what the latest trial took
+        self._owed = 0.0  # additional steps to wait, by the cost of the latest trial
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a trial waits for somebody to guess for."""
+        """Return whether a trial is waiting for a request that can be drafted for."""
         return self._num_silent > max(self._wait, self._owed)
 
     def is_due(self, can_guess: Callable[[], bool] = YES) -> bool:
-        """Whether a step in which guesses do not pay is to guess all the same; ask once a step.
+        """Return whether to make drafts although they do not pay; call once per step.
 
         Args:
-            can_guess: tells whether anybody that runs can be guessed for.
+            can_guess: returns whether any running request can be drafted for.
         """
         if self._num_left:
             self._num_left -= 1
@@ -284,10 +285,10 @@ class Trials:
         return True
 
     def note_cost(self, num_steps: float) -> None:
-        """A step of a trial guessed for as long as so many steps take."""
+        """Add a trial's cost, in steps."""
         self._owed += num_steps / TRIAL_SHARE
 
     def note_paid(self) -> None:
-        """Guesses pay."""
+        """Reset the intervals, as drafts pay."""
         self._num_silent = self._num_left = 0
         self._wait, self._owed = TRY_AFTER, 0.0

@@ -1,4 +1,4 @@
-"""InStepsProposer: passes on what the worker guessed in the step that sampled the last token."""
+"""InStepsProposer: passes on the drafts that a worker made in the latest step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.core.request import Request
 
 
 class InStepsProposer:
-    """See `engine.speculation.base.Proposer` for the contract."""
+    """Drafts from workers; see `engine.speculation.base.Proposer` for the contract."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._latest: Mapping[str, tuple[int, ...]] = {}
@@ -18,7 +18,7 @@ class InStepsProposer:
         self._latest = drafts
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Guesses of another step are out of date: nothing is kept."""
+        """Return the latest step's drafts; earlier ones are out of date."""
         latest = self._latest
         return [latest.get(request.request_id, ())[:num_drafts] for request in requests]
 

@@ -1,7 +1,7 @@
-"""NgramProposer: what came before, in prompt or output, behind the words that an output ends with.
+"""NgramProposer: proposes the tokens that followed the output's last words earlier.
 
-"Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding), on outputs too.
-Good where an output repeats its prompt: editing, summaries, questions about a text.
+"Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding), which here also
+searches outputs. Good if an output repeats its prompt: editing, summaries, questions about a text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.core.request import Request
 
 
 class NgramProposer:
-    """See `engine.speculation.base.Proposer` for the contract."""
+    """Drafts from earlier text; see `engine.speculation.base.Proposer` for the contract."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._least, self._most = config.ngram_min, config.ngram_max
@@ -24,7 +24,7 @@ class NgramProposer:
         assert not drafts, "nobody else guesses"
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Microseconds for each request, with a text of some thousand tokens."""
+        """Propose drafts, in microseconds per request with some thousand tokens."""
         proposed = []
         for request in requests:
             text = self._texts.get(request)

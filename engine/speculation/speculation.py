@@ -1,7 +1,7 @@
-"""Speculation: asks a proposer for drafts behind what a step sampled, and says how many pay.
+"""Speculation: gets drafts from a proposer, and decides how many of them to compute.
 
-Drafts that are not computed are looked at, too, when the token in their place is known: so it is
-known when they would pay again. Refuses to know: who schedules drafts, who computes them.
+Drafts that are not computed are still compared with the sampled tokens, to notice when drafts would
+pay again. Refuses to know: scheduling and computation of drafts.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from engine.speculation.draft_lengths import (
     choose_num_drafts,
 )
 
-_CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32  # steps of as many requests
-_NONE_FOR_LONG = 64  # steps, in which no guesses paid: they will not pay for who begins now
-_LOOK_RARELY = 4  # times as rarely, then, is it looked what steps take, and what pays
-_ONE_MORE_AFTER = 128  # steps with fewer guesses than could be: is it one more that pays by now?
+_CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32  # steps with an equal number of requests
+_NONE_FOR_LONG = 64  # steps without paying drafts, after which new requests are not drafted for
+_LOOK_RARELY = 4  # then, times and choices are updated this many times less often
+_ONE_MORE_AFTER = 128  # steps with fewer than all drafts, until one more is tried
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-_SPARE = 16  # requests that may have ended without a word before anybody looks
+_SPARE = 16  # ended requests to collect before cleaning up
 
 
 class Speculation:
-    """What is guessed for an engine's requests.
+    """Gets drafts for an engine's requests, and selects those to compute.
 
     Attributes:
-        choice: how many drafts the latest step was to have, and why; None: all.
+        choice: the number of drafts of the latest step, and its reasons; None: all drafts.
 
     Args:
-        proposer: guesses.
-        num_drafts: most guesses for a request.
-        vocab_size: of the model.
-        adaptive: keep back drafts that do not pay.
-        in_steps: whoever computes a step guesses what comes behind it, which takes time, too.
+        proposer: makes drafts.
+        num_drafts: most drafts of a request.
+        vocab_size: size of the model's vocabulary.
+        adaptive: whether to hold back drafts that do not pay.
+        in_steps: whether workers make drafts within steps, which takes time.
         drafter_reads: see `EngineConfig.drafter_reads`.
     """
 
@@ -68,29 +68,29 @@ class Speculation:
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
         self._adaptive, self._in_steps = adaptive, in_steps
         self._drafter_reads = drafter_reads
-        self._num_steps_of_none = 0  # since guesses paid
-        self._num_steps_of_some = 0  # that were fewer than could be
+        self._num_steps_of_none = 0  # since drafts paid
+        self._num_steps_of_some = 0  # with fewer than all drafts
         self._tries_one_more = False
         self._trials = Trials()
-        self._to_guess = (0, 0, 0)  # by whoever computes; for how many requests, and steps
-        self._known: dict[str, Request] = {}  # those that the proposer may keep something of
+        self._to_guess = (0, 0, 0)  # number of drafts, for how many requests, for how many steps
+        self._known: dict[str, Request] = {}  # requests that the proposer may have data about
         self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts behind the known tokens
         self._acceptance: dict[str, Acceptance] = {}
         self._acceptance_of_all = Acceptance.of_all()
         self._costs = StepCosts()
         self._drafting_costs = DraftingCosts()
         self.choice: Choice | None = None
-        self._gain = 1.0  # of the latest step's choice
-        self._num_rows = 0  # requests that go on behind the step before
+        self._gain = 1.0  # gain of the latest step's choice
+        self._num_rows = 0  # requests that continue after the previous step
 
     def num_to_guess(self, num_rows: int, can_guess: Callable[[], bool] = YES) -> int:
-        """How many drafts whoever computes the next step is to guess behind what it samples.
+        """Return how many drafts the next step is to make behind each sampled token.
 
-        Where none pay, some are guessed now and then all the same: what they are worth may change.
+        If none pay, some are still made now and then, as their value may change.
 
         Args:
-            num_rows: requests that it may compute.
-            can_guess: tells whether any that runs is read.
+            num_rows: most requests in the next step.
+            can_guess: returns whether any running request can be drafted for.
         """
         if not self._in_steps or not self._adaptive:
             return self._num_drafts if self._in_steps else 0
@@ -117,8 +117,10 @@ class Speculation:
         return best
 
     def _one_more(self, best: int) -> bool:
-        """Whether to compute one guess more than seems to pay: what that takes was found in a
-        moment that may have been slow.
+        """Return whether to compute one draft more than seems to pay.
+
+        The cost of one more may have been measured in a slow moment.
+
         """
         if best == self._num_drafts or self._num_steps_of_some == _ONE_MORE_AFTER + TRIED:
             self._num_steps_of_some = 0
@@ -132,10 +134,10 @@ class Speculation:
         return self._num_steps_of_none > _NONE_FOR_LONG
 
     def num_to_read(self) -> int:
-        """Of how many requests that begin now a drafter reads what it must to guess for them.
+        """Return for how many of the requests that start now the drafter must read all tokens.
 
-        All but where no guesses have paid for long: then of one, when it is time for a trial. Who
-        is not read when it begins is not guessed for as long as it runs.
+        All, unless no drafts have paid for long: then one, when a trial is due, else none. A
+        request that is not read from its start is never drafted for.
         """
         if not self._drafter_reads or not self._none_for_long:
             return ALL
@@ -147,11 +149,11 @@ class Speculation:
         requests: Mapping[str, Request],
         guessed: Mapping[str, tuple[int, ...]] = _NOTHING,
     ) -> dict[str, tuple[int, ...]]:
-        """Guess what comes behind the tokens of a step, by request id.
+        """Return drafts behind the sampled tokens of a step, by request id.
 
         Args:
-            requests: that have not ended.
-            guessed: by whoever computed the step.
+            requests: requests that have not ended.
+            guessed: drafts that a worker made in the step.
         """
         if self._in_steps:
             self._proposer.take(guessed)
@@ -176,10 +178,10 @@ class Speculation:
     def note_step(
         self, scheduled: SchedulerOutput, seconds: float, drafting_s: float = 0.0
     ) -> None:
-        """A step ended so long after the one before it; call it before `after_step`.
+        """Add the time between the ends of the last two steps; call before `after_step`.
 
         Args:
-            drafting_s: of these, in which it guessed what comes behind it.
+            drafting_s: part of the time in which the step made drafts.
         """
         is_rare = self._none_for_long and not scheduled.num_drafts
         if is_rare and self._num_steps_of_none % _LOOK_RARELY:
@@ -194,14 +196,14 @@ class Speculation:
                     self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
-        """Guess for a node that goes on with a request, which ends here."""
+        """Return drafts for a node that continues a request, which ends here."""
         drafts = self._propose([request]).get(request.request_id, ())
         self._proposer.forget(request)
         del self._known[request.request_id]
         return drafts
 
     def received(self, request_id: str, drafts: Sequence[int]) -> tuple[int, ...]:
-        """What is to be computed of drafts that another node has guessed."""
+        """Return the part of another node's drafts that should be computed."""
         taken = tuple(drafts[: self._num_drafts])
         if not taken or not all(0 <= token_id < self._vocab_size for token_id in taken):
             return ()
@@ -209,7 +211,7 @@ class Speculation:
         return self._what_pays({request_id: taken}, self._num_rows + 1).get(request_id, ())
 
     def _look_at(self, output: RequestDelta) -> None:
-        """Note which drafts are what was sampled, up to the first that is not."""
+        """Compare drafts with the sampled tokens, up to the first difference."""
         drafts = self._proposed.pop(output.request_id, None)
         if not drafts or not self._adaptive:
             return
@@ -226,14 +228,14 @@ class Speculation:
         if not self._adaptive or not drafts or self._tries_one_more:
             return drafts
         if not self._costs.is_fresh(num_rows, self._gain):
-            return {}  # what does a step without them take?
+            return {}  # measure a step without drafts first
         prior = self._acceptance_of_all.rate()
         unknown = Acceptance()
         rates = [self._acceptance.get(name, unknown).rate(prior) for name in drafts]
         numbers = [*map(len, drafts.values())]
         lengths, choice = choose_lengths(self._costs, num_rows, numbers, rates)
         self._gain = choice.gain
-        if not self._in_steps:  # there the choice has been made, and this one is about what is left
+        if not self._in_steps:  # with `in_steps`, the choice was made before drafting
             self.choice = choice
         return {
             name: own[:length]
@@ -256,7 +258,7 @@ class Speculation:
         }
 
     def _forget_ended(self, requests: Mapping[str, Request]) -> None:
-        """Now and then: most requests end by themselves, and some are aborted."""
+        """Drop data of ended requests, from time to time, as most end unnoticed."""
         if max(len(self._known), len(self._proposed)) <= 2 * len(requests) + _SPARE:
             return
         for request_id, request in list(self._known.items()):
@@ -273,7 +275,7 @@ def _only_decodes(item: ScheduledRequest) -> bool:
 
 
 def drafter_identity(config: EngineConfig, model_folder: Path) -> str:
-    """Tell drafters apart: their guesses, and where they have layers, the KV that they keep.
+    """Identify a drafter by its files: its drafts, and the KV of its layers, depend on these.
 
     Raises ModelLoadError when a file cannot be read.
     """
@@ -284,9 +286,9 @@ def drafter_identity(config: EngineConfig, model_folder: Path) -> str:
 
 
 def find_drafter(config: EngineConfig) -> EngineConfig:
-    """Put the folder of what guesses in place of what a user gave, such as a hub id.
+    """Replace a drafter's name, such as a hub id, by its folder.
 
-    Raises ModelLoadError where there is none.
+    Raises ModelLoadError if there is no such model.
     """
     if not config.speculative_model:
         return config
@@ -294,7 +296,7 @@ def find_drafter(config: EngineConfig) -> EngineConfig:
 
 
 def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | None:
-    """What the options ask for; None: nobody guesses."""
+    """Make the speculation that the options ask for; None: none."""
     if not config.max_num_drafts:
         return None
     proposer = PROPOSERS.load(config.speculative_method)(config)

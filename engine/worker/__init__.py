@@ -1,1 +1,1 @@
-"""What owns a device: KV memory, input batch, graphs, model runner, profile."""
+"""All that owns a device: KV memory, input batch, graphs, model runner, memory profile."""

@@ -1,6 +1,6 @@
-"""BlockTable: where the KV of running requests is, as one persistent host table. Knows no request.
+"""BlockTable: block ids of running requests in one host table. Refuses to know: requests.
 
-row of a request   | b0 b1 b2 .  .  . |     kept between steps; a step writes what is new
+row of a request   | b0 b1 b2 .  .  . |     kept between steps; a step writes new blocks only
                      num_blocks = 3
 """
 
@@ -17,18 +17,18 @@ from engine.core.kv_retention import NULL_BLOCK, SlidingWindow
 
 
 class BlockTable:
-    """The block ids of one KV cache group; a row is one request's for as long as it is used.
+    """The block ids of one KV cache group; a row belongs to one request until it is cleared.
 
     Args:
         max_num_requests: rows.
         max_blocks: most blocks of one request.
         block_size: tokens per block.
-        group: whose blocks these are: every ``num_groups``-th from there on.
-        num_groups: of the KV cache.
-        sliding_window: of the group; None: full attention, and nothing slides out.
+        group: index of the group: its blocks are every ``num_groups``-th, from this one on.
+        num_groups: number of groups of the KV cache.
+        sliding_window: the group's window, in tokens; None: full attention.
 
     Attributes:
-        num_changes: since the start: while it stays, so does what `gather` gives.
+        num_changes: writes since the start; while unchanged, `gather` returns equal tables.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class BlockTable:
         sliding_window: int | None = None,
     ) -> None:
         self.num_changes = 0
-        self._num_blocks = [0] * max_num_requests  # written, by row
-        self._num_null = [0] * max_num_requests  # leading ones of these
+        self._num_blocks = [0] * max_num_requests  # written blocks, by row
+        self._num_null = [0] * max_num_requests  # leading null blocks, by row
         self._block_size = block_size
         self._group = group
         self._num_groups = num_groups
@@ -57,23 +57,23 @@ class BlockTable:
         self._flat = self._rows.reshape(-1)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens of one request."""
+        """Return the number of blocks that hold ``num_tokens`` tokens of one request."""
         return -(-num_tokens // self._block_size)
 
     def num_held(self, row: int) -> int:
-        """Tokens that the blocks of a row have room for."""
+        """Return the number of tokens that the blocks of a row have room for."""
         return self._num_blocks[row] * self._block_size
 
     def clear(self, row: int) -> None:
-        """The row is another request's from now on, or its request has other blocks."""
+        """Empty a row, for another request or for new blocks of its request."""
         self._num_blocks[row] = self._num_null[row] = 0
         self.num_changes += 1
 
     def extend(self, row: int, block_ids: Sequence[int]) -> None:
-        """Write blocks behind those of the row.
+        """Append blocks to a row.
 
         Args:
-            block_ids: of all groups in turn.
+            block_ids: block ids of all groups in turn.
         """
         written, added = self._num_blocks[row], block_ids[self._group :: self._num_groups]
         self._rows[row, written : written + len(added)] = added
@@ -81,7 +81,7 @@ class BlockTable:
         self.num_changes += 1
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Forget the blocks at which no token behind the first ``num_tokens`` looks."""
+        """Replace blocks that no token behind the first ``num_tokens`` needs by null blocks."""
         assert self._retention is not None
         num_expired = min(self._retention.num_expired_blocks(num_tokens), self._num_blocks[row])
         num_null = self._num_null[row]
@@ -96,11 +96,12 @@ class BlockTable:
         positions: npt.NDArray[np.int64],
         out: npt.NDArray[np.int64],
     ) -> None:
-        """Where tokens are written: block id * block_size + offset. All are `[num_tokens]`.
+        """Write the cache slot of each token, block id * block_size + offset. All `[num_tokens]`.
 
         Args:
-            rows: of the request of each token.
-            positions: of each token in its request.
+            rows: row of each token's request.
+            positions: position of each token in its request.
+            out: receives the slots.
         """
         blocks, offsets = np.divmod(positions, self._block_size)
         blocks += rows * self._rows.shape[1]
@@ -110,7 +111,7 @@ class BlockTable:
     def blocks(
         self, rows: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int32]:
-        """The blocks at some places of some rows: `[n]`.
+        """Return the block ids at the given places of the given rows: `[n]`.
 
         Args:
             rows: `[n]`.
@@ -120,11 +121,11 @@ class BlockTable:
         return blocks
 
     def copy_rows(self, rows: Sequence[int], num_blocks: int) -> npt.NDArray[np.int32]:
-        """The first blocks of some rows, copied: `[n, num_blocks]`."""
+        """Return a copy of the first blocks of some rows: `[n, num_blocks]`."""
         return self._rows[list(rows), :num_blocks]
 
     def gather(self, rows: npt.NDArray[np.int64], num_blocks: int, out: Tensor) -> Tensor:
-        """The first blocks of some rows: `[num_requests, num_blocks]` int32, a view of ``out``.
+        """Return some rows' first blocks: `[num_requests, num_blocks]` int32, a view of ``out``.
 
         Args:
             rows: `[num_requests]`, in batch order.

@@ -1,13 +1,13 @@
 """CUDA graphs of decode steps: captured once per size, replayed with other inputs.
 
-Launching a step's kernels one by one takes longer than they run, in small models several times as
-long. A graph holds all of them, from the token ids of the requests to those that follow:
+Launching a step's kernels one by one takes longer than running them, in small models several times
+as long. A graph holds all kernels from the requests' token ids to the next token ids:
 
-    token ids | layers | output head | sampling | last tokens, for the step behind this one
+    token ids | layers | output head | sampling | last tokens, for the next step
 
-Sizes are captured from the largest down in one memory pool, so that the smaller ones live in what
-the largest needs. A step is padded to the next size; see `graph_inputs.py`. Steps with prompts, or
-with callbacks after layers, are not for these graphs; see `chunks/`. Others are computed eagerly.
+Sizes are captured from the largest down in one memory pool, so that smaller graphs reuse the memory
+of the largest. A step is padded to the next size; see `graph_inputs.py`. Steps with prompts have
+other graphs; see `chunks/`. Steps with callbacks after layers, and all others, run eagerly.
 Refuses to know: requests, schedulers, how attention plans its work.
 """
 
@@ -27,15 +27,15 @@ from engine.worker.device_choice import BackendNames
 from engine.worker.graph_inputs import GraphInputs, StagedStep
 from models.base import CausalLM, ForwardContext, LayerCache
 
-# Runs a step's body once or more, and gives what computes it again.
+# Runs a step's body once or more; returns a function that computes it again.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
-# Backends whose decode steps launch the same kernels whatever the lengths are.
+# Backends whose decode steps launch the same kernels for all lengths.
 CAPTURABLE_BACKENDS = ("triton", "triton_invariant", "flash_triton")
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of requests that are captured: 1, 2, 4, 8, then every 8th, beyond 256 every 16th.
+    """Return the captured numbers of requests: 1, 2, 4, 8, then every 8th, beyond 256 every 16th.
 
     The last one is ``most``.
     """
@@ -46,7 +46,7 @@ def captured_sizes(most: int) -> tuple[int, ...]:
 def reason_against_graphs(
     config: EngineConfig, device: torch.device, backend_names: BackendNames
 ) -> str | None:
-    """Why decode steps are not captured, as one phrase for the log; None: they are."""
+    """Return why decode steps are not captured, as a phrase for the log; None: they are."""
     if not config.cuda_graph_max_batch:
         return "switched off"
     return reason_against_replays(config, device, backend_names)
@@ -55,7 +55,7 @@ def reason_against_graphs(
 def reason_against_replays(
     config: EngineConfig, device: torch.device, backend_names: BackendNames
 ) -> str | None:
-    """Why no step at all is captured, as one phrase for the log; None: they can be."""
+    """Return why no step can be captured, as a phrase for the log; None: steps can be."""
     if not config.cuda_graphs:
         return "switched off"
     if device.type != "cuda":
@@ -70,13 +70,13 @@ def reason_against_replays(
 
 @dataclass(frozen=True, slots=True)
 class GraphContext:
-    """What a forward needs besides its inputs; the same in every step.
+    """Constant inputs of all forwards.
 
     Attributes:
         model: the network, on its device.
-        backends: attention, one for each KV cache group; None: of states.
-        layer_groups: of each layer, its group.
-        layer_caches: of each layer, its part of the cache; they must never move.
+        backends: attention backend of each KV cache group; None: a group of states.
+        layer_groups: group of each layer.
+        layer_caches: each layer's part of the cache; must never move.
     """
 
     model: CausalLM
@@ -90,11 +90,11 @@ class Graphs(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What is captured, rising."""
+        """Return the captured sizes, ascending."""
         ...
 
     def capture(self, size: int) -> None:
-        """Capture a size; larger ones before smaller ones, which live in their memory."""
+        """Capture a size; larger ones first, as smaller ones reuse their memory."""
         ...
 
 
@@ -102,11 +102,11 @@ AnyGraphs = TypeVar("AnyGraphs", bound=Graphs)
 
 
 class Replays(Generic[AnyGraphs]):
-    """One kind of a runner's steps, which are replayed once they are captured.
+    """One kind of a runner's steps, which are replayed once captured.
 
     Args:
-        make: makes graphs, given what records them; not needed where nothing can be captured.
-        capturable: sizes that there are inputs for, rising.
+        make: makes graphs, given a recorder; not needed if nothing can be captured.
+        capturable: sizes with inputs, ascending.
 
     Attributes:
         capturable: as given.
@@ -122,16 +122,16 @@ class Replays(Generic[AnyGraphs]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What is replayed; nothing before `capture`."""
+        """Return the captured sizes; empty before `capture`."""
         return self.graphs.sizes if self.graphs else ()
 
     @torch.inference_mode()
     def capture(self, capture: object, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Capture sizes (all of them), the largest first; returns them.
+        """Capture the given sizes, or all, the largest first; return them.
 
         Args:
-            capture: records a step: a `Capture` or a `chunk_graphs.CapturePieces`. What it raises
-                leaves all as it was.
+            capture: records a step: a `Capture` or a `chunk_graphs.CapturePieces`. If it raises,
+                nothing changes.
         """
         assert self._make is not None, "there are no inputs for graphs"
         graphs = self._make(capture)
@@ -142,12 +142,12 @@ class Replays(Generic[AnyGraphs]):
 
 
 class StepGraphs:
-    """The captured sizes, and the outputs of the replay that was last.
+    """The captured sizes of decode steps, and the outputs of the latest replay.
 
     Args:
         context: the model and its cache.
-        inputs: what the graphs read.
-        capture: records a step; tests on a CPU give one that runs it again.
+        inputs: the tensors that the graphs read.
+        capture: records a step; tests on a CPU pass one that runs the step again.
     """
 
     def __init__(self, context: GraphContext, inputs: GraphInputs, capture: Capture) -> None:
@@ -158,7 +158,7 @@ class StepGraphs:
         weight = context.layer_caches[0]
         assert isinstance(weight, Tensor), "steps of models with states are not captured"
         largest, config = inputs.sizes[-1], context.model.config
-        # [largest, hidden_size] and [largest]; not in the memory that the graphs share.
+        # [largest, hidden_size] and [largest]; outside the memory that the graphs share.
         self._hidden = torch.zeros(
             largest, config.hidden_size, dtype=weight.dtype, device=weight.device
         )
@@ -166,27 +166,27 @@ class StepGraphs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What is captured, rising."""
+        """Return the captured sizes, ascending."""
         return tuple(sorted(self._replays))
 
     def capture(self, size: int) -> None:
-        """Capture a size; larger ones before smaller ones."""
+        """Capture a size; larger ones first."""
         self._replays[size] = self._capture(self._body(size))
 
     def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
         """Launch a step.
 
         Returns:
-            ``(hidden_states, token_ids)``, `[num_requests, hidden_size]` after the last norm and
-            `[num_requests]` int64, sampled without regard to penalties and grammars, NO_TOKEN
-            for a row with NaN; overwritten by the next replay.
+            ``(hidden_states, token_ids)``: `[num_requests, hidden_size]` after the last norm, and
+            `[num_requests]` int64, sampled without penalties and grammars; NO_TOKEN for a row with
+            NaN. Both are overwritten by the next replay.
         """
         self._inputs.upload(staged)
         self._replays[staged.size]()
         return self._hidden[: staged.num_requests], self._token_ids[: staged.num_requests]
 
     def correct(self, staged: StagedStep, token_ids: Tensor) -> None:
-        """What was sampled otherwise is what the step behind the last replay goes on from.
+        """Replace the last tokens of the latest replay by tokens that were sampled differently.
 
         Args:
             token_ids: `[num_requests]` int64 on the device.

@@ -1,6 +1,6 @@
-"""Where an engine computes, and in which type: the options and what the machine has.
+"""Chooses device, dtypes, weights and backends of an engine, by options and by the machine.
 
-Refuses to know: what a model computes, memory.
+Refuses to know: the model's computation, memory.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _ROUNDED_WEIGHTS = [one.value for one in QuantizedFormat if one != QuantizedFormat.INT8]
 
-# Major compute capabilities on which few tokens and many are multiplied by one instruction.
+# Major compute capabilities with one matrix instruction for any number of tokens.
 _ONE_INSTRUCTION = (8, 9, 12)
 
-# Of each KV cache group the name of its backend; None: it has states, and nothing attends.
+# Name of each KV cache group's backend; None: the group has states, and no layer attends.
 BackendNames = tuple[str | None, ...]
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name, with its index, and from now on this thread's current one.
+    """Return the device of a name, with its index, and make it this thread's current device.
 
-    Raises ConfigError when there is none, or when peers could not reach its memory.
+    Raises ConfigError if the device does not exist, or if peers could not access its memory.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,19 +66,19 @@ def choose_device(name: str) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Launch this thread's kernels on a device from now on; every thread has its own.
+    """Make a device current for this thread; each thread has its own current device.
 
-    PyTorch looks at its tensors; Triton launches on the current device, whatever the tensors say.
+    PyTorch launches on its tensors' device, but Triton launches on the current device.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
-    """Raise ConfigError where PyTorch would take GPU memory that no other process can map.
+    """Raise ConfigError if PyTorch would allocate GPU memory that no other process can map.
 
-    NIXL hands memory of ``cudaMalloc`` to peers on the same machine (CUDA IPC); expandable
-    segments are not made of that.
+    NIXL shares memory of ``cudaMalloc`` with peers on the same machine (CUDA IPC), which excludes
+    expandable segments.
     """
     for option in _ALLOCATOR_OPTIONS:
         if re.search(r"expandable_segments\s*:\s*true", environment.get(option, ""), re.IGNORECASE):
@@ -88,12 +88,12 @@ def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
 
 
 def choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
-    """Of weights and computation."""
+    """Return the dtype of weights and computation."""
     if name == "auto":
-        # Most CPUs have no 16-bit arithmetic: there a smaller type is slower, not faster.
+        # Most CPUs have no 16-bit arithmetic, so smaller types are slower there.
         name = "float32" if device.type == "cpu" else model.dtype
         if name == "float32" and device.type != "cpu":
-            # Twice the memory, and a fraction of the speed of its matrix units.
+            # float32 takes twice the memory and misses most of the speed of matrix units.
             name = "bfloat16"
             logger.info("dtype bfloat16 for a float32 checkpoint; --dtype float32 keeps its own")
     dtype = getattr(torch, name)
@@ -102,16 +102,16 @@ def choose_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.d
 
 
 def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of keys and values in the cache of a model that computes in ``dtype``."""
+    """Return the dtype of cached keys and values of a model that computes in ``dtype``."""
     return FP8 if name == "fp8" else dtype
 
 
 def choose_packer(
     config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> WeightPacker | None:
-    """How the model's linear layers are kept on its device; None: as parameters.
+    """Return the packer of the model's linear layers; None: weights stay parameters.
 
-    Raises ConfigError where the device has no such form.
+    Raises ConfigError if the device does not support the format.
     """
     if device.type == "cpu":
         enable_native_kernels(config.native_kernels)
@@ -119,14 +119,14 @@ def choose_packer(
     packer = _gpu_packer(config.weights, device, dtype)
     if not config.batch_invariant:
         return packer
-    # Sums of integers have no order; what else a checkpoint has in few bits is not kept so.
+    # Sums of integers do not depend on their order, so only int8 weights stay packed.
     is_int8 = packer is not None and packer.weights == QuantizedFormat.INT8
     kind = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return InvariantPacker(kind, packer if is_int8 else None)
 
 
 def check_batch_invariant(config: EngineConfig, device: torch.device, model: ModelConfig) -> None:
-    """Raise ConfigError where results are to depend on no company, and cannot."""
+    """Raise ConfigError if batch-invariant results are asked for and impossible."""
     if not config.batch_invariant:
         return
     if device.type == "cpu":
@@ -155,10 +155,10 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
     own = WeightFormat.of(dtype)
     if own is not None and own.value == weights:
-        return None  # as torch keeps them
+        return None  # torch's own format
     if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
         raise ConfigError(
-            f"weights: {weights} on a GPU wants --dtype to be that, got {dtype_name(dtype)}"
+            f"weights: {weights} on a GPU requires the matching --dtype, got {dtype_name(dtype)}"
         )
     wanted = None if weights == "auto" else QuantizedFormat(weights)
     if find_spec("triton") is None:
@@ -174,9 +174,9 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
 
 
 def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -> str:
-    """Describe how linear layers are kept; of nodes that say the same, a pair may be made.
+    """Describe the format of linear layers; only nodes with equal descriptions may be paired.
 
-    CPUs and GPUs round otherwise where weights have few bits; GPUs of other kinds add otherwise.
+    CPUs and GPUs round weights of few bits differently; GPUs of different kinds add differently.
     """
     if not isinstance(packer, GpuPacker | InvariantPacker):
         return asked
@@ -187,16 +187,16 @@ def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -
 
 
 def asked_backend(config: EngineConfig) -> str | None:
-    """The attention backend that the user insists on."""
+    """Return the attention backend that the user demands; None: any."""
     return None if config.attention_backend == "auto" else config.attention_backend
 
 
 def choose_backends(
     spec: KVCacheSpec, config: EngineConfig, device: torch.device, model: ModelConfig
 ) -> tuple[str | None, ...]:
-    """Choose a backend for each group, by what its layers keep; a log line for each kind says why.
+    """Choose a backend for each group, by what its layers keep; log one line per kind.
 
-    Raises ConfigError where what is asked for cannot be.
+    Raises ConfigError if the demanded backend is impossible.
     """
     override = asked_backend(config)
     chosen: dict[KVKind, str | None] = {}

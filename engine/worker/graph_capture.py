@@ -1,6 +1,6 @@
-"""Captures steps on a GPU at start: what it takes, what it costs, whether it can be done.
+"""Captures steps on a GPU at start, if possible, and measures the memory of graphs.
 
-Refuses to know: what a step computes, when it is replayed.
+Refuses to know: the computation of a step, when a step is replayed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ AnyReplays = Replays[StepGraphs] | Replays[ChunkGraphs]
 
 
 class CaptureError(Exception):
-    """A step cannot be captured, and why; the engine goes on without graphs."""
+    """A step cannot be captured, for the given reason; the engine continues without graphs."""
 
 
 @functools.cache
 def capture_stream(device_index: int) -> torch.cuda.Stream:
-    """The stream that all steps of a device are captured on, as long as the process lives.
+    """Return the stream on which all steps of a device are captured; lives as long as the process.
 
-    cuBLAS has a workspace for every stream on which it has ever multiplied (32 MiB on Hopper), and
-    gives none back: this one's is taken here, once, so that nobody finds it among a graph's memory.
+    cuBLAS allocates a workspace for each stream it has used (32 MiB on Hopper) and keeps it. This
+    stream's is allocated here, once, so that it does not count as a graph's memory.
     """
     stream = torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -47,17 +47,17 @@ def capture_stream(device_index: int) -> torch.cuda.Stream:
 
 
 def _multiply(device: torch.device) -> None:
-    """What makes cuBLAS take its workspace."""
+    """Make cuBLAS allocate its workspace."""
     matrix = torch.ones(64, 64, device=device)
     torch.mm(matrix, matrix)
 
 
 def _go_on() -> None:
-    """Where a piece ends that is not captured."""
+    """Do nothing at the end of a piece that is not captured."""
 
 
 class DeviceCapture:
-    """Captures on the current CUDA device; all graphs share one memory pool."""
+    """Captures steps on the current CUDA device; all graphs share one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -67,7 +67,7 @@ class DeviceCapture:
         """See `cuda_graphs.Capture`."""
         self._warm_up(body)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (of a connector, say) may use the device meanwhile.
+        # Other threads, such as a connector's, may use the device meanwhile.
         try:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -87,7 +87,7 @@ class DeviceCapture:
             graphs.append(torch.cuda.CUDAGraph())
             graphs[-1].capture_begin(self._pool, "thread_local")
 
-        # As `torch.cuda.graph` does, whose graphs cannot end in the middle of a call.
+        # Like `torch.cuda.graph`, whose graphs cannot end in the middle of a call.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         try:
@@ -102,15 +102,15 @@ class DeviceCapture:
         return tuple(graph.replay for graph in graphs)
 
     def _warm_up(self, body: Callable[[], None]) -> None:
-        """Compile kernels and let libraries take their memory; then look for what waits.
+        """Compile kernels and let libraries allocate memory; then look for operations that wait.
 
-        Something that waits inside a capture would be told of by an error that says nothing.
+        Inside a capture, an operation that waits raises an error without its cause.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             body()
             torch.cuda.synchronize()
-            with warnings.catch_warnings():  # that the mode is new, and does not find everything
+            with warnings.catch_warnings():  # the mode warns that it is new and incomplete
                 warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode("error")
             try:
@@ -135,7 +135,7 @@ def make_captured_runner(
     drafting: Drafting | None = None,
     rejects: bool = False,
 ) -> ModelRunner:
-    """A runner whose decode steps are captured where they can be; a log line tells of it."""
+    """Make a runner with captured decode steps and prompts, if possible; log the outcome."""
     reason_against = reason_against_graphs(config, kv_cache.device, backend_names)
     against_chunks = reason_against_chunks(config, kv_cache.device, backend_names, ranks)
     runner = make_model_runner(
@@ -156,12 +156,12 @@ def make_captured_runner(
 
 
 def _capture(steps: str, unit: str, replays: AnyReplays, capture: object) -> None:
-    """Capture, and log what came of it.
+    """Capture all sizes of one kind of step, and log the outcome.
 
     Args:
-        steps: which, in words.
-        unit: what sizes count.
-        capture: records them.
+        steps: name of the kind, in words.
+        unit: the unit of sizes, such as tokens.
+        capture: records the steps.
     """
     started = time.monotonic()
     try:
@@ -175,20 +175,20 @@ def _capture(steps: str, unit: str, replays: AnyReplays, capture: object) -> Non
 
 
 def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
-    """Memory that the graphs of a runner will take, of each kind from its two largest.
+    """Return the memory that a runner's graphs will take, estimated from its two largest sizes.
 
-    Smaller ones live in the memory of the largest; what each adds on its own is taken to be what
-    the second largest adds. Nothing where they cannot be captured.
+    Smaller graphs reuse the memory of the largest; each is assumed to add as much as the second
+    largest adds. 0 if steps cannot be captured.
 
     Args:
-        make_runner: makes one with inputs for graphs; it is forgotten afterwards.
+        make_runner: makes a runner with inputs for graphs; dropped afterwards.
     """
-    capture_stream(torch.cuda.current_device())  # its memory is no graph's
+    capture_stream(torch.cuda.current_device())  # not part of a graph's memory
     free_before = _free_bytes()
     runner = make_runner()
     free_inputs = _free_bytes()
     needed = max(free_before - free_inputs, 0)
-    try:  # the engine says so when it captures
+    try:  # the engine logs a failure when it captures
         needed += _measure_kind(runner.decode_graphs, DeviceCapture)
         needed += _measure_kind(runner.chunk_graphs, lambda: DeviceCapture().pieces)
     except CaptureError:
@@ -197,7 +197,7 @@ def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
 
 
 def _measure_kind(replays: AnyReplays, make_capture: Callable[[], object]) -> int:
-    """Bytes that all sizes of one kind take, by those of the two largest."""
+    """Return the bytes of all sizes of one kind, estimated from the two largest."""
     free, sizes = [_free_bytes()], replays.capturable
     for num_graphs in (1, 2)[: len(sizes)]:
         replays.capture(make_capture(), sizes[-num_graphs:])

@@ -1,14 +1,15 @@
-"""GraphInputs: the device tensors that captured steps read, and how a step gets into them.
+"""GraphInputs: the device tensors that captured steps read; copies a step into them.
 
-A captured step reads the same addresses in every replay. Whatever a step has to say to the device
-is written into one pinned run of bytes and copied at once, but for the last tokens of requests,
-which the device itself has written there:
+A captured step reads the same addresses in every replay. A step's inputs are written into one
+pinned buffer and copied at once, except requests' last tokens, which the device has written
+itself:
 
     source          | last_tokens by row ........ , spare | token_ids of this step .... |
-    token_index       ^ sampled by the step before          ^ known on the host
+    token_index       ^ sampled by the previous step        ^ known on the host
 
-Rows behind the step's requests are padding up to the captured size: no query, no slot, a token and
-a row that nobody reads. Refuses to know: requests, models, what a graph is.
+Rows behind the step's requests are padding up to the captured size: no query, no slot, and a token
+and a row that are never read.
+Refuses to know: requests, models, graphs.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from engine.sampling.device_sampling import PARAMETER_TYPES
 from engine.sampling.sampling_input import SamplingInput
 from engine.worker.block_table import BlockTable
 
-_ALIGNMENT = 16  # bytes; what vector loads want
+_ALIGNMENT = 16  # bytes, for vector loads
 _NO_SLOT = -1
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A step of one token per request that waits on the host to be replayed.
+    """A step of one token per request, staged on the host for a replay.
 
     Its bytes are overwritten when the step after the next one is staged.
     """
 
     sampling: SamplingInput
-    staging: int  # which of the two
+    staging: int  # index of the staging buffer
     num_requests: int
-    size: int  # captured; num_requests and padding
-    num_blocks: int  # columns of the block tables that say something
+    size: int  # captured size: num_requests and padding
+    num_blocks: int  # used columns of the block tables
 
 
 class _Sections:
-    """Arrays one behind the other in one run of bytes, by name."""
+    """Arrays side by side in one buffer of bytes, by name."""
 
     def __init__(self, memory: Tensor, sizes: dict[str, tuple[torch.dtype, int]]) -> None:
         self.memory = memory  # [num_bytes] uint8
@@ -66,15 +67,15 @@ class _Sections:
 
 
 class GraphInputs:
-    """Static inputs of all captured sizes, which are views of the largest one's.
+    """Static inputs of all captured sizes; smaller ones are views of the largest one's.
 
     Args:
-        sizes: captured numbers of requests, rising.
-        num_rows: of the input batch; ``last_tokens`` has one more that nobody reads.
+        sizes: captured numbers of requests, ascending.
+        num_rows: rows of the input batch; ``last_tokens`` has a spare one that is never read.
         max_blocks: most blocks of one request in one group.
-        num_groups: of the KV cache.
+        num_groups: number of groups of the KV cache.
         max_seq_len: most tokens of one request.
-        device: where the model runs.
+        device: device of the model.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class GraphInputs:
     # ------------------------------------------------------------------ on the host
 
     def size_for(self, num_requests: int) -> int | None:
-        """The captured size that a step of so many requests is padded to; None: it is too large."""
+        """Return the captured size to pad a step of ``num_requests`` to; None: too many."""
         return next((size for size in self.sizes if size >= num_requests), None)
 
     def stage(
@@ -147,14 +148,14 @@ class GraphInputs:
         kernel_parameters: Mapping[str, npt.NDArray[np.generic]],
         sampling: SamplingInput,
     ) -> StagedStep:
-        """Write a step into the staging buffer that the step before does not use.
+        """Write a step into the staging buffer that the previous step does not use.
 
         Args:
-            rows: `[num_requests]`, of the input batch.
-            token_ids: `[num_requests]`; negative where the step before samples it.
-            positions: `[num_requests]`, of these tokens.
-            block_tables: of each KV cache group.
-            kernel_parameters: `PARAMETER_TYPES` but for the keys, each by row.
+            rows: `[num_requests]`, rows of the input batch.
+            token_ids: `[num_requests]`; negative where the previous step samples the token.
+            positions: `[num_requests]`, positions of these tokens.
+            block_tables: one per KV cache group.
+            kernel_parameters: `PARAMETER_TYPES` except keys, each by row.
         """
         self._staging = 1 - self._staging
         arrays = self._arrays[self._staging]
@@ -193,7 +194,7 @@ class GraphInputs:
     # ------------------------------------------------------------------ on the device
 
     def upload(self, staged: StagedStep) -> None:
-        """Launch the copies that make ``staged`` the step that the next replay computes."""
+        """Launch the copies of a staged step into the inputs of the next replay."""
         host, num_groups = self._host[staged.staging], len(self.block_tables)
         entries = staged.num_requests * staged.num_blocks
         used = host.offsets["block_tables"] + num_groups * entries * torch.int32.itemsize
@@ -206,17 +207,17 @@ class GraphInputs:
             )
 
     def section(self, name: str, size: int) -> Tensor:
-        """`[size]` of a static input, the same address for every size."""
+        """Return `[size]` of a static input, at the same address for every size."""
         return self._device.tensors[name][:size]
 
     def sampling_tensors(self, size: int) -> dict[str, Tensor]:
-        """`PARAMETER_TYPES` of a captured size."""
+        """Return `PARAMETER_TYPES` of a captured size."""
         tensors = {name: self.section(name, size) for name in PARAMETER_TYPES}
         tensors["keys"] = self.section("keys", 2 * size).view(size, 2)
         return tensors
 
     def metadata(self, size: int) -> tuple[AttentionMetadata, ...]:
-        """What a captured size tells attention, by KV cache group; true of the largest step."""
+        """Return a captured size's metadata, by KV cache group; lengths are upper bounds."""
         return tuple(
             AttentionMetadata(
                 num_requests=size,

@@ -1,4 +1,4 @@
-"""InputBatch: a step's plan as tensors. Rows stay between steps; a plan says what is new."""
+"""InputBatch: turns a step's plan into tensors; rows persist, and a plan tells their changes."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """What one forward reads."""
+    """Inputs of one forward."""
 
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
-    last_token_rows: Tensor  # [num_sampling] int64, rows of the tokens whose logits are wanted
-    groups: tuple[AttentionMetadata | StateMetadata, ...]  # of each KV cache group
+    last_token_rows: Tensor  # [num_sampling] int64, rows of tokens whose logits are needed
+    groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """All that a step's forward and sampler read.
+    """Inputs of a step's forward and sampler.
 
-    Its tensors are views of buffers: preparing the step after the next one overwrites them.
+    The tensors are views of buffers, which are overwritten when the step after the next one is
+    prepared.
 
     Attributes:
         sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a row that
-            samples behind drafts is there several times.
-        unknown: `(places, rows)`, int64 on the device: which of ``input_ids`` the step before
-            samples, and the rows of ``last_tokens`` where it leaves them; None: all are known.
+            samples behind drafts occurs several times.
+        unknown: `(places, rows)`, int64 on the device: places in ``input_ids`` of tokens that the
+            previous step samples, and their rows in ``last_tokens``; None: all are known.
     """
 
     model: ModelInput
@@ -60,19 +61,19 @@ class PreparedStep:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether it computes tokens that it does not sample behind."""
+        """Return whether some computed tokens sample no next token, as in prompts."""
         return len(self.model.input_ids) > len(self.model.last_token_rows)
 
 
 @dataclass(slots=True)
 class _Decodes:
-    """A decode step that a set of buffers has, for the next one of the same requests there.
+    """A decode step whose buffers the next step with the same requests can reuse.
 
     Attributes:
-        num_placed: requests that rows had been given to.
-        rows: of the step's requests: `[num_requests]`.
-        num_changes: of each block table.
-        step: the latest of them.
+        num_placed: number of row assignments when the step was made.
+        rows: rows of the step's requests: `[num_requests]`.
+        num_changes: `BlockTable.num_changes` of each group.
+        step: the latest step in these buffers.
         constrained: see `StepPlan`.
     """
 
@@ -92,7 +93,7 @@ class _Buffer:
 
 
 class _Buffers:
-    """What one step is written into."""
+    """Host buffers of one step."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class _Buffers:
         self.last_token_rows = _Buffer(max_num_tokens, torch.int64, pin)
         self.sampling_rows = _Buffer(max_num_tokens, torch.int64, pin)
         self.unknown = _Buffer(2 * max_rows, torch.int64, pin)
-        self.decodes: _Decodes | None = None  # where the latest step is one
+        self.decodes: _Decodes | None = None  # set if the latest step is a decode step
         max_segments = max_num_tokens if state_groups else 0
         self.segment_start_loc = _Buffer(max_segments + 1, torch.int32, pin)
         self.request_start_loc = _Buffer(max_rows + 1, torch.int32, pin)
@@ -123,7 +124,7 @@ class _Buffers:
                 _Buffer(max_segments, torch.int32, pin),
             )
             for group in state_groups
-        }  # to read and to write
+        }  # slots to read and to write
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +132,11 @@ class _Segments:
     """Runs of tokens of one request within one block: each `[num_segments]`.
 
     Attributes:
-        rows: of the input batch.
-        starts: positions of their first tokens.
-        blocks: logical ones that they lie in.
-        lens: tokens of each.
+        num_requests: number of requests in the step.
+        rows: row of the input batch.
+        starts: position of the first token.
+        blocks: logical block that contains the run.
+        lens: number of tokens.
     """
 
     num_requests: int
@@ -145,21 +147,21 @@ class _Segments:
 
 
 class _Columns:
-    """What a step computes, by request: each `[num_requests]`.
+    """A step's plan as columns: each `[num_requests]`, unless stated otherwise.
 
     Attributes:
-        sampling: `[num_sampling]`, of which requests a token is sampled; rising.
-        sampled_at: `[num_sampling]`, at which position.
-        num_behind: `[num_sampling]`, drafts that are computed from there on; None: there are none.
+        sampling: `[num_sampling]`, index of the request of each sampled token; ascending.
+        sampled_at: `[num_sampling]`, position of each sampled token.
+        num_behind: `[num_sampling]`, drafts computed from that position on; None: no drafts.
         draft_token_ids: see `SamplingInput`.
         constrained: see `StepPlan`.
     """
 
     def __init__(self, plan: StepPlan, max_decode_rows: int) -> None:
-        # One flat list: numpy takes twice as long to look into as many tuples.
+        # One flat list, as numpy takes twice as long to convert a list of tuples.
         columns = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE).T.copy()
         self.rows, self.starts, self.query_lens, self.num_known = columns
-        # [num_tokens]; unknown ones are < 0
+        # [num_tokens]; unknown tokens are < 0
         self.token_ids = np.array(plan.token_ids, dtype=np.int64)
         self.ends = self.starts + self.query_lens
         self.sampling: Ints = (self.ends >= self.num_known).nonzero()[0]
@@ -175,10 +177,10 @@ class _Columns:
                     self._spread()
 
     def _sample_behind(self, num_drafts: Ints) -> None:
-        """Have a token sampled behind each draft as well.
+        """Sample a token behind each draft as well.
 
         Args:
-            num_drafts: of each request that samples.
+            num_drafts: number of drafts of each sampling request.
         """
         num_samples = num_drafts + 1
         ends = num_samples.cumsum()
@@ -191,10 +193,10 @@ class _Columns:
         self.draft_token_ids = tuple(np.where(num_behind, drafts, UNKNOWN_TOKEN).tolist())
 
     def _spread(self) -> None:
-        """Make a decode step of it: each draft a request of its own, with the same blocks.
+        """Turn the step into a decode step: each draft becomes a request with the same blocks.
 
-        Every layer writes the KV of all tokens before any of them looks at it. So what replays
-        decode steps, or computes them faster than prompts, does so with drafts.
+        Every layer writes the KV of all tokens before it reads any. So graphs and kernels of decode
+        steps also work with drafts.
         """
         self.rows = self.rows.repeat(self.query_lens)
         self.starts, self.ends = self.sampled_at - 1, self.sampled_at
@@ -204,35 +206,35 @@ class _Columns:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request computes its last known token, and no other one."""
+        """Return whether every request computes its last known token and no other one."""
         return len(self.token_ids) == len(self.rows) == len(self.sampling)
 
 
 class InputBatch:
-    """Persistent host buffers (pinned where there is a GPU) and the copy to the device.
+    """Persistent host buffers (pinned if there is a GPU) and the copies to the device.
 
-    There are two sets of them, for one step may be prepared while the one before it runs.
-    A row of block ids and parameters is one request's until a plan gives it to another one. While
-    a step runs that samples a request's next token, that token is unknown here; it will be in the
-    request's row of ``last_tokens`` when the step behind it needs it.
+    There are two sets of buffers, as one step may be prepared while the previous one runs.
+    A row of block ids and parameters belongs to one request until a plan assigns it to another.
+    A token that a running step samples is unknown here; the next step reads it from
+    ``last_tokens`` on the device.
 
     Args:
         max_num_requests: most requests in a step.
         max_num_tokens: most tokens in a step.
-        max_decode_rows: most tokens of a step that only decodes, drafts included; None: as many as
-            requests.
-        sliding_windows: of each KV cache group; None: full attention.
-        state_groups: which of these hold states.
+        max_decode_rows: most tokens of a step that only decodes, drafts included; None: one per
+            request.
+        sliding_windows: window of each KV cache group, in tokens; None: full attention.
+        state_groups: indices of the groups that hold states.
         max_blocks: most blocks of one request in one group.
         block_size: tokens per block.
         device: where the model runs.
-        graph_inputs: where steps are staged that can be replayed; None: nothing is captured.
+        graph_inputs: stages steps that can be replayed; None: nothing is captured.
 
     Attributes:
         device: where the model runs.
         max_num_tokens: most tokens in a step.
-        last_tokens: `[max_num_requests + 1]` int64 on the device, the token that was sampled last
-            in each row; the runner writes it.
+        last_tokens: `[max_num_requests + 1]` int64 on the device, the last sampled token of each
+            row; written by the runner.
     """
 
     def __init__(
@@ -288,23 +290,23 @@ class InputBatch:
             if window is not None
         ]
         self._parameters = np.zeros(max_num_requests, dtype=PARAMETERS)
-        # The same as the sampling kernel takes them, each by row; only for what is staged.
+        # The parameters in the sampling kernel's layout, by row; only for staged steps.
         self._kernel_parameters = kernel_parameters(self._parameters)
         self._random_words = WordTable(max_num_requests)
         self._rows: dict[int, NewRow] = {}
         self._request_ids = [""] * max_num_requests  # by row
-        self._num_placed = 0  # requests, since the start
-        self._undrafted: frozenset[int] = frozenset()  # rows that nobody is to guess for
-        # All known tokens of rows that look back at them, by row.
+        self._num_placed = 0  # row assignments since the start
+        self._undrafted: frozenset[int] = frozenset()  # rows without drafts
+        # All known tokens of rows whose sampling looks back at them, by row.
         self._known: dict[int, list[int]] = {}
 
     def fill(self, plan: StepPlan) -> PreparedStep:
-        """Write a step into the buffers and give views of them on the device."""
+        """Write a step into the buffers; return views of them on the device."""
         self._read(plan)
         return self._fill_again(plan) or self._fill(_Columns(plan, self._max_decode_rows))
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | StagedStep:
-        """The same, or stage the step for a replay if that is possible."""
+        """Stage a step for a replay if possible; otherwise, do as `fill`."""
         self._read(plan)
         columns, inputs = _Columns(plan, self._max_decode_rows), self._graph_inputs
         if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:
@@ -319,7 +321,7 @@ class InputBatch:
         )
 
     def drafting_step(self, plan: StepPlan) -> DraftingStep:
-        """Copy what a plan, which was just filled in, says to whoever guesses behind it."""
+        """Copy the plan that was just filled in, for the drafter."""
         undrafted = self._undrafted
         if undrafted and not plan.new_rows and undrafted.issuperset(plan.shares[::SHARE]):
             return FOR_NOBODY
@@ -369,7 +371,7 @@ class InputBatch:
     def _sampling_input(self, columns: _Columns) -> SamplingInput:
         sampling = columns.sampling
         rows = columns.rows[sampling]
-        # Of structures `take` copies the bytes; an index array goes through them field by field.
+        # `take` copies structs as bytes; indexing with an array copies field by field.
         parameters = self._parameters.take(rows)
         places = columns.sampled_at - parameters["num_prompt_tokens"]
         as_list, by_row = rows.tolist(), self._request_ids
@@ -395,15 +397,15 @@ class InputBatch:
         return RequestSnapshot(
             request.sampling_params,
             known if len(known) == num_tokens else known[:num_tokens],
-            request.num_prompt_tokens if known else 0,  # only a mask matters to the other rows
+            request.num_prompt_tokens if known else 0,  # other rows need the mask only
             request.stop_token_ids,
         )
 
     def _fill_again(self, plan: StepPlan) -> PreparedStep | None:
-        """Write a decode step over that of the same requests which the buffers have.
+        """Reuse the buffers of a decode step with the same requests, writing only what changes.
 
-        Most steps are such ones, and what does not change in them takes longer to make than the
-        rest. None: it is another step, or the device reads something else than the buffers.
+        Most steps are like this, and the unchanged parts take longest to make. Returns None if the
+        step is different, or if the buffers are not what the device reads.
         """
         buffers, token_ids = self._spare, plan.token_ids
         kept = buffers.decodes
@@ -467,7 +469,7 @@ class InputBatch:
 
     def _sample_again(self, kept: _Decodes, sampled_at: Ints) -> SamplingInput:
         before = kept.step.sampling
-        if before.is_greedy:  # nothing in it is of one position
+        if before.is_greedy:  # a greedy input depends on no position
             return before
         parameters = before.parameters
         places = sampled_at - parameters["num_prompt_tokens"]
@@ -491,7 +493,7 @@ class InputBatch:
         query_start_loc[1:] = query_lens.cumsum()
         buffers.seq_lens.array[:num_requests] = columns.ends
         positions = buffers.positions.array[:num_tokens]
-        if num_tokens == num_requests:  # one token each
+        if num_tokens == num_requests:  # one token per request
             positions[:], token_rows = starts, rows
         else:
             shifts = starts - query_start_loc[:-1]
@@ -524,7 +526,7 @@ class InputBatch:
         return step
 
     def _keep(self, columns: _Columns, step: PreparedStep) -> None:
-        """Keep a step for `_fill_again`, if the next one in its buffers may be like it."""
+        """Keep a step for `_fill_again`, if a later step in these buffers can reuse it."""
         is_simple = not (self._on_gpu or self._state_groups or step.prompt_rows)
         if is_simple and columns.is_decode and columns.num_behind is None:
             num_changes = [block_table.num_changes for block_table in self._block_tables]
@@ -547,7 +549,7 @@ class InputBatch:
     def _groups(
         self, columns: _Columns, token_rows: Ints, positions: Ints
     ) -> tuple[AttentionMetadata | StateMetadata, ...]:
-        """Groups of attention, and groups of states, differ in their blocks alone."""
+        """Make the metadata of each group; groups differ only in their blocks."""
         buffers, rows, ends = self._buffers, columns.rows, columns.ends
         num_requests, num_tokens = len(rows), len(positions)
         max_query_len, max_seq_len = int(columns.query_lens.max()), int(ends.max())
@@ -580,7 +582,7 @@ class InputBatch:
         return tuple(groups)
 
     def _segments(self, columns: _Columns) -> _Segments:
-        """Cut the tokens of each request where blocks end."""
+        """Cut the tokens of each request at block boundaries."""
         assert columns.num_behind is None, "a state behind drafts cannot be taken back"
         buffers, block_size = self._buffers, self._block_size
         first_blocks = columns.starts // block_size
@@ -617,7 +619,7 @@ class InputBatch:
         )
 
     def _prompt_rows(self, columns: _Columns, index: int, first_row: int) -> PromptRows:
-        """What is computed again after the first output predicts no token of the prompt."""
+        """Return the prompt tokens that need logprobs in this step; none after the first output."""
         request = self._rows[int(columns.rows[index])]
         first = int(columns.starts[index]) + 1
         end = min(first + int(columns.query_lens[index]), request.num_prompt_tokens)
@@ -627,7 +629,7 @@ class InputBatch:
         return PromptRows(request.request_id, first_row, first, tuple(token_ids), num_top or 0)
 
     def _read(self, plan: StepPlan) -> None:
-        """Write what is new in rows."""
+        """Write a plan's changes into the rows."""
         for new in plan.new_rows:
             self._place(new)
         for added in plan.new_blocks:
@@ -637,7 +639,7 @@ class InputBatch:
             self._note_computed(plan)
 
     def _note_computed(self, plan: StepPlan) -> None:
-        """Add computed tokens to those that are known, and drop blocks that slid out."""
+        """Add computed tokens to the known ones, and drop blocks that slid out."""
         shares, offset = plan.shares, 0
         for index in range(0, len(shares), SHARE):
             row, start, num_tokens, num_known = shares[index : index + SHARE]
@@ -646,11 +648,11 @@ class InputBatch:
             known = self._known.get(row)
             if known is not None:
                 known[start : start + num_tokens] = plan.token_ids[offset : offset + num_tokens]
-                del known[max(num_known, start + num_tokens) :]  # drafts of the step before
+                del known[max(num_known, start + num_tokens) :]  # drafts of the previous step
             offset += num_tokens
 
     def _place(self, new: NewRow) -> None:
-        """Begin a row."""
+        """Assign a row to a new request."""
         row = new.row
         self._num_placed += 1
         self._rows[row], self._request_ids[row] = new, new.request_id

@@ -1,14 +1,14 @@
-"""The KV cache: its shape, its bytes, and the one tensor. Layout: architecture section "Layout".
+"""The KV cache: its shape, its size, and its one tensor. Layout: architecture section "Layout".
 
-Block-major: all layers of a block are one contiguous range, which is what a push to another machine
-wants. In a uniform model there is one group, and a block holds all layers:
+Block-major: all layers of a block are one contiguous range, which suits a push to another machine.
+In a uniform model there is one group, and a block holds all layers:
 
     [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]
     [num_blocks, 1, num_kv_heads, layers_per_group, 2, block_size, head_dim]     ordered by heads
 
-Where layers keep unlike things (latents, states, other heads), a block is bytes, and each layer has
-a view of its own in each of them. Blocks of all groups are of equal bytes; what a group does not
-need is at the end of its own.
+If layers keep different things (latents, states, other heads), a block is a run of bytes, and
+each layer has its own view in each block. Blocks of all groups have equal bytes; unused bytes of a
+group are at the end of its blocks.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What blocks hold, group by group.
+    """The contents of blocks, group by group.
 
     Attributes:
-        groups: of layers.
-        block_size: tokens of a block.
-        dtype: of keys, values and latents.
-        compute_dtype: of activations, and of states that do not say another.
-        kv_scales: digest of what numbers are multiplied with; empty: with nothing.
-        rank: of the ranks that share a stage's layers, and so what blocks hold: this one.
-        num_ranks: how many there are.
-        stage: of this rank.
-        num_stages: that share the model's layers.
-        by_heads: keys and values lie head by head, and not layer by layer, where they can.
+        groups: groups of layers.
+        block_size: tokens per block.
+        dtype: dtype of keys, values and latents.
+        compute_dtype: dtype of activations, and of states without their own dtype.
+        kv_scales: digest of the scales that stored numbers are multiplied by; empty: no scales.
+        rank: this rank among those that share a stage's layers.
+        num_ranks: number of ranks that share a stage's layers, and so a block.
+        stage: pipeline stage of this rank.
+        num_stages: number of stages that share the model's layers.
+        by_heads: whether keys and values lie head by head, where possible, not layer by layer.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -63,33 +63,33 @@ class KVCacheSpec:
 
     @property
     def num_groups(self) -> int:
-        """Blocks that hold ``block_size`` tokens of all layers."""
+        """Return the number of groups: the blocks that hold ``block_size`` tokens of all layers."""
         return len(self.groups)
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Newest tokens that each group keeps blocks for, the next one included; None: all."""
+        """Return each group's window: newest tokens to keep, the next one included; None: all."""
         return tuple(group.kv.retained_tokens for group in self.groups)
 
     @property
     def state_groups(self) -> tuple[int, ...]:
-        """Groups whose layers keep a state."""
+        """Return the groups whose layers keep a state."""
         return tuple(i for i, group in enumerate(self.groups) if group.kv.kind is KVKind.STATE)
 
     @property
     def num_null_blocks(self) -> int:
-        """Blocks that no request gets: one stands where a block slid out."""
+        """Return how many blocks no request gets: 1, the null block, if any group has a window."""
         return int(any(window is not None for window in self.sliding_windows))
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
-        """Of each layer of the model: its group."""
+        """Return the group of each layer of the model."""
         groups = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         return tuple(groups[layer] for layer in range(len(groups)))
 
     @property
     def manifest(self) -> KVManifest:
-        """What lies in a block of all ranks together, for whoever is to write there or name it."""
+        """Return the description of a block over all ranks, for peers that write or hash blocks."""
         groups = [
             KVGroup(
                 kind=group.kv.kind,
@@ -105,7 +105,7 @@ class KVCacheSpec:
             )
             for group in self.groups
         ]
-        if len({group.arrays for group in groups}) == 1:  # a short one has the places of the others
+        if len({group.arrays for group in groups}) == 1:  # give short groups all places
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
             if self.by_heads and all(isinstance(group.kv, PagedKV) for group in self.groups):
@@ -118,19 +118,20 @@ class KVCacheSpec:
 
     @property
     def node_rank(self) -> int:
-        """This rank among those of all stages."""
+        """Return this rank's number among all ranks of all stages."""
         return self.stage * self.num_ranks + self.rank
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of this rank, the same in all groups."""
+        """Return the bytes of one block of this rank, equal in all groups."""
         return self.manifest.unit_bytes(self.node_rank)
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Of a block in the tensor: ``(layers, *shape)``, or ``(1, bytes)`` of unlike layers;
+        """Return a block's shape in the tensor: ``(layers, *shape)``, or ``(1, bytes)``.
 
-        ordered by heads: ``(1, heads, layers, 2, block_size, head_dim)``.
+        The latter if layers differ. Ordered by heads: ``(1, heads, layers, 2, block_size,
+        head_dim)``.
         """
         if self._plain is None:
             return (1, self.block_bytes)
@@ -145,12 +146,12 @@ class KVCacheSpec:
 
     @property
     def tensor_dtype(self) -> torch.dtype:
-        """Of the tensor: that of keys and values, or bytes where layers are unlike."""
+        """Return the tensor's dtype: that of keys and values, or bytes if layers differ."""
         return torch.uint8 if self._plain is None else self.dtype
 
     @property
     def _plain(self) -> tuple[int, ...] | None:
-        """``(layers, *shape)`` where each layer of each group keeps one and the same array."""
+        """Return ``(layers, *shape)`` if all layers keep the same single array, else None."""
         manifest = self.manifest
         first, *others = manifest.groups
         if len(first.arrays) > 1 or any(group.arrays != first.arrays for group in others):
@@ -159,10 +160,10 @@ class KVCacheSpec:
         return (num_places, *first.arrays[0].rank_shape(self.rank, self.num_ranks))
 
     def layer_caches(self, tensor: Tensor) -> tuple[LayerCache, ...]:
-        """Of each layer of the model: its views of the cache, each `[num_blocks, *shape]`.
+        """Return each layer's views of the cache, each `[num_blocks, *shape]`.
 
-        A layer that attends has one view, a layer with a state a tuple of them; one of another
-        stage has nothing.
+        A layer that attends has one view, and a layer with a state a tuple of views. A layer of
+        another stage has an empty tensor.
 
         Args:
             tensor: from `allocate_kv_cache`.
@@ -182,7 +183,7 @@ class KVCacheSpec:
         return tuple(caches[layer] for layer in range(len(caches)))
 
     def _views(self, tensor: Tensor, group: KVGroup, place: int) -> tuple[Tensor, ...]:
-        """The arrays of one place for a layer, as views of blocks of bytes."""
+        """Return views of one layer's arrays in blocks of bytes."""
         ranks = (self.rank, self.num_ranks)
         views = []
         offsets = array_offsets(group.arrays, *ranks)
@@ -196,12 +197,12 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVMemory:
-    """The KV cache of one worker, as nodes see it.
+    """The KV cache of one worker, as nodes use it.
 
     Attributes:
-        tensor: `[num_blocks, layers or 1, ...]`, see `KVCacheSpec.block_shape`; never moves. For a
-            connector, which registers it.
-        manifest: what lies in a block of it.
+        tensor: `[num_blocks, layers or 1, ...]`, see `KVCacheSpec.block_shape`; never moves, as a
+            connector registers its memory.
+        manifest: description of a block over all ranks.
     """
 
     spec: KVCacheSpec
@@ -217,23 +218,23 @@ class KVMemory:
 
     @property
     def rank(self) -> int:
-        """Whose it is."""
+        """Return the owner's number among all ranks."""
         return self.spec.node_rank
 
     @property
     def layers_per_group(self) -> int:
-        """Layers in a block of all stages together, or 1 where blocks cannot be cut into them."""
+        """Return the number of layers that blocks can be cut into; 1: they cannot be cut."""
         return self.manifest.layers_per_unit if self.spec.tensor_dtype == self.spec.dtype else 1
 
     @property
     def dtype(self) -> str:
-        """Of keys and values, by name."""
+        """Return the name of the dtype of keys and values."""
         return dtype_name(self.spec.dtype)
 
     def fence(self) -> Callable[[], bool] | None:
-        """Asks whether a GPU has done what this thread has launched so far; None: it is done.
+        """Return a query whether a GPU has computed all work launched so far; None: it has.
 
-        To be called on the thread that computes; the answer may be asked for on any.
+        Call this on the thread that computes; the query is safe on any thread.
         """
         if not self.tensor.is_cuda:
             return None
@@ -252,20 +253,20 @@ def kv_cache_spec(
     *,
     by_heads: bool = False,
 ) -> KVCacheSpec:
-    """The cache that a model needs.
+    """Return the cache's layout for a model.
 
     Args:
         kv_layers: what each layer keeps.
-        block_size: tokens of a block; 0: 16, or what the states of a model ask for.
-        scales: of the keys and values of each layer, where the cache is of float8.
-        compute_dtype: of activations; None: ``dtype``.
-        ranks: which one of its stage this is, of how many; groups are those of the whole model on
-            each.
-        stages: which stage, of how many.
-        by_heads: keys and values lie head by head, where they can.
+        block_size: tokens per block; 0: 16, or more if the model's states need more.
+        scales: scales of each layer's keys and values, for a float8 cache.
+        compute_dtype: dtype of activations; None: ``dtype``.
+        ranks: this rank in its stage, and their number; groups are those of the whole model.
+        stages: this rank's stage, and the number of stages.
+        by_heads: whether keys and values lie head by head, where possible.
 
     Raises:
-        ConfigError: blocks of that size cannot hold the model's states, or no cache of ours can.
+        ConfigError: blocks of this size cannot hold the model's states, or the model's KV is not
+            supported.
     """
     compute_dtype = compute_dtype or dtype
     digest = ""
@@ -294,10 +295,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def choose_num_blocks(
     spec: KVCacheSpec, config: EngineConfig, measure_bytes: Callable[[], int]
 ) -> int:
-    """How many blocks the configured memory holds; raises ConfigError if not even two.
+    """Return how many blocks the configured memory holds; raises ConfigError if fewer than two.
 
     Args:
-        measure_bytes: gives the memory for blocks where nothing is configured.
+        measure_bytes: returns the memory for blocks if nothing is configured.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -315,14 +316,14 @@ def choose_num_blocks(
 def choose_max_model_len(
     model: ModelConfig, config: EngineConfig, spec: KVCacheSpec, num_blocks: int
 ) -> int:
-    """Most tokens of one request: it must fit the model and, alone, the cache.
+    """Return the most tokens of one request, which must fit the model and, alone, the cache.
 
-    A request begins with blocks for all its tokens in every group, so windows do not count here.
+    A request starts with blocks for all its tokens in every group, so windows save nothing here.
 
     Args:
-        num_blocks: in the cache.
+        num_blocks: number of blocks in the cache.
 
-    Raises ConfigError when the configured length does not fit, or no block of tokens does.
+    Raises ConfigError if the configured length does not fit, or if no token fits.
     """
     needed = spec.num_groups + spec.num_null_blocks
     if num_blocks < needed:
@@ -347,13 +348,12 @@ def choose_max_model_len(
 
 
 def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """The cache tensor, `[num_blocks, *spec.block_shape]`.
+    """Allocate the cache tensor, `[num_blocks, *spec.block_shape]`.
 
-    Zeroed, so that what attention masks out is never a NaN. Allocated once and kept until the
-    process ends: a peer may write into it. On a CPU the pages are the kernel's zero pages until
-    they are written, so that a large cache costs nothing before it is used (see
-    ``host/pages_ahead.py``). Huge pages are asked for: attention jumps from block to block, and
-    each jump is another page.
+    Zeroed, so that positions that attention masks out are never NaN. Allocated once and kept until
+    the process ends, as peers may write into it. On a CPU, the kernel allocates pages when they are
+    first written, so an unused cache costs nothing (see ``host/pages_ahead.py``). The cache asks
+    for huge pages, as attention jumps from block to block and so from page to page.
     """
     shape = (num_blocks, *spec.block_shape)
     if device.type != "cpu":
@@ -362,5 +362,7 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
     try:
         memory = huge_pages(num_bytes)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"kv_cache_bytes: {num_bytes} bytes cannot be had: {error}") from error
+        raise ConfigError(
+            f"kv_cache_bytes: {num_bytes} bytes cannot be allocated: {error}"
+        ) from error
     return memory.view(spec.tensor_dtype).view(shape)

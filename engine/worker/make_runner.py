@@ -1,4 +1,4 @@
-"""Makes model runners: with the buffers, backends and inputs for graphs that options ask for."""
+"""Makes model runners, with buffers, backends and graph inputs as options require."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def make_model_runner(
     drafting: Drafting | None = None,
     rejects: bool = False,
 ) -> ModelRunner:
-    """A runner with its own attention backends and buffers, on the device of the cache.
+    """Make a runner with its own attention backends and buffers, on the cache's device.
 
     Args:
         with_graphs: make inputs for graphs of decode steps.
         with_chunks: make inputs for graphs of steps with prompts.
-        samples_on_device: None: on a GPU with Triton.
+        samples_on_device: None: on a GPU with Triton only.
     """
     device = kv_cache.device
     max_blocks = -(-(max_model_len + config.num_lookahead_drafts) // spec.block_size) + 1
@@ -100,5 +100,5 @@ def make_model_runner(
 
 
 def make_backends(names: BackendNames) -> tuple[AttentionBackend | None, ...]:
-    """A backend of its own for each group that attends."""
+    """Return a separate backend for each group that attends."""
     return tuple(None if name is None else ATTENTION_BACKENDS.load(name)() for name in names)

@@ -1,7 +1,7 @@
-"""Memory profile: what weights and activations leave of a device's memory for the KV cache.
+"""Memory profile: the memory that weights and activations leave for the KV cache.
 
-Computes the largest step once and looks at the peak. Refuses to know: what such a step is, and what
-becomes of the number.
+Computes the largest step once and reads the peak. Refuses to know: what the step consists of, how
+the result is used.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from models.parallel.group import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
-# Several nodes may share a machine, and none of them knows of the others.
+# Several nodes that do not know each other may share a machine.
 MAX_CPU_CACHE_BYTES = GIB
-# A CPU has plenty where so many times the weights and the cache would fit: no step takes the rest.
+# A CPU has plenty if this many times the weights and the cache would fit: no step takes the rest.
 PLENTY = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """Where a device's memory goes, in bytes.
+    """Uses of a device's memory, in bytes.
 
     Attributes:
-        total: of the device; on a CPU, what this process and its control group may have.
-        used: by this process, its weights included, and by others, before activations.
-        weights: of the model.
-        activations: what the largest step needs on top.
-        graphs: what captured steps take for good.
+        total: the device's memory; on a CPU, what this process and its control group may have.
+        used: memory in use by this process, weights included, and by others, before activations.
+        weights: the model's weights.
+        activations: additional memory of the largest step.
+        graphs: memory that captured steps take for good.
         utilization: share of ``total`` that all of this and the KV cache may take.
-        largest_cache: most bytes that the KV cache is to take whatever is free.
+        largest_cache: most bytes of the KV cache, however much is free.
     """
 
     total: int
@@ -59,12 +59,12 @@ class MemoryProfile:
 
     @property
     def room(self) -> int:
-        """What is left for the KV cache within the share; negative when nothing is."""
+        """Return the memory left for the KV cache within the share; negative if none is left."""
         return int(self.total * self.utilization) - self.used - self.activations - self.graphs
 
     @property
     def kv_cache_bytes(self) -> int:
-        """What the KV cache gets."""
+        """Return the size of the KV cache."""
         return max(min(self.room, self.largest_cache), 0)
 
     @property
@@ -90,16 +90,16 @@ def measure_kv_cache_bytes(
     backend_names: BackendNames,
     ranks: Ranks = ALONE,
 ) -> int:
-    """Return how many bytes the KV cache may take; one log line says why.
+    """Return the size of the KV cache, and log its reasons in one line.
 
-    Computes a dummy of the largest step, except on a CPU that has plenty of memory: the step would
-    take time, and its memory stays with the process.
+    Computes a dummy of the largest step, except on a CPU with plenty of memory: the step would take
+    time, and its memory stays with the process.
 
-    Raises ConfigError when they do not hold two blocks, or a GPU not the largest step.
+    Raises ConfigError if two blocks, or on a GPU the largest step, do not fit.
     """
     utilization = config.memory_utilization
     total, used = _total_and_used(device)
-    if device.type == "cpu":  # which all ranks share, and what is free with it
+    if device.type == "cpu":  # all ranks share the CPU's memory
         used += (total - used) * (ranks.everyone.size - 1) // ranks.everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(
@@ -115,9 +115,9 @@ def measure_kv_cache_bytes(
     if device.type == "cpu" and ranks.everyone.size == 1 and profile.has_plenty:
         logger.info("memory of %s: %s; activations are not measured", device, profile)
         return profile.kv_cache_bytes
-    # A request is never longer than what the largest cache that is still possible holds.
+    # A request is never longer than the largest possible cache.
     num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
-    if ranks.everyone.size > 1:  # all compute the same step
+    if ranks.everyone.size > 1:  # all ranks compute the same step
         num_tokens = int(ranks.everyone.all_gather(torch.tensor([num_tokens], device=device)).min())
     if num_tokens > 0:
         longest = min(num_tokens, model.config.max_model_len)
@@ -127,8 +127,8 @@ def measure_kv_cache_bytes(
             graphs = _measure_graphs(model, spec, config, device, backend_names, longest, ranks)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
-        # On a GPU, the first step makes libraries take memory for good. On a CPU, memory that the
-        # allocator keeps after it would count twice.
+        # On a GPU, libraries take memory for good in the first step. On a CPU, memory that the
+        # allocator keeps after the step would count twice.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
         profile = replace(profile, activations=activations, graphs=graphs, used=used)
     if profile.kv_cache_bytes < 2 * spec.block_bytes:
@@ -150,7 +150,7 @@ def _measure_peak(
     step: StepPlan,
     ranks: Ranks,
 ) -> int:
-    """Bytes that computing ``step`` needs on top of what is allocated."""
+    """Return the bytes that computing ``step`` needs beyond allocated memory."""
 
     def compute() -> None:
         compute_dummies(model, spec, config, device, backend_names, [step], ranks)
@@ -173,7 +173,7 @@ def _measure_graphs(
     longest: int,
     ranks: Ranks,
 ) -> int:
-    """Bytes that graphs take, with requests of up to ``longest`` tokens."""
+    """Return the bytes that graphs take, with requests of up to ``longest`` tokens."""
     with_graphs = reason_against_graphs(config, device, backend_names) is None
     with_chunks = reason_against_chunks(config, device, backend_names, ranks) is None
     if not with_graphs and not with_chunks:
@@ -190,7 +190,7 @@ def _measure_graphs(
 
 
 def _total_and_used(device: torch.device) -> tuple[int, int]:
-    """Bytes of a device, and of them what is in use by whomever."""
+    """Return the total bytes of a device, and the bytes in use by any process."""
     if device.type == "cpu":
         memory = read_host_memory()
         return memory.total, memory.total - memory.available
@@ -200,7 +200,7 @@ def _total_and_used(device: torch.device) -> tuple[int, int]:
 
 
 def _largest_cpu_cache(model: CausalLM, spec: KVCacheSpec, config: EngineConfig) -> int:
-    """What a CPU's cache takes at most by itself: room for a full batch of longest requests."""
+    """Return the default limit of a CPU's cache: room for a full batch of longest requests."""
     blocks_each = -(-model.config.max_model_len // spec.block_size)
     num_blocks = config.max_num_requests * blocks_each * spec.num_groups + spec.num_null_blocks
     return min(num_blocks * spec.block_bytes, MAX_CPU_CACHE_BYTES)

@@ -1,4 +1,4 @@
-"""ModelRunner: one forward. A step's plan in, sampled tokens out; owns the tensors."""
+"""ModelRunner: runs one forward: takes a step's plan, returns sampled tokens; owns the tensors."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ AnyPreparedStep = PreparedStep | StagedStep
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that the device computes, or has computed.
+    """A step that was launched on the device.
 
     Attributes:
-        output: all but the tokens where these are still to come.
-        token_ids: `[num_sampling]` int64 on the host, there when ``done`` is; None: in ``output``.
-        done: when the device has computed the step; None: it has.
-        started_at: by the monotonic clock.
-        ended_at: likewise; None: unknown before `wait`.
+        output: the result, except tokens that are still to come.
+        token_ids: `[num_sampling]` int64 on the host, valid after ``done``; None: see ``output``.
+        done: event when the device has computed the step; None: it has.
+        started_at: when the step was launched, by the monotonic clock.
+        ended_at: when the step ended, likewise; None: unknown before `wait`.
     """
 
     sampling: SamplingInput
@@ -53,7 +53,7 @@ class LaunchedStep:
     ended_at: float | None = None
 
     def wait(self) -> ModelRunnerOutput:
-        """What came of it, when its KV is in the cache and its tokens are here."""
+        """Wait until KV and tokens are here; return the result."""
         if self.done is not None:
             self.done.synchronize()
         output, sampled = self.output, self.output.sampled_token_ids
@@ -81,28 +81,28 @@ class ModelRunner:
     """Runs a model over the paged cache.
 
     `prepare` takes plans in the order of the steps; `launch` may run on another thread meanwhile.
-    There are two sets of buffers: a step may be prepared and launched while the one before it runs,
-    when the one before that has been waited for. Launches are made in the order of the steps; what
-    a step samples is then on the device for the next one.
+    There are two sets of buffers: a step may be prepared and launched while the previous one runs,
+    once the step before that has been waited for. Steps are launched in order, and find the tokens
+    of the previous step on the device.
 
-    Tokens of requests whose choice depends on more than the logits (penalties, grammars), or which
-    ask for logprobs, are chosen on the host: launching a step with any of them waits for it.
+    Tokens whose choice depends on more than the logits (penalties, grammars), and tokens with
+    logprobs, are chosen on the host: launching a step with such tokens waits for the step.
 
     Args:
-        context: the model, its attention backends (one for each KV cache group that attends) and
-            its cache.
+        context: the model, its cache, and one attention backend per KV cache group that attends.
         input_batch: persistent input buffers on the model's device.
-        decode_graphs: of decode steps, if they are captured.
-        chunk_graphs: of steps with prompts, likewise.
-        samples_on_device: whether the sampling kernel runs there.
-        ranks: that share the model; the leader samples for all.
-        tells_tokens: whether it tells the others what it sampled: a step may be launched before
-            that is known to whoever plans it.
-        drafting: guesses what comes behind each step, when its tokens are known; None: nobody here.
-        rejects: drafts are kept by rejection sampling, and not where they are what is sampled.
+        decode_graphs: captured graphs of decode steps, if any.
+        chunk_graphs: captured graphs of steps with prompts, if any.
+        samples_on_device: whether the sampling kernel runs on the device.
+        ranks: the ranks that share the model; the leader samples for all.
+        tells_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
+            step may be launched before the planner knows these tokens.
+        drafting: makes drafts behind each step, once its tokens are known; None: no drafts here.
+        rejects: whether drafts are accepted by rejection sampling; otherwise, a draft is accepted
+            if it equals the sampled token.
 
     Attributes:
-        decode_graphs, chunk_graphs: as given; empty until somebody captures them.
+        decode_graphs, chunk_graphs: as given; empty until captured.
     """
 
     def __init__(
@@ -120,16 +120,16 @@ class ModelRunner:
     ) -> None:
         self._context = context
         self._drafting, self._rejects = drafting, rejects
-        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, and not launched
+        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, not launched yet
         self._model = context.model
         self._input_batch = input_batch
         self.decode_graphs, self.chunk_graphs = decode_graphs, chunk_graphs
         self._samples_on_device = samples_on_device
         self._ranks = ranks
         self._tells_tokens = tells_tokens and ranks.everyone.size > 1
-        self._untold: Tensor | None = None  # rows of the newest step that sampled
+        self._untold: Tensor | None = None  # rows of tokens to receive from the leader
         self._device = device = input_batch.device
-        self._sampled, self._spare = (  # on the host, of this step and of the one before
+        self._sampled, self._spare = (  # on the host: of this step and the previous one
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
             )
@@ -137,14 +137,14 @@ class ModelRunner:
         )
 
     def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
-        """Compute the planned tokens; returns when their KV is in the cache."""
+        """Compute the planned tokens; return when their KV is in the cache."""
         return self.launch(self.prepare(plan), hooks).wait()
 
     def prepare(self, plan: StepPlan, *, eager: bool = False) -> AnyPreparedStep:
-        """Write what the step needs into the rows and buffers.
+        """Write a step's inputs into the rows and buffers.
 
         Args:
-            eager: it will be launched with a callback, and cannot be replayed.
+            eager: whether the step will be launched with a callback, and so cannot be replayed.
         """
         batch = self._input_batch
         prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
@@ -155,7 +155,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, prepared: AnyPreparedStep, hooks: StepHooks = NO_HOOKS) -> LaunchedStep:
-        """Begin to compute a prepared step, and on a CPU compute it."""
+        """Launch a prepared step; on a CPU, compute it."""
         started_at = time.monotonic()
         if isinstance(prepared, StagedStep):
             graphs = self.decode_graphs.graphs
@@ -165,7 +165,8 @@ class ModelRunner:
             if not self._needs_host(prepared.sampling):
                 launched = self._launched(prepared.sampling, token_ids, {}, started_at)
                 return self._drafted(launched, hidden, hooks)
-            # Rather once more than room for all rows' logits in every step.
+            # Compute all logits again here, which is rare: keeping them would cost memory in every
+            # step.
             logits = self._model.compute_logits(hidden)
             launched, token_ids = self._sampled_on_host(
                 prepared.sampling, logits, {}, hooks, started_at
@@ -204,7 +205,7 @@ class ModelRunner:
             tensors = upload_parameters(sampling.parameters, sampling.keys, self._device)
             token_ids = sample_on_device(logits, tensors)
             launched = self._launched(sampling, token_ids, prompt_logprobs, started_at)
-            token_ids = token_ids.clamp(min=0)  # the next step embeds them
+            token_ids = token_ids.clamp(min=0)  # the next step embeds the tokens
         else:
             launched, token_ids = self._sampled_on_host(
                 sampling, logits, prompt_logprobs, hooks, started_at
@@ -220,22 +221,22 @@ class ModelRunner:
         return sampling.needs_host or (self._rejects and bool(sampling.draft_token_ids))
 
     def _drafted(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
-        """Guess what comes behind a launched step, which waits for it; nothing if nobody guesses.
+        """Make drafts behind a launched step, waiting for the step; do nothing without a drafter.
 
         Args:
-            hidden: `[num_tokens, hidden_size]`, of the step.
+            hidden: `[num_tokens, hidden_size]`, the step's hidden states.
         """
         if self._drafting is None:
             return launched
         step, layers = self._drafting_steps.popleft(), hooks.after_layer
         is_known = launched.ended_at is not None and launched.token_ids is None
         if not step.rows or (step.is_silent and is_known):
-            # Nothing is guessed, and all that matters is known: it takes no longer for it.
+            # No drafts are made, and the result is known already.
             self._drafting.after_step(step, hidden, launched.output.sampled_token_ids, layers)
             return launched
         output = launched.wait()
         started_at = time.monotonic()
-        # What a graph has left is written over by its next replay.
+        # The next replay of a graph overwrites its output.
         replays = self.decode_graphs.graphs or self.chunk_graphs.graphs
         states = hidden.clone() if replays else hidden
         drafts = self._drafting.after_step(step, states, output.sampled_token_ids, layers)
@@ -257,7 +258,7 @@ class ModelRunner:
         return self._model.forward(inputs.input_ids, forward_context)
 
     def _hear_tokens(self) -> None:
-        """Take what the leader sampled last, if it has not been; a stage does so when it has to."""
+        """Receive the leader's last sampled tokens, unless already received."""
         rows, self._untold = self._untold, None
         if rows is not None:
             told = torch.empty(len(rows), dtype=torch.int64, device=self._device)
@@ -271,7 +272,7 @@ class ModelRunner:
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
     ) -> LaunchedStep:
-        """A step whose tokens, if it samples, are copied to the host behind it."""
+        """Return a launched step, whose sampled tokens are copied to the host behind the step."""
         on_host = None
         if token_ids is not None:
             self._sampled, self._spare = self._spare, self._sampled
@@ -293,7 +294,7 @@ class ModelRunner:
         hooks: StepHooks,
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
-        """A step that has been waited for, and its tokens on the device."""
+        """Sample on the host; return the finished step, and its tokens on the device."""
         if self._rejects and sampling.draft_token_ids:
             proposed = None
             if self._drafting is not None:
@@ -320,7 +321,7 @@ def plan_groups(
     groups: Sequence[AttentionMetadata | StateMetadata],
     backends: Sequence[AttentionBackend | None],
 ) -> tuple[GroupStep, ...]:
-    """Have each backend plan its group's step, and pair them."""
+    """Let each backend plan its group's step; return the groups with their backends."""
     steps: list[GroupStep] = []
     for metadata, backend in zip(groups, backends, strict=True):
         if isinstance(metadata, StateMetadata):

@@ -1,9 +1,8 @@
-"""Steps that nobody asked for: what they need is measured, and what they compile is there later.
+"""Dummy steps at start: they compile kernels, show a step's memory, and check the weights.
 
-The first launch of a kernel compiles it, and so does one with other sizes of what it is compiled
-for. On a GPU that is done before a request waits for it: seconds, at the start. Computed on a
-cache of one block, which all dummies read and write. Refuses to know: schedulers, how much memory
-there is.
+The first launch of a kernel compiles it, as do launches with certain other sizes. On a GPU, dummy
+steps do this at start, for some seconds, so that no request waits for it. All dummies read and
+write a cache of one block. Refuses to know: schedulers, the amount of memory.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ logger = logging.getLogger(__name__)
 _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
 _MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
-_CHECKED_PROMPTS = 4  # several, as a model may compute NaN for one odd token
-_PROMPT_TOKENS = 2  # of a small dummy: attention of prompts, not of decodes
+_CHECKED_PROMPTS = 4  # several, as a model may compute NaN for an odd token
+_PROMPT_TOKENS = 2  # of a small dummy prompt; with one token it would be a decode
 
 
 def warm_up(
@@ -43,9 +42,9 @@ def warm_up(
     backend_names: BackendNames,
     max_model_len: int,
 ) -> None:
-    """Compute the largest step and the small ones that a GPU compiles other kernels for.
+    """Compute the largest step, and small steps for which a GPU compiles other kernels.
 
-    Raises ConfigError where the largest does not fit.
+    Raises ConfigError if the largest step does not fit.
     """
     started = time.monotonic()
     steps = [largest_step(config, max_model_len, spec), *small_steps(config, spec)]
@@ -65,7 +64,7 @@ def compute_dummies(
     steps: Iterable[StepPlan],
     ranks: Ranks = ALONE,
 ) -> list[ModelRunnerOutput]:
-    """Compute steps on a temporary cache, and return only what they sampled."""
+    """Compute steps on a temporary cache; return only their outputs."""
     steps = list(steps)
     longest = max(
         start + num_tokens
@@ -100,7 +99,7 @@ def check_numbers(
 
 
 def too_large(num_tokens: int, where: str) -> ConfigError:
-    """The error of a largest step that a device has no memory for."""
+    """Return the error for a largest step that does not fit a device."""
     return ConfigError(
         f"max_model_len: a step with a request of {num_tokens} tokens does not fit {where}; "
         "lower it, or long_prefill_token_threshold"
@@ -108,10 +107,10 @@ def too_large(num_tokens: int, where: str) -> ConfigError:
 
 
 def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> StepPlan:
-    """The step that needs most memory: all tokens and all requests that a step may have.
+    """Return the step that needs most memory: as many tokens and requests as a step may have.
 
-    The first request's chunk is the last one of a prompt of ``max_seq_len`` tokens; the others
-    begin theirs. Every request samples. All of them read and write block 0.
+    The first request computes the last chunk of a prompt of ``max_seq_len`` tokens; the others
+    compute their first chunk. Every request samples. All read and write block 0.
     """
     left, dummies = config.max_num_batched_tokens, list[tuple[int, int]]()
     for index in range(config.max_num_requests):
@@ -123,14 +122,14 @@ def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> S
 
 
 def small_steps(config: EngineConfig, spec: KVCacheSpec) -> Iterator[StepPlan]:
-    """Prompts that end, and decodes, of 1 and 2 requests and of powers of two.
+    """Yield prompts and decodes of 1 and 2 requests, of powers of two, and of the most requests.
 
-    Their tokens are chosen on the device, which those of the largest step are not. Triton compiles
-    for a size of 1 apart, and attention plans its decodes by the next power of two.
+    Their tokens are sampled on the device, unlike those of the largest step. Triton compiles
+    separately for a size of 1, and attention plans decodes by the next power of two.
     """
     most = config.max_num_requests
     counts = {1, 2, most} | {2**power for power in range(4, most.bit_length())}
-    # (tokens of a request, computed ones, drafts among them); a step of the last kind is a decode.
+    # (tokens of a request, computed ones, drafts among them); all kinds but the first are decodes.
     kinds = [(_PROMPT_TOKENS, _PROMPT_TOKENS, 0), (_PROMPT_TOKENS, 1, 0)]
     if config.max_num_drafts:
         num_computed = 1 + config.max_num_drafts
@@ -148,11 +147,11 @@ def _plan(
     spec: KVCacheSpec,
     num_drafts: int = 0,
 ) -> StepPlan:
-    """Requests in block 0, all of which sample.
+    """Plan a step of requests in block 0, all of which sample.
 
     Args:
-        dummies: of each, its tokens, and how many of them, the last ones, are computed.
-        num_drafts: of these, how many at most are drafts, behind which they sample, too.
+        dummies: for each request its number of tokens, and how many of the last ones to compute.
+        num_drafts: most computed tokens of a request that are drafts.
     """
     shares: list[int] = []
     new_rows: list[NewRow] = []

@@ -1,6 +1,6 @@
-"""Worker: one device and what lies on it: the model, the KV memory, the rows and the graphs.
+"""Worker: one device with its model, KV memory, rows and graphs.
 
-Refuses to know: requests, schedulers, what a plan is for.
+Refuses to know: requests, schedulers, the meaning of a plan.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ class Worker:
     """Computes the steps of a model on one device.
 
     Attributes:
-        config: as it is for the device.
+        config: the options, resolved for the device.
         linear_weights: see ``Executor``.
-        max_model_len: most tokens of one request, by the model and by the KV memory.
-        runs_ahead: whether a step may be launched before the one before has ended.
-        runner: of the steps.
+        max_model_len: most tokens of one request, limited by the model and the KV memory.
+        runs_ahead: whether a step may be launched before the previous one has ended.
+        runner: computes the steps.
     """
 
     def __init__(self, model_folder: Path, config: EngineConfig, ranks: Ranks = ALONE) -> None:
-        """Load the model, allocate its KV memory, and compute what is compiled in doing so.
+        """Load the model, allocate its KV memory, and compile kernels and graphs.
 
         Args:
-            model_folder: in Hugging Face layout.
-            config: the same on all ranks.
-            ranks: that share the model, all of which do this at the same time.
+            model_folder: the model's folder, in Hugging Face layout.
+            config: the options, equal on all ranks.
+            ranks: the ranks that share the model, which all do this at the same time.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -88,8 +88,9 @@ class Worker:
         self.device = device = choose_device(config.device)
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
-        # On a CPU the scheduler would take time from the forward.
-        # Stages have to: while one computes a step, the one before computes the next.
+        # On a CPU, scheduling would take time from the forward, so only a GPU runs ahead by
+        # default. Pipeline stages must run ahead: each stage computes a step while the previous one
+        # computes the next.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
@@ -118,14 +119,14 @@ class Worker:
             logger.info("KV blocks of %d tokens, %d groups", spec.block_size, spec.num_groups)
         self.config = config = replace(config, block_size=spec.block_size)
         if spec.state_groups and config.max_num_drafts:
-            raise ConfigError("speculative_method: a model's states cannot be taken back; use none")
+            raise ConfigError("speculative_method: models with states support no drafts; use none")
         backends = choose_backends(spec, config, device, model.config)
         num_blocks = choose_num_blocks(
             spec,
             config,
             lambda: measure_kv_cache_bytes(model, spec, config, device, backends, ranks),
         )
-        if ranks.everyone.size > 1:  # the same on all: as many as the one with the least room has
+        if ranks.everyone.size > 1:  # equal on all ranks: the smallest number
             rooms = ranks.everyone.all_gather(torch.tensor([num_blocks], device=device))
             num_blocks = int(rooms.min())
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
@@ -141,7 +142,7 @@ class Worker:
     def _kv_cache_spec(
         self, model: CausalLM, drafter: AnyDrafter | None, config: EngineConfig, ranks: Ranks
     ) -> KVCacheSpec:
-        """Describe what all layers keep, those of a drafter behind the model's."""
+        """Describe the KV of all layers; a drafter's layers come behind the model's."""
         of_drafter = layers_of(drafter)
         scales = _scales_of_all_stages(model.kv_scales, ranks, self.device)
         return kv_cache_spec(
@@ -161,7 +162,7 @@ class Worker:
         config, memory = self.config, self.kv_memory
         rejects = config.draft_acceptance == "rejection"
         if getattr(drafter, "state_layers", ()):
-            config = replace(config, cuda_graphs=False)  # which keep no states between layers
+            config = replace(config, cuda_graphs=False)  # graphs keep no states between layers
         return make_captured_runner(
             *(model, memory.tensor, memory.spec, config, backends, self.max_model_len, ranks),
             tells_tokens=self.runs_ahead,
@@ -172,7 +173,7 @@ class Worker:
         )
 
     def num_blocks(self) -> int:
-        """Blocks of its KV memory; for whoever asks all workers."""
+        """Return the number of KV blocks; called on all workers."""
         return self.kv_memory.num_blocks
 
     def prepare(self, plan: StepPlan, hooks: StepHooks) -> AnyPreparedStep:
@@ -180,32 +181,32 @@ class Worker:
         return self.runner.prepare(plan, eager=hooks.after_layer is not None)
 
     def launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
-        """Begin to compute a prepared step, on whichever thread."""
-        make_current(self.device)  # of this thread, which need not be the one that loaded
+        """Launch a prepared step, on any thread."""
+        make_current(self.device)  # for this thread, which may not be the loading one
         if self._lent_cores is not None:
             self._lent_cores.borrow()
-            if isinstance(step, PreparedStep) and step.has_prompts:  # cores come and go meanwhile
+            if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change
                 after_layer = self._lent_cores.between_layers(hooks.after_layer)
                 hooks = replace(hooks, after_layer=after_layer)
         return self.runner.launch(step, hooks)
 
     def rest(self) -> None:
-        """There is nothing to launch for now."""
+        """Note that there is nothing to launch now, so that cores can be lent."""
         if self._lent_cores is not None:
             self._lent_cores.rest()
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Find memory for a few blocks to come; return whether more can be found now.
+        """Populate memory for a few KV blocks ahead; return whether more is left to do now.
 
-        Finds none while another node computes on the cores of this node: writing zeros would slow
-        its steps.
+        Does nothing while another node computes on this node's cores, as clearing memory would slow
+        that node's steps.
         """
         if self._lent_cores is not None and self._lent_cores.are_taken():
             return False
         return self._pages_ahead.find(num_used_blocks)
 
     def close(self) -> None:
-        """Nothing is launched any more."""
+        """Release resources; nothing can be launched any more."""
         if self._lent_cores is not None:
             self._lent_cores.close()
             self._lent_cores = None
@@ -214,13 +215,13 @@ class Worker:
 def _scales_of_all_stages(
     scales: Sequence[tuple[float, float]], ranks: Ranks, device: torch.device
 ) -> list[tuple[float, float]]:
-    """Return the scales of each layer's keys and values, as the stage says that has the layer.
+    """Return the scales of each layer's keys and values, gathered from the stages with the layers.
 
-    Blocks of all stages, and of nodes of other shapes, are to be known to mean the same.
+    All stages and nodes must agree on the meaning of a block.
 
     Args:
-        scales: of all layers, those of other stages unknown.
-        device: that ranks exchange tensors on.
+        scales: scales of all layers; those of other stages' layers are unknown.
+        device: device on which ranks exchange tensors.
     """
     if ranks.num_stages == 1:
         return list(scales)

@@ -1,1 +1,1 @@
-"""What others call the router by: gRPC, HTTP and operators' calls. Decides nothing."""
+"""The router's interfaces: gRPC, HTTP and the admin service. They decide nothing."""

@@ -82,7 +82,7 @@ _Serve = Callable[
 _Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _MakeRequest = Callable[..., web.BaseRequest]
 _SLASHES = re.compile("//+")
-# What clients ask of the model: a line and a module each.
+# Paths that run the model.
 SERVED: dict[str, _Serve] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
@@ -101,30 +101,30 @@ NOT_SERVED = (
     "/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
     "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/v1/audio/transcriptions",
 )  # fmt: skip
-# What a client still sends behind its answer is read and dropped for so long, so that it gets it.
+# Rest of a request body is read and dropped this long, so that the client gets its answer.
 _LINGERING_S = 2.0
-# What a client's request is refused as, if nobody knows who it is, before the path is looked at.
+# Roles required for unknown paths, so that unauthenticated callers learn nothing of paths.
 _UNKNOWN_PATH = ANY
 _RATE_WORDS = {REQUESTS: "requests", TOKENS: "tokens"}
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpServer:
-    """Serves the HTTP API.
+    """Serve the HTTP API.
 
     Args:
-        model_name: what clients call the model.
-        served: all names that they may call it, with defaults of requests; the one if not given.
-        strict_fields: a field that has no effect is an error.
-        access: knows who may call.
-        cors_origin: web pages of this origin ("*": of all) may call; empty: none may.
-        grace_s: when it stops, requests in progress have so long to end.
-        limits: of connections.
-        overload: says what is not taken on.
-        tls: what it serves HTTPS with; None: HTTP.
-        access_log: is told of requests that have ended.
-        status_page: served to who may look; None: there is none.
-        tracing: says which requests are traced; none if not given.
+        model_name: name that clients use for the model.
+        served: all names of the model, with defaults of their requests; `model_name` if not given.
+        strict_fields: whether a field without effect is an error.
+        access: decides who may call.
+        cors_origin: origin whose web pages may call ("*": any); empty: none.
+        grace_s: seconds that requests in progress have to end when the server stops.
+        limits: limits of connections.
+        overload: decides when requests are refused.
+        tls: context for HTTPS; None: HTTP.
+        access_log: logs requests that have ended.
+        status_page: page for operators; None: no page.
+        tracing: decides which requests are traced; none if not given.
     """
 
     def __init__(
@@ -174,13 +174,13 @@ class HttpServer:
         )
         app[BODIES] = HeldCalls()
         app.on_response_prepare.append(self._add_headers)
-        # Every path with the role that it wants; what is not here is there for nobody.
+        # Every path with the roles it requires.
         routes: list[tuple[str, str, Handler, Roles | None]] = [
             *((hdrs.METH_POST, path, self._of(serve), INFER) for path, serve in SERVED.items()),
             *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
             (hdrs.METH_GET, "/v1/models", self._models, INFER),
             (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
-            # Load balancers and kubelets bring no key: these say yes or no, and nothing else.
+            # Load balancers and kubelets have no key; these paths only say yes or no.
             (hdrs.METH_GET, "/health", self._health, OPEN),
             (hdrs.METH_GET, "/ping", self._ping, OPEN),
             (hdrs.METH_POST, "/ping", self._ping, OPEN),
@@ -202,20 +202,20 @@ class HttpServer:
             shutdown_timeout=grace_s,
             keepalive_timeout=limits.idle_timeout_s,
             lingering_time=_LINGERING_S,
-            auto_decompress=False,  # a few bytes would become megabytes
+            auto_decompress=False,  # a few bytes could inflate to megabytes
             logger=_logger_of_protocol(),
         )
         self._listener = Listener(self._make_protocol, limits)
 
     @property
     def connections(self) -> ConnectionCounts:
-        """How many there are, and what became of the others."""
+        """Counts of connections that are open or were cut."""
         return self._listener.counts
 
     async def start(self, listen: str) -> str:
         """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
 
-        Raises ConfigError when the address is malformed or in use.
+        Raises ConfigError if the address is malformed or in use.
         """
         for kind in BODY_KINDS:
             prepare_decoding(kind)
@@ -232,20 +232,20 @@ class HttpServer:
 
     @property
     def num_at_work(self) -> int:
-        """Requests whose answers are not written yet."""
+        """Number of requests whose answers are not written yet."""
         return self._listener.counts.at_work
 
     @property
     def share_at_work(self) -> float:
-        """The same, of all connections that there may be."""
+        """Share of the allowed connections that have a request at work."""
         return self._listener.counts.at_work / self._listener.limits.max_connections
 
     def announce_stop(self) -> None:
-        """Be ready no more, and keep no connection open behind its next answer."""
+        """Report not ready, and close each connection after its next answer."""
         self._is_stopping = True
 
     async def stop(self) -> None:
-        """Stop accepting requests, and end those in progress after their grace."""
+        """Stop accepting requests, and end those in progress after the grace time."""
         self._listener.stop_accepting()
         await self._runner.cleanup()
         self._listener.close()
@@ -259,7 +259,7 @@ class HttpServer:
 
     @web.middleware
     async def _note_work(self, request: web.Request, handler: Handler) -> Any:
-        """Tell the listener that a connection is at work; refuse bodies that are to be inflated."""
+        """Mark the connection as at work; refuse compressed bodies and requests under overload."""
         with self._listener.working(request.protocol):
             coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
             if coding.lower() != "identity":
@@ -274,7 +274,7 @@ class HttpServer:
 
     @web.middleware
     async def _name_and_preflight(self, request: web.Request, handler: Handler) -> Any:
-        """Give the request its id; answer what browsers ask before they call."""
+        """Set the request id, and answer CORS preflight requests."""
         request_id = request.headers.get(REQUEST_ID_HEADER, "")
         request[REQUEST_ID] = uuid.uuid4().hex
         try:
@@ -291,7 +291,7 @@ class HttpServer:
 
     @web.middleware
     async def _log_access(self, request: web.Request, handler: Handler) -> Any:
-        """Tell the access log of what clients ask for; not of what operators and balancers do."""
+        """Write requests of clients to the access log, not those of operators and probes."""
         entry = request[ENTRY] = AccessEntry(
             call=f"{request.method} {request.path}",
             address=request.remote or "",
@@ -316,10 +316,10 @@ class HttpServer:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> Any:
-        """Find out whose request it is, and whether it may, by what would serve it.
+        """Authenticate the caller, and check its role for the handler.
 
-        Not by what the path looks like: a path that nobody serves has no handler of ours, and then
-        who is unknown is not told so much.
+        The handler decides, not the path's spelling. Unknown paths have no handler, and require
+        authentication, so unknown callers learn nothing.
         """
         roles = self._roles.get(request.match_info.handler, _UNKNOWN_PATH)
         if roles is not OPEN:
@@ -362,7 +362,7 @@ class HttpServer:
     # ------------------------------------------------------------------ paths
 
     def _of(self, serve: _Serve) -> Handler:
-        """A path's handler, of what serves it."""
+        """Return a path's handler."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             answer = await serve(request, self._intake, self._options)
@@ -371,7 +371,7 @@ class HttpServer:
         return handle
 
     async def _not_served(self, request: web.Request) -> web.Response:
-        """A path of OpenAI's API, or vLLM's, for models of other kinds."""
+        """Answer paths of OpenAI's or vLLM's API for other kinds of models."""
         raise ApiError(
             501,
             f"path: {request.path} is for models of another kind: {self._model_name!r} writes text",
@@ -388,22 +388,22 @@ class HttpServer:
         return _json(self._model_object(model))
 
     async def _health(self, request: web.Request) -> web.Response:
-        """The process lives."""
+        """Answer that the process lives."""
         return web.Response(text="ok\n")
 
     async def _ping(self, request: web.Request) -> web.Response:
-        """As `_health`, where others look for it."""
+        """Answer as `_health`, under another common path."""
         return web.Response(text="ok\n")
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json(VersionObject(__version__))
 
     async def _load(self, request: web.Request) -> web.Response:
-        """Requests that wait or are in progress, as vLLM tells it."""
+        """Return the number of open requests in vLLM's form."""
         return _json(LoadObject(self._intake.num_open))
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """A request could be served now."""
+        """Answer whether a request could be served now."""
         if self._is_stopping:
             raise ApiError(503, "the router is stopping")
         if self._intake.is_starting:
@@ -421,7 +421,7 @@ class HttpServer:
 
 
 def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | None]]:
-    """The status page's paths; what it is drawn with is in the repository, and no secret."""
+    """Return the status page's paths; its style and script are public files."""
     if page is None:
         return []
     return [
@@ -433,12 +433,12 @@ def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | 
 
 
 async def _go_to_page(request: web.Request) -> web.Response:
-    """Send whoever opens the server's address in a browser to the status page."""
+    """Redirect browsers at the root to the status page."""
     return web.Response(status=302, headers={hdrs.LOCATION: UI})
 
 
 def _ask_for_key(error: BatonError) -> web.Response:
-    """Have a browser ask whoever sits before it."""
+    """Make a browser ask for an API key."""
     status = HTTP_STATUS_OF[status_name(error)]
     asks = {hdrs.WWW_AUTHENTICATE: 'Basic realm="Baton: an API key as password"'}
     return web.Response(status=status, text=f"{error}\n", headers=asks if status == 401 else {})
@@ -447,7 +447,7 @@ def _ask_for_key(error: BatonError) -> web.Response:
 def _checking_expectations(handle: _Handle) -> _Handle:
     """Refuse an unknown `Expect` header before aiohttp does.
 
-    aiohttp quotes the header's value, and fails when the value is not UTF-8.
+    aiohttp would quote the header's value, which fails if it is not UTF-8.
     """
 
     async def check(request: web.BaseRequest) -> web.StreamResponse:
@@ -461,9 +461,9 @@ def _checking_expectations(handle: _Handle) -> _Handle:
 
 
 def _with_plain_paths(make_request: _MakeRequest) -> _MakeRequest:
-    """Read `/v1//models/` as `/v1/models`: clients join a base URL and a path with slashes of both.
+    """Read `/v1//models/` as `/v1/models`, since clients join URLs with doubled slashes.
 
-    A redirect would not do: many clients do not post a body twice.
+    A redirect would not do: many clients do not repeat a POST.
     """
 
     def make(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
@@ -478,10 +478,10 @@ def _with_plain_paths(make_request: _MakeRequest) -> _MakeRequest:
 
 
 def _logger_of_protocol() -> logging.Logger:
-    """A log without requests that are not HTTP.
+    """Return a logger that drops reports of requests that are not HTTP.
 
-    Their senders are told. Who wrote them is unknown, nothing bounds how many come, and what they
-    say in the wrong place may be a key.
+    Senders get an error anyway. Strangers can send any number of them, and their text may contain a
+    key.
     """
     logger = logging.getLogger("router.api.http.protocol")
     logger.addFilter(_is_no_wrong_request)
@@ -494,7 +494,7 @@ def _is_no_wrong_request(record: logging.LogRecord) -> bool:
 
 
 def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
-    """Of each limit of a key what it is, what is left, and when all of it is there again."""
+    """Return headers with each limit of a key, what is left, and when it is full again."""
     headers = {}
     for kind, rate in rates.items():
         word = _RATE_WORDS[kind]

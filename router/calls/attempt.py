@@ -1,4 +1,4 @@
-"""Attempt: one try of a call on two nodes, or on a decode node alone. Knows no other tries."""
+"""Attempt: one try of a call, on two nodes or on a decode node alone. Knows no other attempts."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from router.calls.output_buffer import OutputBuffer
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.node import LegDelta, Node
 
-# A node gives up on a request this long after the router would have: a last safety net.
+# Nodes give up on a request this long after the router would: a safety net.
 NODE_EXTRA_TIMEOUT_S = 5.0
 
 
 class Attempt:
-    """Both legs are sent at once; the last token, an error or `close` ends them.
+    """Run one try of a call on its nodes, and put their tokens in order into the buffer.
 
-    Reads its two legs: puts what they say in order, and into the buffer.
+    Both legs are sent at once; the last token, an error or `close` ends them.
 
     Args:
-        prefill: None when the decode node computes the prompt itself.
-        decode: None when the next token is the last, and the prefill node's.
-        num_cached_tokens: of the prompt, on the node that computes it, as far as is known.
-        epoch: tells this attempt's deltas from all others'.
+        prefill: None if the decode node computes the prompt.
+        decode: None if the prefill node's token is the last one.
+        num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
+        epoch: identifies this attempt in the nodes' deltas.
         timeout_s: until the call's deadline.
-        buffer: takes the tokens; has those of earlier attempts.
-        trace: its span, which what the nodes do is part of; None: it is not traced.
+        buffer: receives the tokens; holds those of earlier attempts.
+        trace: this attempt's span, parent of the nodes' spans; None: the call is not traced.
 
     Attributes:
-        prefill_receipt: None while (or because) the first token did not come from there.
-        forecast: the expected times of the prompt, on the node that computes the prompt.
-        decoded: tokens of the decode node were forwarded.
-        began: its first token was forwarded.
-        began_at: when that was, by `time.perf_counter`; 0 before.
-        start_index: of the output, where it begins.
-        has_grammar: its decode node compiles one.
+        prefill_receipt: None unless the prefill node's first token came.
+        forecast: the expected times of the prompt on the node that computes the prompt.
+        decoded: whether tokens of the decode node were forwarded.
+        began: whether the first token was forwarded.
+        began_at: when that happened, by `time.perf_counter`; 0 before.
+        start_index: output index of this attempt's first token.
+        has_grammar: whether the decode node compiles a grammar.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Attempt:
         num_tokens = len(call.prompt_token_ids) + len(output_token_ids)
         num_uncomputed = max(num_tokens - self._num_cached_tokens, 1)
         params = call.sampling_params
-        if output_token_ids:  # the client has them
+        if output_token_ids:  # the client has its prompt logprobs already
             params = dataclasses.replace(params, prompt_logprobs=None)
         arrives_s = 0.0
         if self.prefill is not None:
@@ -138,16 +138,16 @@ class Attempt:
 
     @property
     def nodes(self) -> list[Node]:
-        """That it is on: one or two."""
+        """The one or two nodes of this attempt."""
         return [node for node in (self.prefill, self.decode) if node is not None]
 
     @property
     def num_tokens(self) -> int:
-        """That it added to the output."""
+        """Number of output tokens that this attempt added."""
         return len(self._buffer.token_ids) - self.start_index
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """One more token. When others of the decode node were forwarded, it changes nothing."""
+        """Take one token of a step; the common case, next in order on the decode node, is fast."""
         if self.decoded and role is NodeRole.DECODE and self._order.push_next(output_index):
             self._buffer.add_token(token_id)
             return
@@ -155,7 +155,7 @@ class Attempt:
         self.take(LegDelta(role, delta))
 
     def take(self, item: LegDelta) -> None:
-        """Any delta of either leg; forwards what is next in order."""
+        """Take a delta of either leg, and forward all that is next in order."""
         if item.delta.error is not None:
             if not self._survives(item):
                 self.fail(item)
@@ -174,23 +174,24 @@ class Attempt:
                 return
 
     def fail(self, item: LegDelta) -> None:
-        """End with an error, unless it has ended already."""
+        """End with an error, unless the attempt has ended already."""
         if not self._closed:
             self.close()
             self._buffer.fail(item)
 
     def _survives(self, item: LegDelta) -> bool:
-        """Whether an error does not hurt: it is the prefill node's, and its part is done.
+        """Return whether an error is harmless: the prefill node's, after its part was done.
 
-        After its token, what a prefill node says of its push still matters. That it went away does
-        not: if the KV had not arrived, the decode node will say so.
+        After its token, a prefill node may still report that its push failed, which matters until
+        the KV has arrived. Losing the node does not matter: the decode node reports missing KV
+        itself.
         """
         if item.role is not NodeRole.PREFILL or not self.began:
             return False
         return self._kv_arrived or item.node_lost
 
     def _note_forwarded(self, item: LegDelta) -> None:
-        """A delta is about to be forwarded."""
+        """Update the attempt's state for a delta that is about to be forwarded."""
         if self.prefill is not None:
             self._note_forwarded_of_two(self.prefill, item)
         if not self.began:
@@ -201,21 +202,21 @@ class Attempt:
 
     def _note_forwarded_of_two(self, prefill: Node, item: LegDelta) -> None:
         if not self.began and item.role is NodeRole.DECODE:
-            # It had (nearly) all in its cache and computed the rest itself.
+            # The decode node had nearly all in its cache and computed the rest itself.
             prefill.send(CancelCommand(self._request_id, self.epoch))
         if item.delta.prefill is not None:
             self.prefill_receipt = item.delta.prefill
             prefill.relieve_leg(self.epoch)
-        if self._kv_arrived:  # the prefill node has no more to say
+        if self._kv_arrived:  # the prefill node has nothing more to report
             prefill.close_leg(self.epoch)
 
     def close(self) -> None:
-        """Forget both legs; on nodes that may still work on the call, cancel it. Once is enough."""
+        """Close both legs, and cancel the call on nodes that may work on it; may be repeated."""
         if self._closed:
             return
         self._closed = True
         for node in self.nodes:
             node.close_leg(self.epoch)
-            # What ended on the decode node ended on both; else either may still be at work.
+            # A last token from the decode node ended the call on both; else either may still work.
             if self._finished_on is not NodeRole.DECODE:
                 node.send(CancelCommand(self._request_id, self.epoch))

@@ -1,4 +1,4 @@
-"""Call: a checked request, and the terms that its client asks on; plain values."""
+"""Call: a checked request with its client's terms, as plain values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from router.fleet.prefix.prompt_hashes import PromptHashes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a client says of a request besides its prompt and how it is sampled.
+    """Hold what a client asks besides the prompt and the sampling parameters.
 
     Attributes:
-        received_at: when its call reached the router, by `time.perf_counter`.
-        timeout_s: until the client's deadline, then; None when it has none.
-        session_id: requests with the same one share a beginning, and go to the same nodes if the
-            policy looks at it; empty: unknown.
-        priority: where requests wait, smaller goes first.
-        principal: who asks.
-        cache_word: prompts with another one share no cache; empty: none is given.
+        received_at: when the request reached the router, by `time.perf_counter`.
+        timeout_s: until the client's deadline, counted from then; None: no deadline.
+        session_id: requests of one session share a prefix, and some policies send them to the same
+            nodes; empty: no session.
+        priority: order among waiting requests; smaller goes first.
+        principal: the caller.
+        cache_word: only prompts with an equal word share cached blocks; empty: no word.
         text_options: how tokens become text.
-        trace: what its spans are part of; None: it is not traced.
+        trace: the client's trace context; None: not traced.
     """
 
     received_at: float
@@ -40,16 +40,16 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A checked request.
+    """Hold a checked request.
 
     Attributes:
-        sampling_params: with a seed.
-        terms: as its client gave them.
-        timeout_s: from now.
-        leaves_room: no node is to have much of its tenant before it, as others ask for theirs.
-        cache_salt: of who shares the prompt's KV; empty: everybody.
-        is_chat: its prompt was a conversation.
-        hashes: of the prompt; calls that are made of this one have the same ones.
+        sampling_params: always with a seed.
+        terms: as the client gave them.
+        timeout_s: seconds left until the deadline, from now.
+        leaves_room: whether to avoid nodes with queued work, since its tenant has its fair share.
+        cache_salt: selects which prompts may share cached blocks; empty: all.
+        is_chat: whether the prompt was a conversation.
+        hashes: the prompt's block hashes; copies of this call share them.
     """
 
     request_id: str
@@ -63,13 +63,13 @@ class Call:
     hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
 
     def __post_init__(self) -> None:
-        # A long prompt's take a twentieth of a second: outputs of one prompt must not each make
-        # them. (`dataclasses.replace` hands them on.)
+        # Hashing a long prompt takes 50 ms, so several outputs of one prompt must share the hashes.
+        # (`dataclasses.replace` passes them on.)
         if self.hashes is None or not self.hashes.are_of(self.prompt_token_ids, self.cache_salt):
             hashes = PromptHashes(self.prompt_token_ids, self.cache_salt)
             object.__setattr__(self, "hashes", hashes)
 
     @property
     def scoped_id(self) -> str:
-        """Its name among the requests of all tenants."""
+        """Request id that is unique among all tenants."""
         return scoped_id(self.request_id, self.terms.principal.tenant)

@@ -1,4 +1,4 @@
-"""DecisionLog: why requests went where they went, for the last ones; see `baton admin explain`."""
+"""DecisionLog: why the last requests were placed where they were; see `baton admin explain`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from router.fleet.load.forecast import PrefillForecast
 from router.policies.base import Candidate, Placement, RouteQuery
 
-MAX_DECISIONS = 32  # of one request: more than its attempts may be
+MAX_DECISIONS = 32  # per request: more than it can have attempts
 
 
 @dataclass(slots=True)
 class _Noted:
-    """One placement in the log. The query is not kept, because the query has the prompt."""
+    """One placement in the log. The query is dropped, because it holds the prompt."""
 
     placed_at: float
     num_prompt_tokens: int
@@ -30,10 +30,10 @@ class Decision:
 
     Attributes:
         placed_at: by `time.time`.
-        num_cached_tokens: that the node which computes the prompt was thought to have.
-        candidates: the best of the places that the policy looked at, the chosen one first.
+        num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
+        candidates: the best places that the policy considered, the chosen one first.
         is_probe: see `Placement`.
-        forecast: expected times of the prompt, measured once token 1 came; None: not placed.
+        forecast: the prompt's expected times, and measured ones after token 1; None: not placed.
     """
 
     request_id: str
@@ -49,10 +49,10 @@ class Decision:
 
 
 class DecisionLog:
-    """The decisions on the last requests. What a policy makes of them is told when asked for.
+    """Keep the placements of the last requests. A policy explains them only when asked.
 
     Args:
-        max_requests: kept.
+        max_requests: most requests kept.
     """
 
     def __init__(self, max_requests: int = 1000) -> None:
@@ -62,11 +62,11 @@ class DecisionLog:
     def note(
         self, request_id: str, query: RouteQuery, placement: Placement, *, is_first: bool = False
     ) -> None:
-        """A request was placed; an earlier one of the same id is another attempt at it.
+        """Note a placement; a further one with the same id is another attempt.
 
         Args:
             request_id: `Call.scoped_id`.
-            is_first: an earlier one was another request of that id, which is forgotten.
+            is_first: forget an earlier request with the same id.
         """
         noted = _Noted(time.time(), query.num_prompt_tokens, query.max_tokens, placement)
         if is_first:
@@ -77,12 +77,12 @@ class DecisionLog:
             self._noted.popitem(last=False)
 
     def note_forecast(self, request_id: str, forecast: PrefillForecast | None) -> None:
-        """Keep what is expected of the prompt that was placed last; its node measures it later."""
+        """Attach a forecast to the last placement; its node fills in the measured times later."""
         if noted := self._noted.get(request_id):
             noted[-1].forecast = forecast
 
     def get(self, request_id: str) -> list[Decision]:
-        """The decisions on a request, one per attempt; empty if it is not (or no longer) known."""
+        """Return the decisions on a request, one per attempt; empty if the request is unknown."""
         return [_decision(request_id, noted) for noted in self._noted.get(request_id, ())]
 
 

@@ -1,4 +1,4 @@
-"""DeltaOrder: puts what the two legs of an attempt say into the order of the output."""
+"""DeltaOrder: puts the deltas of an attempt's two legs into output order."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import msgspec
 
 from router.fleet.node import LegDelta
 
-# One leg's link may stand still for as long as a node may be silent, while the other goes on.
+# One leg's link may stall until its node counts as silent, while the other leg goes on.
 MAX_EARLY = 4096
 
 
 class DeltaOrder:
-    """Each token once and none before those that it follows; of doubles, the first that came.
+    """Pass on each token once and in order; of duplicates, the first that came.
 
     Args:
-        next_index: of the output, where the attempt begins.
-        end_index: behind the last one that the request may have.
+        next_index: output index where the attempt begins.
+        end_index: one past the last output index that the request may have.
     """
 
     def __init__(self, next_index: int, end_index: int = 2**32) -> None:
         self.next_index = next_index
         self._end_index = end_index
-        self._early: dict[int, LegDelta] = {}  # by output index; legs overtake each other
-        self._indexes: list[int] = []  # of these, the lowest first (a heap)
+        self._early: dict[int, LegDelta] = {}  # by output index: deltas that came too early
+        self._indexes: list[int] = []  # keys of `_early`, as a heap
 
     def admits(self, item: LegDelta) -> bool:
-        """Whether a delta is of this output, and not further ahead than one leg can be."""
+        """Return whether a delta lies within this output, and is not impossibly early."""
         delta = item.delta
         is_within = delta.output_index + max(len(delta.token_ids), 1) <= self._end_index
         return is_within and len(self._early) < MAX_EARLY
 
     def push_next(self, output_index: int) -> bool:
-        """Take a single token, if it is the next one and nothing waits for it; else do nothing."""
+        """Accept one token if it is next and none came early; return whether it was accepted."""
         if output_index != self.next_index or self._early or output_index >= self._end_index:
             return False
         self.next_index += 1
         return True
 
     def push(self, item: LegDelta) -> Iterator[LegDelta]:
-        """Take a delta without an error; yields those that are next now."""
+        """Take a delta without an error; yields the deltas that are next now."""
         index = item.delta.output_index
         if index not in self._early:
             self._early[index] = item
@@ -53,7 +53,7 @@ class DeltaOrder:
                 yield ready
 
     def _behind(self, item: LegDelta) -> LegDelta | None:
-        """The part of a delta that is not told yet; None if all of it is."""
+        """Return the part of a delta that was not passed on yet, or None."""
         delta = item.delta
         num_told = self.next_index - delta.output_index
         if num_told == 0:

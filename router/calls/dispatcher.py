@@ -1,4 +1,4 @@
-"""Dispatcher: one call's life. Picks pairs, begins attempts, forwards one stream of tokens."""
+"""Dispatcher: runs calls: admits them, opens them on nodes, and forwards their tokens."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class RunningCalls:
-    """The calls that wait or are in progress, by tenant and request id.
+    """Hold the calls that wait or are in progress, by tenant and request id.
 
-    Each tenant's request ids are its own: those of others neither block nor find anything.
+    Tenants may use equal request ids: one tenant's calls neither block nor find another's.
     """
 
     def __init__(self) -> None:
@@ -43,23 +43,23 @@ class RunningCalls:
         return len(self._calls)
 
     def add(self, call: Call) -> None:
-        """Raises InvalidRequestError while its tenant has a request of that id."""
+        """Add a call; raises InvalidRequestError if its tenant has an open call with this id."""
         if call.scoped_id in self._calls:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
         self._calls[call.scoped_id] = call
 
     def remove(self, call: Call) -> None:
-        """It has ended."""
+        """Remove a call that has ended."""
         del self._calls[call.scoped_id]
 
     def ids(self) -> list[str]:
-        """Of all, scoped."""
+        """Return the scoped ids of all calls."""
         return list(self._calls)
 
     def find(self, request_id: str, tenant: str | None = None) -> Call | None:
-        """A tenant's call of that id; with None the only one that any tenant has.
+        """Return the tenant's call with this id, or None; without a tenant, search all tenants.
 
-        Raises InvalidRequestError when several have one.
+        Raises InvalidRequestError if several tenants have a call with this id.
         """
         found = [
             call
@@ -75,20 +75,20 @@ class RunningCalls:
 
 
 class Dispatcher:
-    """Runs calls over the nodes of a pool.
+    """Run calls on the nodes of a pool.
 
     Args:
-        pool: where nodes and their links are.
-        policy: picks the pair.
-        options: limits of one call.
-        budget: of all calls together.
-        admission: says when a call may begin; the usual one if not given.
+        pool: has the nodes and their links.
+        policy: picks each attempt's nodes.
+        options: retry limits of one call.
+        budget: retry limit of all calls together.
+        admission: decides when a call may begin; the default one if not given.
 
     Attributes:
-        placer: picks nodes; has the policy, and why calls went where they went.
-        log: what became of the last calls.
-        suspects: which calls may be why nodes die.
-        turns: which calls may be checked or placed now.
+        placer: picks nodes; has the policy and the log of its decisions.
+        log: records of the last calls.
+        suspects: calls that may have crashed nodes.
+        turns: limits how many calls are checked or placed in one round of the event loop.
     """
 
     def __init__(
@@ -111,23 +111,23 @@ class Dispatcher:
         self._running = RunningCalls()
         self._open: dict[str, OpenCall] = {}  # by `Call.scoped_id`
         self._stopped: RequestError | None = None
-        # Never the same twice, also after a restart: a client may use its request id again while
-        # nodes still clear up after the first time, and only the epoch tells the two apart.
+        # Epochs never repeat, even after a restart: a client may reuse a request id while nodes
+        # still clean up the earlier call, and only the epoch tells the two apart.
         self.epochs: Iterator[int] = itertools.count(secrets.randbits(31))
 
     @property
     def num_open(self) -> int:
-        """Requests that wait or are in progress."""
+        """Number of calls that wait or are in progress."""
         return len(self._running)
 
     async def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
-        """Stream a call's tokens, without text. Ending the iteration early cancels it everywhere.
+        """Stream a call's tokens, without text. Ending the iteration cancels the call on its nodes.
 
         Raises:
-            NodeUnavailableError: there is no pair, or attempts failed and none is left.
-            OverloadedError: decode nodes were short of memory time and again.
-            DeadlineExceededError: the time is up.
-            PoisonRequestError: it, or one like it before, is why nodes died.
+            NodeUnavailableError: no nodes were found, or too many attempts failed.
+            OverloadedError: decode nodes ran out of memory too often.
+            DeadlineExceededError: the call's deadline passed.
+            PoisonRequestError: this call, or an equal one before, crashed nodes.
         """
         await self.turns.take()
         if self._stopped is not None:
@@ -150,7 +150,7 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
-        """The call when it may begin; what it waited is no longer left until its deadline."""
+        """Wait until the call may begin; yields the call with the wait taken from its timeout."""
         async with self.admission.enter(
             request_id=call.scoped_id,
             num_prompt_tokens=len(call.prompt_token_ids),
@@ -165,12 +165,12 @@ class Dispatcher:
             yield admitted, ticket
 
     def _num_cached(self, call: Call) -> int:
-        """How much of a prompt some node has in its prefix cache."""
+        """Return the longest cached prefix of the call's prompt on any node, in tokens."""
         return max(self.pool.prefix_index.match_tokens(call.hashes).values(), default=0)
 
     @contextlib.contextmanager
     def _opened(self, call: Call, ticket: Ticket, following: Following) -> Iterator[OpenCall]:
-        """The call as it is tried on nodes; with the receipt in whatever error ends it."""
+        """Open the call on nodes; an error that ends the call gets the receipt."""
         self.budget.note_call()
         opened = self._open[call.scoped_id] = OpenCall(
             call,
@@ -195,19 +195,21 @@ class Dispatcher:
             del self._open[call.scoped_id]
 
     def note_handed_over(self, call: Call) -> None:
-        """The text of an open call's token 1 is given to its client now: the TTFT ends here."""
+        """Note that the client gets token 1's text now, which ends the TTFT."""
         self._open[call.scoped_id].note_handed_over()
 
     def receipt(self, call: Call) -> Receipt:
-        """The receipt of an open call as of now, for who is about to end it; after token 1."""
+        """Finish the record of an open call that a stop string ends, and return its receipt."""
         opened = self._open[call.scoped_id]
         receipt = opened.receipt()
         opened.following.finish(FinishReason.STOP, receipt)
         return receipt
 
     def abort(self, request_id: str, why: str, *, tenant: str | None = None) -> bool:
-        """End a call from outside; its client gets CANCELLED. Says whether it was open; finds it
-        as `RunningCalls.find` does."""
+        """Cancel a call from outside and return whether it was open; its client gets CANCELLED.
+
+        Raises what `RunningCalls.find` does.
+        """
         call = self._running.find(request_id, tenant)
         if call is None:
             return False
@@ -216,30 +218,30 @@ class Dispatcher:
         opened = self._open.get(call.scoped_id)
         if opened is not None:
             opened.end(RequestError("CANCELLED", why))
-            self.pool.note_eligibility_change()  # it may wait for nodes
+            self.pool.note_eligibility_change()  # the call may wait for nodes
         return opened is not None
 
     def refuse_new(self, why: str) -> None:
-        """End calls that come from now on with UNAVAILABLE; those that are open go on."""
+        """Refuse new calls with UNAVAILABLE; open calls continue."""
         self._stopped = RequestError("UNAVAILABLE", why)
 
     def stop(self, why: str) -> None:
-        """End all calls with UNAVAILABLE, also those that come from now on."""
+        """End all calls with UNAVAILABLE, and refuse new ones."""
         self.refuse_new(why)
         assert self._stopped is not None
         for scoped_id in self._running.ids():
             self.admission.withdraw(scoped_id, error_of(self._stopped))
         for opened in list(self._open.values()):
             opened.end(self._stopped)
-        self.pool.note_eligibility_change()  # they may wait for nodes
+        self.pool.note_eligibility_change()  # calls may wait for nodes
 
 
 def num_tokens_used(receipt: Receipt, num_uncached_tokens: int) -> int:
-    """Prompt tokens that were computed for a request and output tokens that it has.
+    """Return prompt tokens computed for a request plus its output tokens, for its rate limits.
 
     Args:
-        receipt: what the request has cost up to now.
-        num_uncached_tokens: what counts of the prompt as long as no node says what it computed.
+        receipt: the request's cost so far.
+        num_uncached_tokens: prompt tokens to count until a node reports what it computed.
     """
     prefill, decode = receipt.prefill, receipt.decode
     if not receipt.num_attempts:
@@ -248,5 +250,5 @@ def num_tokens_used(receipt: Receipt, num_uncached_tokens: int) -> int:
     if prefill is not None or decode is not None:
         num_computed = prefill.num_computed_tokens if prefill is not None else 0
         num_computed += decode.num_prompt_tokens_computed if decode is not None else 0
-    # What was computed again after a failure is not the client's.
+    # Clients do not pay for work that is repeated after a failure.
     return min(num_computed, receipt.num_prompt_tokens) + receipt.num_output_tokens

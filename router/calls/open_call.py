@@ -1,6 +1,6 @@
-"""OpenCall: a call, its attempts one after the other, and the one stream that they make.
+"""OpenCall: one call, its successive attempts, and the single stream they produce.
 
-Refuses to know: what follows from an attempt that failed (`router/calls/recovery/`).
+Knows nothing of what follows a failed attempt (`router/calls/recovery/`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
 
 
 class OpenCall:
-    """A call, its attempts one after the other, and the one stream that they make."""
+    """Run one call's attempts in turn, and join their tokens into one stream."""
 
     def __init__(
         self,
@@ -61,19 +61,19 @@ class OpenCall:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._recovery = Recovery(call, pool, suspects, options, budget, self._remaining_s)
-        self._identity: Identity = ()  # of the nodes that its tokens are of
+        self._identity: Identity = ()  # of the model whose tokens the client has
         self._ttft_s = 0.0
-        self._first_read_s = 0.0  # from a node's link
-        self._ended_by: RequestError | None = None  # from outside
+        self._first_read_s = 0.0  # from request to first token read from a node's link
+        self._ended_by: RequestError | None = None  # the reason, if ended from outside
         self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + call.timeout_s
         self._deadline = loop.call_at(self._expires_at, self.end, _DEADLINE)
 
     async def outputs(self) -> AsyncGenerator[TextDelta, None]:
-        """Yield what the legs of all attempts say, strictly by output index; no texts.
+        """Yield the tokens of all attempts in output order, without text.
 
-        All that came while the reader was busy is one output.
+        Tokens that arrived while the reader was busy come as one delta.
         """
         buffer = self._buffer
         attempt = await self._begin("")
@@ -93,7 +93,7 @@ class OpenCall:
                 failure, buffer.failure = buffer.failure, None
                 error = failure.delta.error
                 assert error is not None
-                if self._ended_by is not None:  # it is no node's fault
+                if self._ended_by is not None:  # no node is at fault
                     raise error_of(self._ended_by)
                 self.following.note_failure(error.code, error.message)
                 self._recovery.note_failure(attempt, failure, error)
@@ -101,11 +101,11 @@ class OpenCall:
                 attempt = await self._begin(error.message)
 
     def note_handed_over(self) -> None:
-        """Token 1 is handed on now; the last who does so counts."""
+        """Note that token 1 is passed on now; a later note replaces an earlier one."""
         self._ttft_s = time.perf_counter() - self._call.terms.received_at
 
     def receipt(self) -> Receipt:
-        """What the call cost up to now; the decode node's part comes with its last token."""
+        """Return the call's cost so far; the decode node's part comes with the last token."""
         attempt = self._attempt
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
@@ -125,26 +125,26 @@ class OpenCall:
         )
 
     def close(self) -> None:
-        """End what may still be open, on the nodes too."""
+        """End the current attempt, also on its nodes."""
         self._deadline.cancel()
         if self._attempt is not None:
             self._attempt.close()
         self._recovery.close()
 
     def end(self, error: RequestError) -> None:
-        """End the call from outside, whatever it is doing."""
+        """End the call with an error from outside, in any of its states."""
         self._ended_by = error
         if self._attempt is not None:
             delta = failed_delta(self._call.request_id, self._attempt.epoch, error)
-            self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # the leg that ends the call
+            self._attempt.fail(LegDelta(NodeRole.DECODE, delta))  # this role ends the call
 
     # ------------------------------------------------------------------ attempts
 
     async def _begin(self, failure: str) -> Attempt:
-        """Begin an attempt behind the tokens that the client has.
+        """Begin an attempt that continues after the tokens the client already has.
 
         Args:
-            failure: of the attempt before.
+            failure: why the attempt before failed; empty for the first attempt.
         """
         call, pool = self._call, self._pool
         placement = await self._wait_for_placement(failure)
@@ -162,7 +162,7 @@ class OpenCall:
                 "no longer served here"
             )
         self._identity = decode.identity
-        # The prefill node samples the next token: when there is none behind, nobody else is asked.
+        # The prefill node samples the next token. If that is the last one, no decode node is used.
         num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
         nodes = filter(None, (placement.prefill, placement.decode))
         room = pool.max_len_at(nodes) - self._num_tokens
@@ -188,15 +188,15 @@ class OpenCall:
         return self._attempt
 
     async def _wait_for_placement(self, failure: str) -> Placement:
-        """Return where the next attempt goes; waits for nodes if none are there now.
+        """Return where the next attempt goes; waits for nodes if there are none now.
 
         Raises:
-            NodeUnavailableError: no place was found in time, and none is expected.
+            NodeUnavailableError: no nodes were found in time, and none are expected.
         """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
         give_up_at = loop.time() + self._pair_timeout_s
         await self._recovery.wait_to_be_tried()
-        if self._num_attempts:  # else admission and placing are one turn
+        if self._num_attempts:  # a first attempt has its turn from admission
             await self._turns.take()
         while (placement := self._place()) is None:
             self._remaining_s()
@@ -220,11 +220,11 @@ class OpenCall:
 
     @property
     def _num_tokens(self) -> int:
-        """Of prompt and output."""
+        """Number of tokens of prompt and output so far."""
         return len(self._call.prompt_token_ids) + len(self._output_token_ids)
 
     def _remaining_s(self) -> float:
-        """Until the deadline; raises the error of a call that was ended."""
+        """Return the seconds until the deadline; raises if the call was ended or is late."""
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
         if self._ended_by is not None or remaining_s <= 0:
             raise error_of(self._ended_by or _DEADLINE)

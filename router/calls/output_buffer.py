@@ -1,7 +1,7 @@
-"""OutputBuffer: a call's output between the nodes, which never wait, and its one reader.
+"""OutputBuffer: a call's output, between the nodes, which never wait, and the one reader.
 
-Keeps tokens, not messages: however far the reader is behind, what it has not taken is one piece,
-and no larger than the output itself. Knows neither attempts nor order: what comes in is next.
+Stores tokens, not messages: a slow reader gets all it missed as one piece, no larger than the
+output. Knows neither attempts nor order: it takes tokens in output order.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
 
-# Tokens of one piece: to make text of more takes tens of milliseconds of the event loop.
+# Most tokens of one piece: making text of more blocks the event loop for tens of milliseconds.
 MAX_TAKEN = 1024
 
 
 class OutputBuffer:
-    """One writer at a time, one reader.
+    """Hold an output for one writer at a time and one reader.
 
     Args:
-        wake_ups: when the reader hears of tokens. It hears of the first one, the last one and of
-            failures at once.
+        wake_ups: wake the reader for tokens in waves. The first token, the last one and failures
+            wake the reader at once.
 
     token_ids  [ taken by the reader | not taken yet ]
                                      ^ _num_taken
 
     Attributes:
-        token_ids: all of the output so far.
-        decode_receipt: came with the last token.
-        failure: what ended the attempt; nothing comes in until the reader has cleared it.
+        token_ids: the whole output so far.
+        decode_receipt: None until the last token came.
+        failure: what ended the attempt; the reader must clear it before tokens are added again.
     """
 
     def __init__(self, request_id: str, wake_ups: WakeUps) -> None:
@@ -41,24 +41,24 @@ class OutputBuffer:
         self._request_id = request_id
         self._wake_ups = wake_ups
         self._num_taken = 0
-        self._has_rest = False  # the last piece was not all that there was
+        self._has_rest = False  # the last piece did not take all tokens
         self._finish_reason: FinishReason | None = None
-        self._logprobs: list[TokenLogprobs] = []  # of what is not taken yet
+        self._logprobs: list[TokenLogprobs] = []  # of tokens that are not taken yet
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-        self._waiter: asyncio.Future[None] | None = None  # nobody has asked to wake it yet
+        self._waiter: asyncio.Future[None] | None = None  # wakes on a first token
         self._sleeper: asyncio.Future[None] | None = None
 
     # ------------------------------------------------------------------ the writer
 
     def add_token(self, token_id: int) -> None:
-        """The next token, with nothing else to it."""
+        """Add the next token, which has no logprobs and no finish reason."""
         self.token_ids.append(token_id)
         if self._waiter is not None:
             self._wake_ups.add(self._waiter)
             self._waiter = None
 
     def add(self, delta: RequestDelta) -> None:
-        """The next tokens and what came with them."""
+        """Add the next tokens, with their logprobs, receipt and finish reason."""
         self.token_ids.extend(delta.token_ids)
         self._logprobs += delta.logprobs
         self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
@@ -67,21 +67,21 @@ class OutputBuffer:
         self._wake()
 
     def fail(self, item: LegDelta) -> None:
-        """The attempt ended with an error; the reader hears it behind the tokens before."""
+        """Note that the attempt failed; the reader gets the tokens before the failure first."""
         self.failure = item
         self._wake()
 
     def _wake(self) -> None:
-        """At once, also when it would be woken soon."""
+        """Wake the reader at once, also if the next wave would."""
         if self._sleeper is not None and not self._sleeper.done():
             self._sleeper.set_result(None)
 
     # ------------------------------------------------------------------ the reader
 
     async def wait(self) -> None:
-        """Wait until there is something to take, and time for it, or a failure."""
+        """Wait until there are tokens and the reader's wave has come, or a failure."""
         if self._has_rest:
-            await asyncio.sleep(0)  # others' turn
+            await asyncio.sleep(0)  # let other tasks run
             return
         if self._finish_reason or self.failure or (self._num_pending and not self._num_taken):
             return
@@ -96,14 +96,14 @@ class OutputBuffer:
             self._waiter = self._sleeper = None
 
     def take(self) -> TextDelta | None:
-        """Take what came since the last time, as one, without text; None if nothing did.
+        """Return the tokens since the last call as one delta without text, or None.
 
-        Of more than `MAX_TAKEN` tokens the others are for the next time.
+        Returns at most `MAX_TAKEN` tokens; the rest follows at the next call.
         """
         if not self._num_pending and self._finish_reason is None:
             return None
         first = self._num_taken
-        if len(self._logprobs) != self._num_pending:  # a node gave some tokens without
+        if len(self._logprobs) != self._num_pending:  # a node sent some tokens without logprobs
             self._logprobs.clear()
         self._num_taken = min(first + MAX_TAKEN, len(self.token_ids))
         self._has_rest = self._num_pending > 0

@@ -1,4 +1,4 @@
-"""Placer: where a call's next attempt goes. Asks the policy, and waits while there is no place."""
+"""Placer: picks the nodes of a call's next attempt, and waits while there are none."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 
-# Most calls that wait for a node to come back: each holds its prompt and its client.
+# Most calls that wait for a lost node to return: each holds its prompt and its client.
 MAX_EXPECTING = 1024
-_EARLY_S = 1e-6  # a timer may fire so long before its time: a wait as short would never end
+_EARLY_S = 1e-6  # timers may fire this early: a shorter wait would loop without end
 
 
 class Placer:
     """Place the calls of one router.
 
     Args:
-        num_queued: requests that wait at the gate now.
+        num_queued: returns the number of requests that wait at the gate.
 
     Attributes:
-        policy: picks the pair; may be exchanged at any time.
-        decisions: where the last calls went, and why.
+        policy: picks the nodes; may be replaced at any time.
+        decisions: where the last calls were placed, and why.
         num_waiting: calls that wait because no node can take them now.
     """
 
@@ -49,13 +49,13 @@ class Placer:
         narrow: Callable[[Fleet], Fleet],
         is_first: bool,
     ) -> Placement | None:
-        """Pick the nodes of one attempt; None where there are none.
+        """Return the nodes of one attempt, or None if there are none.
 
         Args:
-            output_token_ids: that the call has already; they are computed with its prompt.
+            output_token_ids: the call's output so far, computed again with its prompt.
             remaining_s: until the call's deadline.
-            narrow: leaves the nodes that suit this call, if any do.
-            is_first: of this call's attempts.
+            narrow: keeps only the nodes that suit this call best.
+            is_first: whether this is the call's first attempt.
         """
         pool = self._pool
         token_ids = [*call.prompt_token_ids, *output_token_ids]
@@ -76,7 +76,7 @@ class Placer:
             fleet = fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
             return self.policy.pick(query, narrow(fleet))
 
-        # (In this order: what a new fleet has of revisions, it is asked of when it is made.)
+        # (In this order: making a new fleet may change what the rollout knows of its revisions.)
         fleet = pool.fleet
         chosen = pool.rollout.choose(call.terms.session_id) if is_first else None
         placement = (pick(chosen) if chosen is not None else None) or pick(fleet)
@@ -87,11 +87,11 @@ class Placer:
         return placement
 
     async def wait_for_change(self, failure: str, num_tokens: int, until: float) -> None:
-        """Wait until there may be a place where there was none, or until ``until``.
+        """Wait until nodes change, or until ``until``.
 
         Args:
-            failure: why the call is placed once more.
-            num_tokens: that the nodes must have room for.
+            failure: why the attempt before failed; empty for the first attempt.
+            num_tokens: context length that the nodes must allow.
             until: by the event loop's clock.
 
         Raises:
@@ -107,6 +107,6 @@ class Placer:
             async with asyncio.timeout_at(until):
                 await pool.wait_for_change()
         except TimeoutError:
-            pass  # timed out: look once more, then report
+            pass  # the caller looks for a place once more
         finally:
             self.num_waiting -= 1

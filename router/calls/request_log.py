@@ -1,6 +1,6 @@
-"""RequestLog: what became of the last requests, for operators: `trace` and `stats` read it.
+"""RequestLog: records of the last requests, for `baton admin trace` and `stats`.
 
-One writer, the dispatcher. Knows no prompt and no text, and no RPC.
+Written by the dispatcher alone. Knows neither prompts nor texts nor RPCs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.telemetry.trace_context import TraceContext
 from router.calls.call import Call
 
-# What is kept of an error. There are thousands, and some are what a node says.
+# Most characters kept of an error: thousands are kept, and nodes choose some of the texts.
 MAX_CODE_CHARS, MAX_ERROR_CHARS = 64, 2048
 
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One attempt; times are seconds since the request reached the router.
+    """One attempt's record; times are seconds since the request reached the router.
 
     Attributes:
-        prefill_node: empty: the decode node computes the prompt.
-        trace: its span; None: it is not traced.
-        failed_s: None: it did not fail (yet).
+        prefill_node: empty: the decode node computed the prompt.
+        trace: the attempt's span; None: not traced.
+        failed_s: None: did not fail so far.
     """
 
     began_s: float
@@ -41,17 +41,17 @@ class AttemptRecord:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request's life; times are seconds since it reached the router.
+    """One request's record; times are seconds since the request reached the router.
 
     Attributes:
-        tenant: whose request it is.
-        received_at: by `time.time`.
-        started_at: the same by the log's clock.
-        accepted_s: it was checked and tokenized.
-        admitted_s: its turn had come; None: it has not (yet).
-        call: the call itself, of one that is traced.
-        trace: its span; None: it is not traced.
-        finish_reason: None: it did not finish well (so far).
+        tenant: the caller's tenant.
+        received_at: arrival, by `time.time`.
+        started_at: arrival, by the log's clock.
+        accepted_s: when it was checked and tokenized.
+        admitted_s: when the gate admitted it; None: not yet.
+        call: kept for traced requests only.
+        trace: the request's span; None: not traced.
+        finish_reason: None: did not finish without error so far.
         error_code: name of a gRPC status code.
     """
 
@@ -82,18 +82,18 @@ class RequestRecord:
 
 
 class RequestLog:
-    """The last requests of one router, on its event loop.
+    """Keep the records of one router's last requests, on its event loop.
 
     Args:
-        max_requests: kept; open ones count, too, and may be dropped.
-        clock: the one of `Call.received_at`.
+        max_requests: most records kept; open requests count and may be dropped.
+        clock: the clock of `Terms.received_at`.
 
     Attributes:
-        on_traced: is given each traced request that has ended.
-        num_finished: since the start, like all that follow.
-        num_retried: finished ones with more than one attempt.
-        num_failed: by status code.
-        num_prompt_tokens: of all that began.
+        on_traced: called with the record of each traced request that has ended.
+        num_finished: requests finished without error since the start.
+        num_retried: those with more than one attempt.
+        num_failed: failed requests since the start, by status code.
+        num_prompt_tokens: prompt tokens of all requests since the start.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RequestLog:
         self._num_ended_output_tokens = 0
 
     def follow(self, call: Call) -> Following:
-        """Note a call; to be entered before its first attempt and left at its end."""
+        """Return a context manager that records a call: enter it before the first attempt."""
         now = self.clock()
         accepted_s = now - call.terms.received_at
         record = RequestRecord(
@@ -130,23 +130,23 @@ class RequestLog:
         return Following(self, record)
 
     def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
-        """The last request of that id, if it is still known; None: whoever's it is."""
+        """Return the newest record with this id, or None; without a tenant, search all tenants."""
         if tenant is not None:
             return self._records.get((tenant, request_id))
         return next((one for one in self.latest() if one.request_id == request_id), None)
 
     def latest(self) -> Iterator[RequestRecord]:
-        """The last one first."""
+        """Return the records, the newest request first."""
         return iter(reversed(list(self._records.values())))
 
     @property
     def open(self) -> list[RequestRecord]:
-        """In progress, oldest first."""
+        """Records of requests in progress, oldest first."""
         return list(self._open.values())
 
     @property
     def num_output_tokens(self) -> int:
-        """That clients got, since the start."""
+        """Output tokens that clients got since the start."""
         return self._num_ended_output_tokens + sum(
             record.num_output_tokens for record in self._open.values()
         )
@@ -156,7 +156,7 @@ class RequestLog:
     def begin(self, record: RequestRecord) -> None:
         self._open[id(record)] = record
         key = (record.tenant, record.request_id)
-        self._records.pop(key, None)  # its id is used again: to the end of the order
+        self._records.pop(key, None)  # a reused id goes to the end of the order
         self._records[key] = record
         self.num_prompt_tokens += record.num_prompt_tokens
         if len(self._records) > self._max_requests:
@@ -172,11 +172,11 @@ class RequestLog:
             self.num_retried += len(record.attempts) > 1
         if record.trace is not None:
             self.on_traced(record)
-            record.call = None  # it has the prompt
+            record.call = None  # the call holds the prompt
 
 
 class Following:
-    """Writes one record, from a call's beginning to its end, however that comes."""
+    """Write one call's record from beginning to end, whether it succeeds, fails or is cancelled."""
 
     def __init__(self, log: RequestLog, record: RequestRecord) -> None:
         self._log = log
@@ -206,15 +206,15 @@ class Following:
 
     @property
     def accepted_s(self) -> float:
-        """See `RequestRecord`."""
+        """See `RequestRecord.accepted_s`."""
         return self._record.accepted_s
 
     def note_admitted(self) -> None:
-        """Its turn has come."""
+        """Note that the gate admitted the call."""
         self._record.admitted_s = self._now_s()
 
     def note_attempt(self, prefill_node: str, decode_node: str) -> AttemptRecord:
-        """An attempt begins."""
+        """Note that an attempt begins, and return its record."""
         trace = self._record.trace
         attempt = AttemptRecord(
             self._now_s(), prefill_node, decode_node, trace=trace.child() if trace else None
@@ -223,13 +223,13 @@ class Following:
         return attempt
 
     def note_failure(self, code: str, message: str) -> None:
-        """The attempt failed; another may follow."""
+        """Note that the attempt failed; another may follow."""
         attempt = self._record.attempts[-1]
         attempt.failed_s, attempt.error_code = self._now_s(), code[:MAX_CODE_CHARS]
-        attempt.error = message[:MAX_ERROR_CHARS]  # a node said it
+        attempt.error = message[:MAX_ERROR_CHARS]  # a node may have chosen the text
 
     def note_output(self, output: TextDelta) -> None:
-        """Note tokens that are on their way to the client."""
+        """Note tokens that go to the client now."""
         record = self._record
         if record.first_token_s is None and output.token_ids:
             record.first_token_s = self._now_s()
@@ -238,7 +238,7 @@ class Following:
             self.finish(output.finish_reason, output.receipt)
 
     def finish(self, reason: FinishReason, receipt: Receipt) -> None:
-        """The call ended well."""
+        """Note that the call finished without error."""
         record = self._record
         record.finish_reason, record.receipt = reason, receipt
         record.ended_s = self._now_s()

@@ -1,8 +1,8 @@
-"""Turns: let calls that could all go on at once go on a few at a time, between others' work.
+"""Turns: limit how many calls continue in one round of the event loop.
 
 An event loop runs all tasks that were woken together before it looks at sockets and timers again.
-To check or to place a call takes up to a millisecond. So a thousand calls that come at once, or
-that a lost node leaves behind, would hold the loop for a second: no token and no beat would pass.
+Checking or placing a call takes up to a millisecond. A thousand calls that arrive at once, or that
+a lost node leaves behind, would block tokens and beats for a second.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ TURNS_AT_ONCE = 16
 
 
 class Turns:
-    """Hand out a limited number of turns in each round of the event loop, first come first served.
+    """Hand out a limited number of turns per round of the event loop, first come first served.
 
     Args:
-        at_once: turns in one round.
+        at_once: turns per round.
     """
 
     def __init__(self, at_once: int = TURNS_AT_ONCE) -> None:
         self._at_once = self._num_left = at_once
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_counting = False  # a new round is going to be noticed
+        self._is_counting = False  # a call of `_begin_round` is scheduled
 
     async def take(self) -> None:
         """Return at once if a turn is left in this round, else wait for a later round."""

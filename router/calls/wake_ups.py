@@ -1,8 +1,8 @@
 """WakeUps: wakes the readers of outputs in waves, no more often than the router can serve them.
 
-A message to a client costs about the same with one token as with many. If each token were sent as
-it comes, a router at its limit would read its nodes' links no faster than it serves its clients,
-and all that is behind would wait in the links, where nothing is merged.
+A message to a client costs nearly as much with one token as with many. If each token were sent as
+it comes, a router at its limit would read its nodes' links as slowly as it serves its clients, and
+tokens would queue in the links, where they are not merged.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator
 
 BUSY_SHARE = 0.6
 LONGEST_REST_S = 0.05
-WOKEN_AT_ONCE = 256  # readers; others' work comes between so many and the next ones
+WOKEN_AT_ONCE = 256  # readers woken in one round of the event loop
 
 
 class WakeUps:
-    """One per event loop.
+    """Wake readers in waves; one instance per event loop.
 
-    The next wave begins at once as long as the process was busy for less than `BUSY_SHARE` of the
-    time since the one before; else when that is so, or after `LONGEST_REST_S`.
+    The next wave begins once the process was busy for less than `BUSY_SHARE` of the time since the
+    last wave, and `LONGEST_REST_S` after that wave at the latest.
 
     Args:
         clock: seconds; tests bring their own.
-        cpu_clock: seconds that the process was busy.
+        cpu_clock: CPU seconds that the process has used.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class WakeUps:
         self._began = self._cpu_began = 0.0
 
     def add(self, waiter: asyncio.Future[None]) -> None:
-        """Wake the one who waits for this with the next wave."""
+        """Wake this reader with the next wave."""
         self._waiters.append(waiter)
-        if len(self._waiters) == 1:  # behind all that one message of a link says
+        if len(self._waiters) == 1:  # so all tokens of one link message join the wave
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """Begin a wave if it is time, else look again."""
+        """Begin a wave if the process was idle enough, else check again later."""
         busy_s = self._cpu_clock() - self._cpu_began
         rest_s = self._began + min(busy_s / BUSY_SHARE, LONGEST_REST_S) - self._clock()
         if rest_s > 0:
@@ -57,7 +57,7 @@ class WakeUps:
         self._wake(iter(waiters))
 
     def _wake(self, waiters: Iterator[asyncio.Future[None]]) -> None:
-        """Wake the next readers of a wave, and the others in later rounds of the event loop."""
+        """Wake a wave's readers, at most `WOKEN_AT_ONCE` in each round of the event loop."""
         some = list(itertools.islice(waiters, WOKEN_AT_ONCE))
         for waiter in some:
             if not waiter.done():

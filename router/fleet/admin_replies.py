@@ -1,4 +1,4 @@
-"""AdminReplies: what one node answers to operators, part by part, until it is whole."""
+"""AdminReplies: joins the parts of one node's answers to operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.v1 import admin_pb2
 from baton.wire.parts import count_parts
 from router.fleet.call_errors import error_of
 
-# Of one message and of an answer as a whole: what objects are made of, of a hundred bytes each.
+# Most fields of one message and of a whole answer; each field takes some 100 bytes.
 MAX_PART_PARTS, MAX_REPLY_PARTS = 2**17, 2**19
 
 
@@ -28,10 +28,9 @@ class _Open:
 
 
 class AdminReplies:
-    """The open admin calls of one node, on the router's loop.
+    """Track the open admin calls of one node, on the router's loop.
 
-    What a node says of a call that is not open is passed over; it can make nobody keep more of an
-    answer than the limit.
+    Replies to calls that are not open are ignored. An answer may not exceed a fixed size.
     """
 
     def __init__(self) -> None:
@@ -39,17 +38,17 @@ class AdminReplies:
         self._open: dict[int, _Open] = {}
 
     def begin(self) -> tuple[int, asyncio.Future[admin_pb2.NodeAdminResponse]]:
-        """The id of a new call, and its answer; to be ended with `end`."""
+        """Open a call and return its id and the future of its answer; close it with `end`."""
         call_id = next(self._ids) % 2**32
         opened = self._open[call_id] = _Open(asyncio.get_running_loop().create_future())
         return call_id, opened.answer
 
     def end(self, call_id: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Close a call, whose answer nobody awaits any more."""
         self._open.pop(call_id, None)
 
     def take(self, reply: AdminReply) -> None:
-        """The next part of an answer."""
+        """Take the next part of an answer."""
         opened = self._open.get(reply.call_id)
         if opened is None or opened.answer.done():
             return
@@ -80,7 +79,7 @@ class AdminReplies:
             opened.answer.set_result(opened.response)
 
     def close(self, why: str) -> None:
-        """The node is gone: end all open calls with an error."""
+        """End all open calls with an error, because the node is gone."""
         for opened in self._open.values():
             if not opened.answer.done():
                 opened.answer.set_exception(NodeUnavailableError(why))

@@ -1,4 +1,4 @@
-"""The error that a client is told for what a node, or the router, said of its request."""
+"""Convert errors that nodes or the router report into exceptions for clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ERRORS: dict[str, type[BatonError]] = {
 
 
 def error_of(error: RequestError) -> BatonError:
-    """The exception for a request's error; a code that nobody knows is the engine's fault."""
+    """Return the exception for a request's error; an unknown code means a fault of the engine."""
     message = printable(error.message)
     if error.code == "INVALID_ARGUMENT":
         field_name, _, problem = message.partition(": ")

@@ -1,7 +1,7 @@
-"""Fleet: which nodes may get a request now, and who reaches whom. Decides nothing.
+"""Fleet: the nodes that may get a request now, and which of them reach each other.
 
-A fleet stays as it is while what its nodes say of themselves goes on changing; `NodePool` makes
-a new one when nodes come, go or report on peers. There may be 65,536 pairs: nobody lists them.
+A fleet is immutable, apart from its nodes' changing loads; `NodePool` makes a new one when nodes
+come, go or report on peers. There may be 65,536 pairs, so they are never listed.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _NOBODY: Mapping[str, float] = {}
 
 
 class Fleet:
-    """Nodes by name.
+    """Hold the usable nodes of both roles, sorted by name.
 
     Args:
-        prefills, decodes: that may get requests.
-        reach: the decode nodes that each prefill node reaches, and at how many bytes per second
-            (0: unknown), by engine id.
+        prefills, decodes: nodes that may get requests.
+        reach: by engine id, the decode nodes that each prefill node reaches, with the bandwidth in
+            bytes per second (0: unknown).
         self_prefilling: decode nodes that may compute a prompt themselves.
-        ruled_out: pairs that are not to be used.
+        ruled_out: pairs that must not be used.
 
     Attributes:
-        prefills: each reaches one of ``decodes`` at least.
-        decodes: each is reached by one of ``prefills`` at least.
-        self_prefilling: decode nodes that may be placed on without a prefill node.
+        prefills: prefill nodes that reach at least one of ``decodes``.
+        decodes: decode nodes that at least one of ``prefills`` reaches.
+        self_prefilling: decode nodes that may be used without a prefill node.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Fleet:
         )
         unreached = set(ids)
         for reached in usable.values():
-            if not unreached:  # nearly always after the first
+            if not unreached:  # nearly always true after the first node
                 break
             unreached -= reached
         self.decodes: Sequence[NodeLoad] = [d for d in by_name if d.engine_id not in unreached]
@@ -63,25 +63,25 @@ class Fleet:
         )
 
     def __bool__(self) -> bool:
-        """Whether there is any place."""
+        """Return whether any request can be placed."""
         return bool(self.prefills or self.self_prefilling)
 
     def reaches(self, prefill: NodeLoad, decode: NodeLoad) -> bool:
-        """Whether the two may work together; both must be of this fleet."""
+        """Return whether these nodes may form a pair; both must belong to this fleet."""
         pair = (prefill.engine_id, decode.engine_id)
         return pair[1] in self._reach[pair[0]] and pair not in self._ruled_out
 
     def bandwidth(self, prefill: NodeLoad, decode: NodeLoad) -> float:
-        """Bytes per second from one to the other, as measured; 0: unknown."""
+        """Return the measured bandwidth between two nodes in bytes per second; 0: unknown."""
         return self._reach[prefill.engine_id].get(decode.engine_id, 0.0)
 
     def reached_by(self, prefill: NodeLoad) -> Sequence[NodeLoad]:
-        """Decode nodes that one of ``prefills`` may work with, by name; never none."""
+        """Return the decode nodes that a prefill node here may use, by name; never empty."""
         reached = self._reached.get(prefill.engine_id)
         if reached is None:
             usable = self._usable(prefill.engine_id)
             reached = self.decodes
-            if not usable >= self._decode_ids:  # rare: else all share one list
+            if not usable >= self._decode_ids:  # rare; usually all share one list
                 reached = [decode for decode in self.decodes if decode.engine_id in usable]
             self._reached[prefill.engine_id] = reached
         return reached
@@ -92,7 +92,7 @@ class Fleet:
         decode: Callable[[NodeLoad], bool] | None = None,
         ruled_out: Set[Pair] = _NONE,
     ) -> Fleet:
-        """What is left with such nodes only, and without these pairs."""
+        """Return a fleet of the nodes that pass these filters, without the ruled-out pairs."""
         return Fleet(
             filter(prefill, self.prefills),
             filter(decode, self.decodes),
@@ -102,7 +102,7 @@ class Fleet:
         )
 
     def by_revision(self) -> dict[str, Fleet]:
-        """The same nodes apart: those of each revision that is here, as they reach each other."""
+        """Return one fleet per revision of nodes."""
         groups: dict[str, tuple[list[NodeLoad], list[NodeLoad], list[NodeLoad]]] = {}
         for place, nodes in enumerate((self.prefills, self.decodes, self.self_prefilling)):
             for node in nodes:
@@ -119,11 +119,11 @@ class Fleet:
         }
 
     def with_room_for(self, num_tokens: int, num_tokens_at_end: int = 0) -> Fleet:
-        """Without nodes that never take requests of so many tokens.
+        """Return a fleet without nodes that are too small for a request of this many tokens.
 
         Args:
-            num_tokens_at_end: that the request may come to have. Nodes that would cut it short are
-                left out as well, where others would not.
+            num_tokens_at_end: length that the request may reach. Nodes that would cut it short are
+                left out too, if other nodes would not.
         """
         at_end = min(num_tokens_at_end, self.max_model_len)
         if num_tokens <= self._least_room and at_end <= self._least_length:
@@ -139,8 +139,8 @@ class Fleet:
 
     @functools.cached_property
     def max_model_len(self) -> int:
-        """Most tokens of a request that some place takes; 0: there is no place."""
-        longest: dict[int, int] = {}  # by identity: nearly all share one list
+        """Longest request, in tokens, that some place can take; 0: there is no place."""
+        longest: dict[int, int] = {}  # by id of the list: nearly all share one
         pairs = [node.max_model_len for node in self.self_prefilling]
         for prefill in self.prefills:
             reached = self.reached_by(prefill)
@@ -151,27 +151,27 @@ class Fleet:
 
     @functools.cached_property
     def is_complete(self) -> bool:
-        """Whether all reach all."""
+        """Whether every prefill node reaches every decode node."""
         return all(self.reached_by(prefill) is self.decodes for prefill in self.prefills)
 
     @functools.cached_property
     def prefill_places(self) -> Mapping[str, int]:
-        """Where a node is in ``prefills``, by engine id."""
+        """Index of each node in ``prefills``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.prefills)}
 
     @functools.cached_property
     def decode_places(self) -> Mapping[str, int]:
-        """Where a node is in ``decodes``, by engine id."""
+        """Index of each node in ``decodes``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.decodes)}
 
     @functools.cached_property
     def self_prefilling_places(self) -> Mapping[str, int]:
-        """Where a node is in ``self_prefilling``, by engine id."""
+        """Index of each node in ``self_prefilling``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.self_prefilling)}
 
     @functools.cached_property
     def best_bandwidth(self) -> float:
-        """The highest that any pair has; 0: none is known."""
+        """Highest known bandwidth of any pair, in bytes per second; 0: none is known."""
         return max(
             (max(reach.values(), default=0.0) for reach in self._reach.values()), default=0.0
         )

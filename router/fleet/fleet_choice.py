@@ -1,7 +1,7 @@
-"""Which of the nodes that may get requests do: all but those that are ejected. Knows no request.
+"""Choose a fleet from the nodes that may get requests: all but ejected ones.
 
-Never ejects more than half of the nodes of a role: when most seem ill, it is not the nodes, and
-somebody has to do the work.
+Never ejects more than half of the nodes of a role: if most look unhealthy, the cause is probably
+elsewhere, and some nodes must do the work.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from router.fleet.pairing import Reach
 
 
 def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -> Fleet:
-    """The fleet of these nodes.
+    """Return the fleet of the healthy nodes.
 
     Args:
-        ready: that may get requests.
-        may_self_prefill: whether decode nodes may be given prompts to compute.
+        ready: nodes that may get requests.
+        may_self_prefill: whether decode nodes may compute prompts.
     """
     nodes = list(ready)
     prefills, decodes = (
@@ -38,12 +38,12 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
             self_prefilling=_loads_of(alone, without) if may_self_prefill else (),
         )
 
-    # (Those that are left may not reach each other.)
+    # (The healthy nodes may not reach each other; then all are used.)
     return make(unwanted) or make(set())
 
 
 def ejected(nodes: Sequence[Node]) -> Sequence[Node]:
-    """Which nodes of one role get nothing now: those that failed before those that are new."""
+    """Return the nodes of one role to leave out now: ejected ones before new ones."""
     unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
     unwanted.sort(key=lambda node: (node.health.state is not HealthState.EJECTED, node.name))
     return unwanted[: len(nodes) // 2]

@@ -1,11 +1,11 @@
-"""NodeHealth: whether a node is ejected for a while, and how much one that is new may get.
+"""NodeHealth: ejects a failing node for a while, and limits what a new node gets.
 
     SERVING -- failures, or no progress --> EJECTED -- after a pause that doubles --> CANARY
        ^                                                                                |
        `-- more and more for 10 s -- WARMING <-- it answered ------- one request at a time
 
-A node that joins others at work begins as a canary, too. Says whether this one should get requests;
-which of all of them do is chosen in `fleet_choice.py`.
+A node that joins others at work begins as a canary too. `fleet_choice.py` decides which nodes get
+requests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from enum import Enum
 
 logger = logging.getLogger(__name__)
 
-FAILURES = 3  # without a success in between
+FAILURES = 3  # without a success between them
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 WARMING_S = 10.0
 LEAST_WEIGHT = 0.2
 
 
 class HealthState(Enum):
-    """Of one node, as this router sees it."""
+    """The states of a node's health, as this router sees it."""
 
     SERVING = "serving"
     EJECTED = "ejected"
@@ -33,16 +33,16 @@ class HealthState(Enum):
 
 
 class NodeHealth:
-    """Of one node.
+    """Track the health of one node.
 
     Args:
-        name: of the node.
-        on_change: called when who should get requests may have changed.
-        is_canary: whether it has to prove itself first.
-        clock: seconds that never go back.
+        name: the node's name, for the log.
+        on_change: called when the node's share of requests may have changed.
+        is_canary: whether the node must first succeed with one request at a time.
+        clock: monotonic seconds.
 
     Attributes:
-        why: it was ejected last.
+        why: reason of the last ejection; empty if there was none.
     """
 
     def __init__(
@@ -58,13 +58,14 @@ class NodeHealth:
         self._name = name
         self._on_change = on_change
         self._clock = clock
-        self._until = 0.0  # the end of the pause, or of the warming up
-        self._num_pauses = 0  # since it was well for as long as the longest pause
-        self._partners: list[str] = []  # of failures since a success; "": its own fault
+        self._until = 0.0  # end of the pause or of the warm-up
+        self._num_pauses = 0  # ejections since the node was last healthy for the longest pause
+        # Of failures since the last success; "": this node's own fault.
+        self._partners: list[str] = []
 
     @property
     def weight(self) -> float:
-        """Share of its due, above 0 to 1."""
+        """Share of its usual load that the node should get, above 0 to 1."""
         if self.state is HealthState.CANARY:
             return LEAST_WEIGHT
         if self.state is HealthState.WARMING:
@@ -73,29 +74,29 @@ class NodeHealth:
         return 1.0
 
     def is_unwanted(self, num_open: int) -> bool:
-        """Whether another node should get the next request, with so many open on this one."""
+        """Return whether the next request should go elsewhere, given the requests open here."""
         if self.state is HealthState.CANARY:
             return num_open > 0
         return self.state is HealthState.EJECTED
 
     def note_open(self, num_open: int) -> None:
-        """A request was placed there, or left it; so many are open."""
+        """Note how many requests are open here, after one was placed or closed."""
         if self.state is HealthState.CANARY and num_open <= 1:
             self._on_change()
 
     def note_success(self) -> None:
-        """It did its part for a request: its first token came."""
+        """Note a request's first token from this node."""
         self._partners.clear()
         if self.state is HealthState.CANARY:
             self._set(HealthState.WARMING, WARMING_S)
 
     def note_failure(self, partner: str, why: str) -> None:
-        """An attempt failed.
+        """Note a failed attempt; too many of them eject the node.
 
         Args:
-            partner: engine id of the other node, where that may have been at fault as well: a
-                node is blamed for what passes between two only when it happens with several.
-                Empty: this node is at fault alone.
+            partner: engine id of the other node, if that may be at fault too. Failures between two
+                nodes count against this one only if they occur with several partners. Empty: this
+                node alone is at fault.
         """
         if self.state is HealthState.EJECTED:
             return
@@ -105,7 +106,7 @@ class NodeHealth:
             self.eject(why)
 
     def eject(self, why: str) -> None:
-        """Have others do its work for a while, each time for longer."""
+        """Give the node no requests for a pause, which doubles each time."""
         pause_s = min(FIRST_PAUSE_S * 2**self._num_pauses, LONGEST_PAUSE_S)
         self._num_pauses += 1
         self.why = why
@@ -113,7 +114,7 @@ class NodeHealth:
         self._set(HealthState.EJECTED, pause_s)
 
     def tick(self) -> None:
-        """End a pause, or the warming up, when it is time; to be called now and then."""
+        """End a pause or the warm-up when it is over; called once per beat interval."""
         now = self._clock()
         if self.state is HealthState.SERVING and now > self._until + LONGEST_PAUSE_S:
             self._num_pauses = 0

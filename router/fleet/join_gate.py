@@ -1,13 +1,13 @@
-"""JoinGate: which of the nodes that may join at all may do so now. Knows no link and no request.
+"""JoinGate: decides which nodes may join now. Knows no link and no request.
 
-    a name, or an engine id, that a living node has     its own process only, by its key
-    more joins from one address than a cluster makes    later
-    more nodes than a router can hold                   later
-    registrations of more bytes than it keeps           later
+    a node's name or engine id belongs to a living node    refuse, unless its process key matches
+    one address joins more often than any cluster does     retry later
+    the router has its maximum of nodes                    retry later
+    registrations would exceed the memory for them         retry later
 
-A name belongs to the node that has it for as long as that node's link lives: who comes under the
-same name later is told so, and asks again. A node that was restarted gets in as soon as its old
-link is seen to be gone: at once when its process died, after the node timeout when its machine did.
+A name belongs to a node while its link lives; a second node with that name is refused and retries.
+A restarted node gets in as soon as its old link is found dead: at once if the process died, after
+the node timeout if the machine did.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from baton.link.words import NodeRegistration
 from router.fleet.node import Node, num_bytes_of
 
 MAX_NODES = 4096
-# Of registrations: what nodes tell their peers through the router, some kilobytes each.
+# Most bytes of registrations: what nodes tell their peers through the router, some kB each.
 MAX_KEPT_BYTES = 96 * 2**20
 MAX_KEPT_BYTES_OF_ADDRESS = 32 * 2**20
-# A whole cluster may come back at once; nobody joins so often for long.
+# A whole cluster may return at once, but nobody joins this often for long.
 JOIN_BURST, JOINS_PER_S = 2048.0, 20.0
 MAX_ADDRESSES = 1024
 MAX_EXPELLED = 4096
 
 
 class JoinGate:
-    """Of one router.
+    """Decide for one router which nodes may join now.
 
     Args:
-        clock: seconds that never go back.
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Address -> (joins left, at that time); who came last is last.
+        # Address -> (joins left, at that time), least recently joined first.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._expelled: OrderedDict[str, None] = OrderedDict()  # engine ids
 
     def expel(self, engine_id: str) -> None:
-        """Have this start of a node not come back."""
+        """Refuse this engine id from now on; the node may join after a restart."""
         self._expelled[engine_id] = None
         while len(self._expelled) > MAX_EXPELLED:
             self._expelled.popitem(last=False)
 
     def is_expelled(self, engine_id: str) -> bool:
-        """Say whether an operator parted with this start of a node."""
+        """Return whether an operator removed the node with this engine id."""
         return engine_id in self._expelled
 
     def obstacle(
         self, registration: NodeRegistration, nodes: Iterable[Node], address: str = ""
     ) -> str:
-        """What keeps a node out now and may be gone soon; empty if nothing.
+        """Return why a node may not join now but perhaps later; empty if it may.
 
         Args:
-            nodes: that have joined.
-            address: where it dials from, without its port; counted only if it is given.
+            nodes: nodes that have joined.
+            address: remote address without the port; if empty, limits per address are skipped.
         """
         num_nodes, num_bytes = 0, num_bytes_of(registration)
         num_bytes_there = num_bytes
@@ -90,7 +90,7 @@ class JoinGate:
         return ""
 
     def _take(self, address: str) -> bool:
-        """Count a join; returns whether it was one too many."""
+        """Count a join from an address; return whether the rate limit allows it."""
         now = self._clock()
         left, since = self._left.pop(address, (JOIN_BURST, now))
         left = min(left + JOINS_PER_S * (now - since), JOIN_BURST)
@@ -101,6 +101,6 @@ class JoinGate:
 
 
 def is_same_process(one: NodeRegistration, other: NodeRegistration) -> bool:
-    """Say whether two registrations come from one process: only it and its routers know the key."""
+    """Return whether two registrations come from one process, by its secret key."""
     keys = one.process_key, other.process_key
     return one.engine_id == other.engine_id and all(keys) and hmac.compare_digest(*keys)

@@ -1,6 +1,6 @@
 """LostNodes: record which nodes went away by themselves, when, and which of them died.
 
-A loss is not a death: links break and come back, and processes stand still and go on.
+A lost node is not always dead: links break and recover, and processes stall and continue.
 
     the same engine id joins again                 the node did not die
     another engine id joins under the same name    the node died
@@ -44,7 +44,7 @@ class Loss:
     Attributes:
         at: by the pool's clock.
         num_open: attempts that were open on the node.
-        fate: what later joins tell; `LostNodes.fate` takes time into account, too.
+        fate: what later joins reveal; `LostNodes.fate` takes time into account, too.
     """
 
     at: float
@@ -58,8 +58,8 @@ class LostNodes:
     """Remember the nodes that one router lost.
 
     Args:
-        clock: seconds that never go back.
-        return_s: a node that stays away for so long counts as dead.
+        clock: monotonic seconds.
+        return_s: a node that stays away for this many seconds counts as dead.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class LostNodes:
         return Fate.DEAD if loss.fate is Fate.OPEN and is_late else loss.fate
 
     def lost_since(self, at: float) -> list[Loss]:
-        """Return the losses since then of nodes that did not come back."""
+        """Return the losses since then, without nodes that came back."""
         return [one for one in self._losses if one.at >= at and one.fate is not Fate.RETURNED]
 
     @property
     def last_loss_at(self) -> float:
-        """When the latest node went away that did not come back; a time long ago if none did."""
+        """When the last node that has not come back went away; -inf if there is none."""
         times = (one.at for one in reversed(self._losses) if one.fate is not Fate.RETURNED)
         return next(times, float("-inf"))
 
@@ -103,7 +103,7 @@ class LostNodes:
         return loss.fate is Fate.OPEN
 
     def note_missing(self, registration: NodeRegistration) -> None:
-        """A node went away by itself: kept for operators, without what only peers need."""
+        """Remember a node that went away by itself, for operators, without its peer info."""
         identity = dict(identity_of(registration.compatibility))
         known = dataclasses.replace(registration, peer_info=b"", compatibility=identity)
         self.forget(registration.node_name)
@@ -112,17 +112,17 @@ class LostNodes:
             del self._missing[next(iter(self._missing))]
 
     def forget(self, name: str) -> None:
-        """A node of that name is here, or not awaited; harmless when it is not known."""
+        """Forget a node of this name, because it is back or not awaited; harmless if unknown."""
         self._missing.pop(name, None)
 
     @property
     def missing(self) -> list[NodeRegistration]:
-        """Those that went away in the last minutes and did not come back."""
+        """Nodes that went away by themselves in the last minutes and did not come back."""
         oldest = self._clock() - SHOWN_S
         self._missing = {name: item for name, item in self._missing.items() if item[0] > oldest}
         return [registration for _, registration in self._missing.values()]
 
     def missing_since(self, role: NodeRole) -> float:
-        """When the latest missing node of a role went away; a time long ago if none is missing."""
+        """Return when the last missing node of a role went away; -inf if none is missing."""
         times = [at for at, one in self._missing.values() if one.role is role]
         return max(times, default=float("-inf"))

@@ -1,6 +1,6 @@
-"""Node: one joined node as the router holds it: its link, its open legs, what is known of its load.
+"""Node: one joined node: its link, its open legs, and what the router knows of its load.
 
-Takes what the node says and hands it to who waits for it. Knows no other nodes.
+Passes what the node says to the attempts that wait for it. Knows no other nodes.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from router.fleet.health import NodeHealth
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 
-# A prefill node that has not got on for so long, and so many times as long as its work should take.
+# A prefill node is stalled if it makes no progress for this long, and this much longer than its
+# queued work should take.
 STALLED_S, STALLED_FACTOR = 5.0, 10.0
-# What takes not many times longer than what a node has done before is no sign that it is stuck; but
-# no longer round than this excuses another one.
+# A round is no sign of a stuck thread unless it takes several times longer than the node's longest
+# round so far. Rounds longer than the limit do not count as a measure.
 ROUND_FACTOR, LONGEST_ROUND_S = 3.0, 15.0
 
 
-# A node that missed so many beats is silent: that is why what others do with it fails. It is lost
-# a little later, when it missed some more, or it is heard again.
+# A node that missed this many beats is silent, and is blamed for failures of other nodes' work with
+# it. A little later it is either heard again or declared lost.
 SILENT_BEATS = 2
-# Attempts that a lost node ends in one round of the event loop; others' work comes in between.
+# Attempts of a lost node that end in one round of the event loop, so that others can go on.
 LEGS_AT_ONCE = 64
 
 
 class LegDelta(msgspec.Struct, frozen=True, gc=False):
-    """A delta and which leg of the request it came from.
+    """Hold a delta and the leg of the request it came from.
 
     Attributes:
-        node_lost: not said by the node: its link broke, or it is silent.
+        node_lost: whether the router made this delta, because the link broke or the node is silent.
     """
 
     role: NodeRole
@@ -62,24 +63,24 @@ class LegDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class LegReader(Protocol):
-    """Takes what nodes say of an attempt, at once: a node's link waits for nobody."""
+    """Receive an attempt's deltas from nodes. Must not wait: a link serves many attempts."""
 
     def take(self, item: LegDelta) -> None:
-        """Any delta."""
+        """Take any delta."""
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """One more token, with nothing else to it: nearly all that is ever said."""
+        """Take one token with nothing else attached, which is by far the most frequent case."""
 
 
 def num_bytes_of(registration: NodeRegistration) -> int:
-    """What of it differs much: a router keeps it as long as the node lives."""
+    """Return the bytes of a registration's variable parts, kept as long as the node lives."""
     entries = registration.compatibility
     return len(registration.peer_info) + sum(map(sys.getsizeof, (*entries, *entries.values())))
 
 
 @dataclass(slots=True)
 class _Leg:
-    """An open attempt on a node, and what it counts for there."""
+    """Hold an open attempt on a node, and what it counts for in the node's load."""
 
     request_id: str
     reader: LegReader
@@ -88,22 +89,22 @@ class _Leg:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One joined node.
+    """Hold one joined node.
 
     Attributes:
         send: puts a command on the node's link.
         hang_up: ends the link; a node that still lives dials again.
-        reports: what the node said about peers, by engine id.
-        load: what policies see; written here and in the pool only. There since it joined, as are
-            ``health`` and ``clock``.
-        health: whether it should get requests.
-        legs: by epoch.
-        clock: seconds that never go back.
-        is_stuck: one of its threads stands still, though it beats.
-        replies: to what operators ask of the node.
-        identity: what decides the tokens of its model.
-        address: where it dials from, without a port.
-        num_bytes: that its registration takes.
+        reports: what the node said about its peers, by the peer's engine id.
+        load: what policies read; written only here and in the pool. Like ``health`` and ``clock``,
+            set when the node joins.
+        health: decides whether the node should get requests.
+        legs: open attempts here, by epoch.
+        clock: monotonic seconds.
+        is_stuck: whether one of the node's threads makes no progress, though the node sends beats.
+        replies: the node's answers to operators.
+        identity: entries that decide which tokens the node's model makes.
+        address: remote address of the node's link, without the port.
+        num_bytes: size of the node's registration.
     """
 
     registration: NodeRegistration
@@ -126,7 +127,7 @@ class Node:
         self.num_bytes = num_bytes_of(self.registration)
 
     def begin(self, shared: SharedRates, health: NodeHealth, clock: Callable[[], float]) -> None:
-        """Start to count, as the pool takes the node in, from what other nodes measured."""
+        """Set up load and health when the pool takes the node in, from shared measurements."""
         self.clock = clock
         self.load = NodeLoad(self.registration, shared, clock)
         self.health = health
@@ -141,7 +142,7 @@ class Node:
 
     @property
     def num_open(self) -> int:
-        """Attempts that are open here."""
+        """Number of attempts open here."""
         return len(self.legs)
 
     @property
@@ -151,7 +152,7 @@ class Node:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has been heard of it for some beats."""
+        """Whether the node has said nothing for some beats."""
         return self.num_missed_beats > SILENT_BEATS + 1
 
     @property
@@ -159,7 +160,7 @@ class Node:
         return self.load.beat
 
     def watch(self) -> None:
-        """Look at the node's health; to be called once per beat interval."""
+        """Eject the node if it is stalled, and update its weight; called once per beat interval."""
         load = self.load
         if (stalled_s := load.stalled_s) > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
             self.health.eject(f"no progress for {stalled_s:.0f} s")
@@ -168,25 +169,27 @@ class Node:
         load.weight = self.health.weight
 
     def looks_stuck(self, timeout_s: float) -> bool:
-        """Whether one of its threads has been in one round for so long, and so much longer than in
-        any before."""
+        """Return whether a thread's current round lasts suspiciously long.
+
+        That is at least ``timeout_s``, and several times the longest round that ended before.
+        """
         longest_s = min(self.beat.longest_round_s, LONGEST_ROUND_S)
         return self.beat.stalled_s >= max(timeout_s, ROUND_FACTOR * longest_s)
 
     def fail_legs(self, why: str) -> None:
-        """End all attempts here: the node does not."""
+        """End all attempts here with UNAVAILABLE, because the node is lost."""
         error = RequestError(
             "UNAVAILABLE", f"{self.registration.role.value} node {self.name} {why}"
         )
         self._fail_all(error, node_lost=True)
 
     def preempt_legs(self, why: str) -> None:
-        """Move all attempts on this node elsewhere; neither they nor the node are at fault."""
+        """End all attempts here with PREEMPTED; they are retried elsewhere at no penalty."""
         error = RequestError("PREEMPTED", f"{self.registration.role.value} node {self.name} {why}")
         self._fail_all(error)
 
     def _fail_all(self, error: RequestError, *, node_lost: bool = False) -> None:
-        """End all attempts here; where there are many, in several rounds of the event loop."""
+        """End all attempts here, a limited number per round of the event loop."""
         deltas = [failed_delta(leg.request_id, epoch, error) for epoch, leg in self.legs.items()]
         self._fail_some(iter(deltas), node_lost)
 
@@ -210,14 +213,14 @@ class Node:
         timeout_s: float = math.inf,
         arrives_s: float = 0.0,
     ) -> PrefillForecast | None:
-        """Give this node's deltas of an attempt to ``reader``; see `Account`.
+        """Register an attempt whose deltas go to ``reader``; for the numbers see `Account`.
 
         Args:
-            max_tokens: to be decoded here within ``timeout_s``.
-            arrives_s: until the KV of its prompt is expected.
+            max_tokens: tokens to decode here within ``timeout_s``; 0: none.
+            arrives_s: seconds until the prompt's KV is expected.
 
         Returns:
-            What is expected of its prompt, if that is computed here.
+            The forecast of the prompt's times if the prompt is computed here, else None.
         """
         load, promise = self.load, None
         if max_tokens:
@@ -231,37 +234,38 @@ class Node:
         return account.forecast
 
     def relieve_leg(self, epoch: int) -> None:
-        """Count a leg's tokens as done, while it may still have something to say."""
+        """Take a leg's tokens off the load, while deltas may still come."""
         leg = self.legs.get(epoch)
         if leg is not None:
             self.load.note_computed(leg.account)
 
     def close_leg(self, epoch: int) -> None:
-        """Drop what the node still says of an attempt; harmless when closed already."""
+        """Drop later deltas of an attempt; harmless if it is closed already."""
         leg = self.legs.pop(epoch, None)
         if leg is not None:
             self.health.note_open(len(self.legs))
             self.load.note_closed(leg.account)
 
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
-        """Hand a delta to its attempt; deltas of attempts that ended are dropped."""
+        """Pass a delta to its attempt, or drop it if the attempt has ended."""
         self._note_prefilled((delta,))
         self._hand_over(delta, node_lost=node_lost)
 
     def _hand_over(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
         leg = self._leg_of(delta)
         if leg is not None:
-            if delta.error is not None:  # people read it, in terminals
+            if delta.error is not None:  # people read errors in terminals
                 error = RequestError(printable(delta.error.code), printable(delta.error.message))
                 delta = msgspec.structs.replace(delta, error=error)
             self._learn(leg, delta)
             leg.reader.take(LegDelta(self.registration.role, delta, node_lost))
 
     def deliver_step(self, step: StepDeltas) -> None:
-        """Hand the rows and deltas of an engine step to their attempts."""
+        """Pass an engine step's rows and deltas to their attempts."""
         legs, role = self.legs, self.registration.role
         is_decode = role is NodeRole.DECODE
-        rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)  # from a peer
+        # Lengths are not trusted: a node sent them.
+        rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)
         for epoch, output_index, token_id in rows:
             leg = legs.get(epoch)
             if leg is not None:
@@ -279,7 +283,7 @@ class Node:
         return leg if leg and leg.request_id == delta.request_id else None
 
     def _note_prefilled(self, deltas: Sequence[RequestDelta]) -> None:
-        """Measure all prompts that one step computed together."""
+        """Measure the prompts that one step finished together."""
         receipts, accounts = [], []
         for delta in deltas:
             if delta.prefill and (leg := self._leg_of(delta)):
@@ -289,7 +293,7 @@ class Node:
             self.load.note_prefilled(receipts, accounts)
 
     def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
-        """What a delta says of how busy and how fast the node is."""
+        """Update the node's health and load from a delta."""
         if delta.prefill is not None:
             self.health.note_success()
         if self.registration.role is NodeRole.PREFILL or delta.error is not None:
@@ -301,8 +305,9 @@ class Node:
             is_cut = delta.finish_reason is FinishReason.LENGTH
             num_tokens = delta.output_index + len(delta.token_ids)
             self.load.note_decoded(num_tokens, self.clock() - begun_at, is_cut=is_cut)
+            self.load.note_prompt_time(leg.account, delta.decode.first_step_s)
 
     def _begin(self, leg: _Leg) -> None:
-        """Note an attempt's first token on a decode node."""
+        """Note the first token of an attempt on a decode node."""
         self.health.note_success()
         self.load.note_begun(leg.account)

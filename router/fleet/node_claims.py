@@ -1,8 +1,8 @@
-"""Node claims: whether what a node says of itself and of its requests can be true.
+"""Node claims: checks that what a node says of itself and of requests is possible.
 
-A node that has joined may be broken, of another version or hostile. What it says is data: a value
-that cannot be ends that node's link with one line, before anybody reckons with it. Says nothing of
-whether a value is likely; knows no node but the one that speaks.
+A joined node may be broken, of another version or hostile. An impossible value ends its link with
+one line before anything computes with it. Says nothing of whether a value is likely, and compares
+no nodes.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from baton.link.words import (
     StepTime,
 )
 
-MAX_NAME_CHARS = 256  # names of nodes, engine ids, addresses, versions
+MAX_NAME_CHARS = 256  # most characters of node names, engine ids, addresses, versions
 MAX_WHY_CHARS = 1024
 _NAME = f"must have at most {MAX_NAME_CHARS} printable characters"
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
-MAX_REGISTRATION_PARTS = 2**10  # three for each of those, and its fields
+MAX_REGISTRATION_PARTS = 2**10  # three per compatibility entry, and the fields
 MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
 MAX_RANKS = 2**10
 MAX_KV_BYTES_PER_TOKEN = 2.0**30
 MAX_STEP_TIMES = 16
 MAX_RATE = 1e15  # bytes per second
 MAX_SECONDS = 1e9
-MAX_TEXT_CHARS = 2**16  # of a problem or an error
-MAX_KV_HASHES = 2**17  # of one message; ours have half of that
-# A request that is begun has a block; those that wait are bounded by what routers place.
+MAX_TEXT_CHARS = 2**16  # of an error, or of a problem with a peer
+MAX_KV_HASHES = 2**17  # per message; Baton's nodes send half of that at most
+# A running request holds a block; routers bound how many requests wait.
 MAX_REQUESTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What tokens and lengths there are.
+    """Hold the limits of token ids and lengths.
 
     Attributes:
-        size: token ids are below it.
-        max_model_len: of the model; no output is longer.
+        size: token ids are below this.
+        max_model_len: the model's; no output is longer.
     """
 
     size: int
@@ -58,7 +58,7 @@ class Vocabulary:
 
 
 def registration_problem(registration: NodeRegistration) -> str:
-    """What of a registration cannot be; empty if nothing."""
+    """Return what is impossible in a registration; empty if nothing is."""
     names = {
         "node_name": registration.node_name,
         "engine_id": registration.engine_id,
@@ -95,7 +95,7 @@ def registration_problem(registration: NodeRegistration) -> str:
         value = getattr(registration, field)
         if not least <= value <= most:
             return f"{field}: must be {least} to {most}, got {value}"
-    if not 0 <= registration.kv_bytes_per_token <= MAX_KV_BYTES_PER_TOKEN:  # nor NaN
+    if not 0 <= registration.kv_bytes_per_token <= MAX_KV_BYTES_PER_TOKEN:  # false for NaN
         return (
             f"kv_bytes_per_token: must be 0 to {MAX_KV_BYTES_PER_TOKEN:.0f}, "
             f"got {registration.kv_bytes_per_token:g}"
@@ -115,7 +115,7 @@ def _step_times_problem(step_times: Sequence[StepTime]) -> str:
                 f"step_times: num_tokens must rise and be 1 to {MAX_MODEL_LEN}, "
                 f"got {one.num_tokens}"
             )
-        if not 0 < one.seconds <= MAX_SECONDS:  # nor NaN
+        if not 0 < one.seconds <= MAX_SECONDS:  # false for NaN
             return f"step_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
         num_before = one.num_tokens
     return ""
@@ -132,13 +132,13 @@ def _decode_times_problem(decode_times: Sequence[DecodeTime]) -> str:
                 f"decode_times: num_context_tokens must be 0 to {MAX_MODEL_LEN}, "
                 f"got {one.num_context_tokens}"
             )
-        if not 0 < one.seconds <= MAX_SECONDS:  # nor NaN
+        if not 0 < one.seconds <= MAX_SECONDS:  # false for NaN
             return f"decode_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
     return ""
 
 
 def event_problem(registration: NodeRegistration, event: NodeEvent, vocabulary: Vocabulary) -> str:
-    """What of an event cannot be; empty if nothing. Costs a few passes in C over its columns."""
+    """Return what is impossible in an event, or "". Costs a few passes in C over its columns."""
     match event:
         case StepDeltas():
             return _rows_problem(event, vocabulary) or _deltas_problem(event.deltas, vocabulary)
@@ -220,7 +220,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     if delta.prefill is not None:
         prefill = delta.prefill
         times += prefill.queue_s, prefill.prefill_s, prefill.send_s
-        # (Again and again where it was preempted: `NodeLoad` takes no more than there were.)
+        # (A preempted request may count tokens several times: `NodeLoad` bounds the number.)
         if prefill.num_cached_tokens > vocabulary.max_model_len:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"
     if delta.decode is not None:
@@ -231,7 +231,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
             return f"decode: push.transport: {_NAME}"
         if len(decode.why_drafts) > MAX_WHY_CHARS or not decode.why_drafts.isprintable():
             return f"decode: why_drafts: must have at most {MAX_WHY_CHARS} printable characters"
-    if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # nor NaN
+    if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # false for NaN
         return f"receipt: times must be at most {MAX_SECONDS:.0f} s"
     return ""
 
@@ -246,7 +246,7 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
         if getattr(beat, field) > MAX_REQUESTS:
             return f"{field}: must be at most {MAX_REQUESTS}, got {getattr(beat, field)}"
     for field in ("stalled_s", "longest_round_s"):
-        if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # nor NaN
+        if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # false for NaN
             return f"{field}: must be 0 to {MAX_SECONDS:.0f}, got {getattr(beat, field):g}"
     if not _is_name(beat.stalled_thread):
         return f"stalled_thread: {_NAME}"
@@ -254,7 +254,7 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
 
 
 def _report_problem(report: PeerReport) -> str:
-    if not 0 <= report.bandwidth_bytes_per_s <= MAX_RATE:  # nor NaN
+    if not 0 <= report.bandwidth_bytes_per_s <= MAX_RATE:  # false for NaN
         return (
             f"bandwidth_bytes_per_s: must be 0 to {MAX_RATE:g}, "
             f"got {report.bandwidth_bytes_per_s:g}"

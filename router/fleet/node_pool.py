@@ -1,6 +1,6 @@
-"""NodePool: the nodes that have joined, who can reach whom, and the open legs on each.
+"""NodePool: the nodes that have joined, which reach each other, and the open legs on each.
 
-Takes registrations, reports and deltas from links; gives a fleet to the dispatcher. Knows no RPC.
+Takes registrations, reports and deltas from links; makes the dispatcher's fleet. Knows no RPC.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ from router.fleet.served_identity import ServedIdentity
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT_CHARS = 1024  # of what a node says of a peer
-# Nodes hang up on a router that says nothing for about a second, and need a moment for it.
+MAX_KEPT_CHARS = 1024  # of a node's report on a peer
+# Nodes hang up on a router that is silent for about a second, which takes them a moment.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
 class NodePool:
-    """All nodes of one router.
+    """Hold all nodes of one router.
 
     Args:
-        own_identity: the entries of `model_identity` that this router's own folder decides;
-            nodes with another ``model`` are refused, and others that differ do not serve.
-        max_model_len: of the model; nodes may have less.
-        max_missed_beats: a node that misses more in a row is lost.
-        eligibility: a node for which one of these says no gets no new requests. Whoever makes one
-            change its mind calls `note_eligibility_change`.
-        may_self_prefill: whether decode nodes may be given prompts to compute.
-        engine_timeout_s: a node that beats is taken out when one of its threads has been in one
-            round for so long, and for much longer than in any before.
-        vocab_size: of the model; nodes that name other tokens are hung up on.
-        clock: seconds that never go back.
+        own_identity: entries of `model_identity` known from the router's own folder. Nodes with
+            another ``model`` are refused; nodes that differ otherwise do not serve.
+        max_model_len: the model's; nodes may have a smaller one.
+        max_missed_beats: a node that misses more beats in a row is lost.
+        eligibility: predicates; a node that fails one gets no new requests. When a result changes,
+            `note_eligibility_change` must be called.
+        may_self_prefill: whether decode nodes may compute prompts.
+        engine_timeout_s: a node is stuck if one of its threads has been in one round for this long,
+            and much longer than in any round before.
+        vocab_size: the model's; nodes that send larger token ids are hung up on.
+        clock: monotonic seconds.
 
     Attributes:
-        router_id: tells this process's requests from those of other routers.
-        prefix_index: which of them has which prompts' KV in its prefix cache.
-        lost_nodes: which went away by themselves.
-        gate: which nodes may join now.
-        identity: which of their models is served.
-        rollout: which of their revisions get requests, and how much of them.
-        vocabulary: what nodes may speak of.
+        router_id: distinguishes this router's requests from other routers'.
+        prefix_index: which nodes have which prompts in their prefix caches.
+        lost_nodes: nodes that went away by themselves.
+        gate: decides which nodes may join now.
+        identity: decides which of the nodes' models is served.
+        rollout: decides which revisions get requests, and their shares.
+        vocabulary: limits of token ids and lengths in nodes' messages.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class NodePool:
         self.rollout = Rollout(clock)
         self._own_model = own_identity["model"]
         self.vocabulary = Vocabulary(vocab_size, max_model_len)
-        self._max_model_len = max_model_len  # of the last fleet; until there is one, the model's
+        self._max_model_len = max_model_len  # of the last fleet; before the first, the model's
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
         self._roles_seen: set[NodeRole] = set()
@@ -112,10 +112,10 @@ class NodePool:
         self._rates = SharedRates()
         self._may_self_prefill = may_self_prefill
         self._engine_timeout_s = engine_timeout_s
-        self._counted_at: float | None = None  # missed beats, last
+        self._counted_at: float | None = None  # when missed beats were last counted
         self._held_up_until = -math.inf
-        self._fleet: Fleet | None = None  # None: to be made anew
-        self._missing_since: float | None = None  # likewise
+        self._fleet: Fleet | None = None  # None: make a new one when asked
+        self._missing_since: float | None = None  # None: compute when asked
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
 
@@ -125,21 +125,21 @@ class NodePool:
 
     @property
     def forecasts(self) -> ForecastCounts:
-        """How good the forecasts of prompts were, of all nodes."""
+        """How good forecasts of prompts were, over all nodes."""
         return self._rates.forecasts
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a request that some pair of nodes takes, of those that serve now.
+        """Longest request, in tokens, that some pair of serving nodes can take.
 
-        Where none does, what the last one took. No node that is in no pair has a say.
+        While there is no pair, the last known value. Nodes without a pair do not count.
         """
         if self.fleet:
             self._max_model_len = min(self.fleet.max_model_len, self.vocabulary.max_model_len)
         return self._max_model_len
 
     def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
-        """Most tokens of a request that is placed on these nodes."""
+        """Return the longest request, in tokens, for these nodes."""
         return min(self.vocabulary.max_model_len, *(node.max_model_len for node in nodes))
 
     @property
@@ -149,14 +149,14 @@ class NodePool:
 
     @property
     def has_had_both_roles(self) -> bool:
-        """Whether nodes of both roles have ever joined: then what is missing may come back."""
+        """Whether nodes of both roles have ever joined, so that missing ones may return."""
         return self._roles_seen == set(NodeRole)
 
     def awaited_until(self, return_s: float) -> float:
-        """Return until when a node missing for a pair may come back; long ago if none may.
+        """Return until when a node missing for a pair may come back; -inf if none may.
 
         Args:
-            return_s: how long calls wait for a node that went away by itself.
+            return_s: how long calls wait for a crashed node.
         """
         if self._missing_since is None:
             since = [
@@ -168,7 +168,7 @@ class NodePool:
         return self._missing_since + return_s
 
     async def wait_for_change(self) -> None:
-        """Wait until a node comes, goes, or reports on a peer."""
+        """Wait until a node comes, goes or changes, or reports on a peer."""
         await self._changed.wait()
 
     def node(self, engine_id: str) -> Node | None:
@@ -177,7 +177,7 @@ class NodePool:
     # ------------------------------------------------------------------ membership
 
     def refusal(self, registration: NodeRegistration) -> str:
-        """Why a node can never join; empty when it can. `gate` says whether it may now."""
+        """Return why a node can never join; empty if it can. `gate` decides whether it may now."""
         if not registration.node_name or not registration.engine_id:
             return "node_name and engine_id must not be empty"
         problem = protocol_problem(registration.protocol) or registration_problem(registration)
@@ -194,9 +194,9 @@ class NodePool:
         return ""
 
     def add(self, node: Node) -> None:
-        """Take a node in that the gate lets in, and introduce it to those of the other role.
+        """Add a node that the gate lets in, and introduce it to its peers.
 
-        The same process may be here already: it noticed before us that its link broke.
+        Its process may still be listed: the node may notice a broken link before the router does.
         """
         for old in self.nodes:
             if node.name == old.name or node.engine_id == old.engine_id:
@@ -225,16 +225,16 @@ class NodePool:
             logger.warning("%s gets no requests: %s", node.name, problem)
 
     def remove(self, node: Node, why: str = "went away", *, on_purpose: bool = False) -> None:
-        """A node's link broke: fail its legs and tell its peers.
+        """Remove a node: fail its legs and tell its peers.
 
         Args:
-            on_purpose: somebody here wanted it; no request is at fault.
+            on_purpose: whether the router decided it, so that no request is suspected.
         """
         if self._nodes.get(node.engine_id) is not node:
-            return  # it was removed or replaced before
+            return  # removed or replaced already
         del self._nodes[node.engine_id]
         if not (on_purpose or node.is_draining):
-            if not self._is_held_up:  # else it did not die: it took this router for dead
+            if not self._is_held_up:  # else the node hung up on this router and did not die
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
@@ -250,7 +250,7 @@ class NodePool:
         self._note_change()
 
     def _review_identity(self, left: Identity | None = None) -> bool:
-        """Whether another identity serves from now on; nothing is known of others' caches."""
+        """Review which identity serves, and reindex caches if it changed; return whether it did."""
         is_another = self.identity.review(self._nodes.values(), left=left)
         if is_another:
             for node in self._nodes.values():
@@ -272,22 +272,22 @@ class NodePool:
             node.send(SendKVSnapshot())
 
     def _note_kv_sizes(self) -> None:
-        """What most nodes say of a token's size is what transfers are reckoned with."""
+        """Take the most common KV size of a token, by which transfer times are estimated."""
         sizes = [node.registration.kv_bytes_per_token for node in self._nodes.values()]
         known = [size for size in sizes if size]
         self._rates.kv_bytes_per_token = statistics.median_low(known) if known else 0.0
 
     def expel(self, name: str) -> NodeRegistration:
-        """Part with a node (by name or engine id) now, whatever it does; it may not join again.
+        """Remove a node, by name or engine id, at once; it may join again only after a restart.
 
-        Started anew, it may. Raises NotFoundError.
+        Raises NotFoundError if there is none.
         """
         for node in self.nodes:
             if name in (node.name, node.engine_id):
                 self.gate.expel(node.engine_id)
                 self.remove(node, "was removed by an operator", on_purpose=True)
                 self._review_identity(left=node.identity)
-                node.send(DrainCommand(stop=True))  # what still listens ends well
+                node.send(DrainCommand(stop=True))  # a node that still reads stops cleanly
                 node.hang_up()
                 return node.registration
         for lost in self.lost:
@@ -300,9 +300,9 @@ class NodePool:
         raise NotFoundError(f"there is no node {name!r}")
 
     def count_missed_beats(self) -> None:
-        """To be called once per beat interval: beats, too; nodes that missed too many are lost.
+        """Send beats and count missed ones; call once per beat interval. Removes silent nodes.
 
-        Counted in calls, not in seconds: a router that was held up itself blames nobody.
+        Counts calls, not seconds, so a stall of this router does not make nodes look silent.
         """
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
@@ -311,31 +311,31 @@ class NodePool:
             node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
-            # (The first is no miss: the beat of this interval may be on its way.)
+            # (The first does not count: this interval's beat may be on its way.)
             if node.num_missed_beats > self._max_missed_beats + 1:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 
     @property
     def _is_late(self) -> bool:
-        """Whether missed beats should have been counted again long ago."""
+        """Whether missed beats have not been counted for too long."""
         return self._counted_at is not None and self.clock() - self._counted_at > HELD_UP_S
 
     @property
     def _is_held_up(self) -> bool:
-        """Whether this process stood still a moment ago, so that nodes may have hung up on it."""
+        """Whether this process stalled a moment ago, so that nodes may have hung up on it."""
         return self._is_late or self.clock() < self._held_up_until
 
     def hang_up(self, node: Node, problem: str) -> None:
-        """Part with a node that says what cannot be; it may join again."""
+        """Remove a node that said something impossible; it may join again."""
         logger.warning("hung up on %s, which says what cannot be: %s", node.name, problem)
         self.remove(node, "says what cannot be", on_purpose=True)
         node.hang_up()
 
     def take(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:
-        """Take what a node said; hang up on one that says what cannot be, unless that is known."""
+        """Handle a node's event; hang up if it is impossible, unless it was checked before."""
         if self._nodes.get(node.engine_id) is not node:
-            return  # it was removed, and its link has not ended yet
+            return  # removed, but its link has not ended yet
         problem = "" if is_checked else event_problem(node.registration, event, self.vocabulary)
         if problem:
             self.hang_up(node, problem)
@@ -361,7 +361,7 @@ class NodePool:
             and (peer := self._nodes.get(event.engine_id)) is not None
             and are_peers(node, peer)
         ):
-            # Of each pair one is kept, and people read it, in terminals.
+            # One text is kept per pair, and people read it in terminals.
             problem = printable(event.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
             event = dataclasses.replace(event, problem=problem)
             node.reports[event.engine_id] = event
@@ -375,16 +375,16 @@ class NodePool:
         node.load.note_beat(beat)
         self._watch_progress(node)
         if node.is_draining:
-            node.send(DrainSeen())  # every time: it may have served in between
+            node.send(DrainSeen())  # with every beat, since the node may have served in between
         if node.is_draining is not was_draining:
             logger.info("%s is %s", node.name, beat.serving_state.value)
             self._review_identity()
             self._note_change()
 
     def _watch_progress(self, node: Node) -> None:
-        """Take a node out one of whose threads stands still, if there is another one for its work.
+        """Mark a node as stuck, or no longer stuck, if other nodes can do its work.
 
-        Its own process ends itself a little later, or it goes on and is taken back.
+        A stuck process ends itself a little later; if it continues instead, it is used again.
         """
         is_stuck = node.looks_stuck(self._engine_timeout_s)
         others = (one for one in self._of(node.registration.role) if one is not node)
@@ -404,7 +404,7 @@ class NodePool:
 
     @property
     def fleet(self) -> Fleet:
-        """Nodes that may get requests now, and which pairs of them can reach each other."""
+        """Nodes that may get requests now, and which of them reach each other."""
         if self._fleet is None:
             made = make_fleet(
                 filter(self.is_eligible, self._nodes.values()),
@@ -416,11 +416,11 @@ class NodePool:
 
     @property
     def num_pairs_connected(self) -> int:
-        """Of all nodes that are here, whether they get requests or not."""
+        """Number of connected pairs, including nodes that get no requests."""
         return sum(map(len, self._reach.bandwidths.values()))
 
     def is_eligible(self, node: Node) -> bool:
-        """Whether a node may get new requests."""
+        """Return whether a node may get new requests."""
         return (
             not (node.is_draining or node.is_stuck)
             and self.identity.admits(node)
@@ -428,16 +428,16 @@ class NodePool:
         )
 
     def allow_self_prefill(self, may_self_prefill: bool) -> None:
-        """Whether decode nodes may be given prompts to compute, from now on."""
+        """Set whether decode nodes may compute prompts."""
         self._may_self_prefill = may_self_prefill
         self._note_change()
 
     def note_eligibility_change(self) -> None:
-        """Ask again which nodes are eligible."""
+        """Make a new fleet, because an eligibility predicate may have changed."""
         self._note_change()
 
     def why_no_pair(self, num_tokens: int = 1) -> str:
-        """One line for a client when there is no pair for so many tokens."""
+        """Return one line for a client on why there is no pair for this many tokens."""
         if self.fleet:
             return f"no pair of nodes takes requests of {num_tokens} tokens"
         return why_no_pair(
@@ -450,7 +450,7 @@ class NodePool:
     def _note_change(self) -> None:
         self._fleet = self._missing_since = None
         self._changed.set()
-        self._changed = asyncio.Event()  # who waits from now on waits for the next change
+        self._changed = asyncio.Event()  # later waits are for the next change
 
     def _of(self, role: NodeRole) -> list[Node]:
         return [node for node in self._nodes.values() if node.registration.role is role]

@@ -1,4 +1,4 @@
-"""Which nodes may work together: those that fit, and of them those that reach each other."""
+"""Pairing: which nodes are compatible, and which of these reach each other."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ MAX_SAID_CHARS = 128
 
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
-    """Why two nodes must not be paired, naming the first thing that differs; empty if nothing."""
+    """Return why two nodes must not be paired: the first entry that differs; empty if none."""
     keys = one.compatibility.keys() | other.compatibility.keys()
-    for key in sorted(keys, key=lambda key: (key != REVISION, key)):  # it may be why others do
+    # First, since other entries may differ because of it.
+    for key in sorted(keys, key=lambda key: (key != REVISION, key)):
         mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
         if mine != theirs:
             return (
@@ -28,20 +29,21 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
 
 
 def _short(said: str | None) -> str:
-    """Cut what a node says to what a line has room for; one line is kept for each two nodes."""
+    """Shorten a node's text for a log line; one line is kept per pair of nodes."""
     text = str(said)
     return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 
 
 def introduce(node: Node, peers: Iterable[Node]) -> None:
-    """Tell a node that joined, and those of the other role, of each other, where they fit."""
+    """Tell a node that joined and its compatible peers of each other."""
     for other in peers:
         problem = incompatibility(node.registration, other.registration)
         if problem:
             report = PeerReport("", False, problem=problem)
             node.reports[other.engine_id] = other.reports[node.engine_id] = report
             is_other_revision = node.registration.revision != other.registration.revision
-            level = logging.DEBUG if is_other_revision else logging.WARNING  # as it should be
+            # Expected during a rollout.
+            level = logging.DEBUG if is_other_revision else logging.WARNING
             logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)
             continue
         node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
@@ -49,21 +51,25 @@ def introduce(node: Node, peers: Iterable[Node]) -> None:
 
 
 def are_peers(one: Node, other: Node) -> bool:
-    """Whether two nodes were introduced to each other."""
+    """Return whether two nodes were introduced to each other."""
     return one.registration.role is not other.registration.role and not incompatibility(
         one.registration, other.registration
     )
 
 
 def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
-    """Count pairs of nodes that fit, and of which one end says that it does not reach the other, or
-    went away by itself: who stands still says nothing, and its peers were told to forget it."""
+    """Count compatible pairs that are not connected.
+
+    One end reports that it does not reach the other, or went away by itself. A lost node reports
+    nothing, and its peers have forgotten it, so lost nodes are counted by role.
+    """
     nodes = list(nodes)
     down = set()
     for node in nodes:
         is_prefill = node.registration.role is NodeRole.PREFILL
         for engine_id, report in node.reports.items():
-            if report.engine_id and not report.connected:  # (of nodes that do not fit, no id)
+            # (reports on incompatible nodes have no id).
+            if report.engine_id and not report.connected:
                 ends = (node.engine_id, engine_id)
                 down.add(ends if is_prefill else ends[::-1])
     present = Counter((node.registration.role, node.registration.revision) for node in nodes)
@@ -82,7 +88,7 @@ def why_no_pair(
     is_eligible: Callable[[Node], bool],
     identity_problem: Callable[[Node], str],
 ) -> str:
-    """One line for a client when no two nodes may work together."""
+    """Return one line for a client on why no two nodes can serve its request."""
     for nodes in ([*prefills, *decodes], prefills, decodes):
         foreign = [node for node in nodes if identity_problem(node)]
         if foreign and len(foreign) == len(nodes):
@@ -107,7 +113,7 @@ def _role_of(node: Node) -> str:
 
 
 class Reach:
-    """Who reaches whom, kept as reports come.
+    """Track which nodes reach each other, as reports come.
 
     Attributes:
         bandwidths: prefill node -> decode node -> bytes per second (0: unknown), by engine id.
@@ -117,7 +123,7 @@ class Reach:
         self.bandwidths: dict[str, dict[str, float]] = {}
 
     def note_report(self, one: Node, other: Node) -> None:
-        """One of two nodes said something about the other."""
+        """Update a pair after one node reported on the other."""
         is_prefill = one.registration.role is NodeRole.PREFILL
         prefill, decode = (one, other) if is_prefill else (other, one)
         there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
@@ -126,9 +132,9 @@ class Reach:
     def note(
         self, prefill: str, decode: str, there: PeerReport | None, back: PeerReport | None
     ) -> None:
-        """What two nodes say of each other now.
+        """Update a pair from the two nodes' latest reports on each other.
 
-        They are a pair when the prefill node says yes and the decode node does not say no.
+        A pair is connected if the prefill node says so and the decode node reports no problem.
         """
         reached = self.bandwidths.setdefault(prefill, {})
         if there is not None and there.connected and (back is None or not back.problem):
@@ -138,7 +144,7 @@ class Reach:
             reached.pop(decode, None)
 
     def forget(self, engine_id: str) -> None:
-        """A node went away."""
+        """Remove a node that went away."""
         self.bandwidths.pop(engine_id, None)
         for reached in self.bandwidths.values():
             reached.pop(engine_id, None)

@@ -1,17 +1,17 @@
-"""Rollout: which revisions of the nodes get requests, and how much of them. Knows no request.
+"""Rollout: decides which revisions of nodes get requests, and what share. Knows no request.
 
-    revision        the nodes that were started with one --revision; only these are ever paired
-    complete        a prefill and a decode node of it may get requests and reach each other
-    serving         it is complete and not undone; where none is, all nodes do what they can
-    share           of new requests: its part of the capacity, of the role of which it has less
+    revision    nodes started with one --revision; only nodes of one revision are paired
+    complete    a prefill and a decode node of it may get requests and reach each other
+    serving     complete and not undone; if no revision is, all nodes may serve
+    share       of new requests: the smaller of its shares of prefill and decode capacity
 
-    steady     one revision serves
-    rolling    several do
-    paused     shares stay as they are, whatever nodes come
-    undone     a revision gets nothing while another one is complete
+    steady      one revision serves
+    rolling     several serve
+    paused      shares are frozen, whatever nodes come
+    undone      a revision gets nothing while another one is complete
 
-Capacity is nodes that may get requests, by the weight that their health gives them (and decode
-nodes by their room for KV): as they come and go, traffic moves, forward and back alike.
+Capacity counts nodes that may get requests, weighted by their health (decode nodes also by their KV
+memory). As nodes come and go, traffic follows, forward and back alike.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from router.fleet.load.node_load import NodeLoad
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 64  # of those that no node has and that are not undone
+MAX_REMEMBERED = 64  # most revisions remembered that have no node and are not undone
 
 
 @dataclass(frozen=True, slots=True)
 class RevisionView:
-    """One revision as of now.
+    """Describe one revision as of now.
 
     Attributes:
-        name: empty: of nodes that were given none.
+        name: empty for nodes without a revision.
         state: serving, incomplete or undone.
-        share: of new requests.
-        num_prefill, num_decode: that may get requests.
-        num_placed: first attempts of requests that were placed there while there were others.
+        share: its share of new requests.
+        num_prefill, num_decode: nodes that may get requests.
+        num_placed: first attempts placed there while there were several revisions.
     """
 
     name: str
@@ -55,18 +55,18 @@ class RevisionView:
 
 
 class Rollout:
-    """Of one router.
+    """Divide requests among the revisions of one router's nodes.
 
     Args:
-        clock: seconds that never go back.
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: list[str] = []  # the last one to come is last
+        self._seen: list[str] = []  # revisions, the newest last
         self._undone: set[str] = set()
-        self._held: Mapping[str, float] | None = None  # while paused
-        self._parts: Mapping[str, Fleet] = {}  # that get requests, if there are several
+        self._held: Mapping[str, float] | None = None  # shares while paused
+        self._parts: Mapping[str, Fleet] = {}  # serving revisions, if there are several
         self._credits: dict[str, float] = {}
         self._shares: Mapping[str, float] = {}
         self._shares_at = -math.inf
@@ -75,9 +75,9 @@ class Rollout:
     # ------------------------------------------------------------------ nodes
 
     def note_joined(self, revision: str, here: Collection[str] = ()) -> None:
-        """A node came; one of a revision that nobody had makes that the last one.
+        """Note a node that joined; a new revision becomes the newest one.
 
-        What comes and goes makes nothing forgotten that nodes have or an operator has undone.
+        Only revisions without nodes that are not undone may be forgotten.
 
         Args:
             here: revisions of all nodes that have joined.
@@ -94,7 +94,7 @@ class Rollout:
                 self.num_placed.pop(forgotten, None)
 
     def admit(self, fleet: Fleet) -> Fleet:
-        """Leave out the nodes of revisions that get no requests; for each new fleet."""
+        """Return a new fleet without the nodes of revisions that get no requests."""
         self._parts, self._shares_at = {}, -math.inf
         names = _revisions_in(fleet)
         if len(names) <= 1:
@@ -103,7 +103,7 @@ class Rollout:
         complete = {name: part for name, part in parts.items() if part.prefills}
         serving = {name: complete[name] for name in complete if name not in self._undone}
         serving = serving or complete
-        if not serving:  # decode nodes alone, of whatever revision
+        if not serving:  # only decode nodes, of any revision
             return fleet
         self._parts = serving
         if len(serving) == len(names):
@@ -115,10 +115,10 @@ class Rollout:
         return fleet.only(serves, serves)
 
     def choose(self, session_id: str = "") -> Fleet | None:
-        """The part of the fleet whose turn it is; None: there is only one.
+        """Return the fleet of the revision whose turn it is; None: there is only one revision.
 
-        Requests of one session stay with a revision for as long as its share allows: their prefix
-        is cached there.
+        Requests of one session stay with a revision as long as its share allows, because their
+        prefix is cached there.
         """
         if len(self._parts) <= 1:
             return None
@@ -128,7 +128,7 @@ class Rollout:
         return self._parts[name]
 
     def _next_turn(self, shares: Mapping[str, float]) -> str:
-        """In turns, as evenly as the shares allow."""
+        """Return the revision whose turn it is, interleaved as evenly as the shares allow."""
         credits = {name: self._credits.get(name, 0.0) + share for name, share in shares.items()}
         name = max(credits, key=lambda one: (credits[one], one))
         credits[name] -= 1.0
@@ -136,11 +136,11 @@ class Rollout:
         return name
 
     def shares(self) -> Mapping[str, float]:
-        """Of new requests, by revision; their sum is 1. Empty where there is only one revision."""
+        """Return the share of new requests per revision, summing to 1; empty for one revision."""
         if len(self._parts) <= 1:
             return {}
         now = self._clock()
-        if now - self._shares_at >= BEAT_INTERVAL_S:  # a node's weight grows without telling
+        if now - self._shares_at >= BEAT_INTERVAL_S:  # weights change with time alone
             self._shares, self._shares_at = self._current_shares(), now
         return self._shares
 
@@ -148,7 +148,7 @@ class Rollout:
         shares = _shares_of_capacity(self._parts)
         if self._held is not None:
             held = {name: self._held.get(name, 0.0) for name in shares}
-            if sum(held.values()) > 0:  # else what was held is gone: serving comes first
+            if sum(held.values()) > 0:  # else no held revision is left, and serving matters more
                 shares = held
         total = sum(shares.values())
         return {name: share / total for name, share in shares.items()}
@@ -157,7 +157,7 @@ class Rollout:
 
     @property
     def state(self) -> str:
-        """steady, rolling, paused or undone."""
+        """One of steady, rolling, paused, undone."""
         if self._undone:
             return "undone"
         if self._held is not None:
@@ -165,20 +165,20 @@ class Rollout:
         return "rolling" if len(self._parts) > 1 else "steady"
 
     def pause(self) -> None:
-        """Keep the shares as they are: what comes newly gets nothing, until `resume`.
+        """Freeze the shares: new revisions get nothing until `resume`.
 
-        As long as a revision that has a share is complete; else the others serve.
+        If no revision with a frozen share is complete, the others serve.
         """
         shares = self.shares() or dict.fromkeys(self._parts or self._seen, 1.0)
         self._held, self._shares_at = dict(shares), -math.inf
 
     def undo(self, revision: str | None = None) -> str:
-        """Place nothing new on a revision while another one is complete, until `resume`.
+        """Place nothing new on a revision while another is complete, until `resume`.
 
         Args:
-            revision: None: the one that came last.
+            revision: None: the newest one.
 
-        Returns its name. Raises NotFoundError, or InvalidRequestError where there is no other.
+        Returns its name. Raises NotFoundError, or InvalidRequestError if there is only one.
         """
         if len(self._seen) < 2:
             raise InvalidRequestError("revision", "there is one only, and so nothing to undo")
@@ -191,16 +191,16 @@ class Rollout:
         return name
 
     def resume(self) -> None:
-        """Have traffic follow capacity again, and nothing undone."""
+        """Let traffic follow capacity again, and undo no revision."""
         self._undone.clear()
         self._held, self._shares_at = None, -math.inf
 
     def view(self, nodes: Iterable[NodeLoad], fleet: Fleet) -> list[RevisionView]:
-        """Every revision that has a node, in the order in which they came.
+        """Return every revision that has a node, the newest last.
 
         Args:
             nodes: all that have joined.
-            fleet: as `admit` made it.
+            fleet: the current one, from `admit`.
         """
         here = {node.revision for node in nodes}
         shares = self.shares() or dict.fromkeys(_revisions_in(fleet), 1.0)
@@ -227,7 +227,7 @@ def _revisions_in(fleet: Fleet) -> set[str]:
 
 
 def _shares_of_capacity(parts: Mapping[str, Fleet]) -> dict[str, float]:
-    """Of each, how much it has of the role of which it has less."""
+    """Return each revision's capacity: the smaller of its shares of prefill and decode."""
     prefill = {name: sum(node.weight for node in part.prefills) for name, part in parts.items()}
     decode = {name: sum(map(_decode_capacity, part.decodes)) for name, part in parts.items()}
     of_prefill, of_decode = sum(prefill.values()), sum(decode.values())
@@ -239,7 +239,7 @@ def _decode_capacity(node: NodeLoad) -> float:
 
 
 def _of_session(session_id: str, shares: Mapping[str, float]) -> str:
-    """Rendezvous hashing by weight: when shares move, only sessions that must do so move."""
+    """Choose a revision by weighted rendezvous hashing, so that few sessions move with shares."""
 
     def score(name: str) -> float:
         digest = hashlib.blake2b(f"{session_id}\0{name}".encode(errors="surrogatepass"))

@@ -1,13 +1,13 @@
-"""ServedIdentity: which of the models that nodes bring this router serves. Knows no request.
+"""ServedIdentity: decides which model of the joined nodes this router serves.
 
-    nodes that have what the router's own folder says     serve, whoever else is there
-    the folder has no weights, or those nodes have left   another identity may, one at a time
-    an identity serves                                    until its last node drains or is removed
-    its last node was lost                                nobody else takes its place
+    nodes match the router's own model folder                    these nodes serve
+    the folder has no weights, or the matching nodes are gone    another identity may serve
+    the last node of an identity drains or is removed            another identity may serve
+    the last node of an identity was lost                        the router waits for its return
 
-So a node that came by mistake, or early, gets no request; and nodes with new weights begin when the
-old ones have been drained, not before. Within `SETTLE_S` of the first join an identity of more
-nodes replaces one of fewer: after a restart the order in which nodes come back decides nothing.
+So nodes that came by mistake, or early, get no request, and nodes with new weights start when the
+old ones have drained. Within `SETTLE_S` of the first join, an identity with more nodes replaces one
+with fewer: after a restart the order of joins does not matter.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SETTLE_S = 2.0
 
 
 class ServedIdentity:
-    """Of one router.
+    """Choose the served identity for one router.
 
     Args:
-        own: the entries that its own folder decides; ``weights`` only if it has them.
-        clock: seconds that never go back.
+        own: entries known from the router's own folder; ``weights`` only if it has them.
+        clock: monotonic seconds.
 
     Attributes:
-        served: what serves now, or will when a node of it is back; None: nothing ever has.
-        num_changes_total: times that another one took the place of what served.
+        served: the identity that is served, even while its nodes are lost; None: none so far.
+        num_changes_total: how often another identity replaced it.
     """
 
     def __init__(self, own: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,14 +49,14 @@ class ServedIdentity:
         self._own = {key: own[key] for key in IDENTITY_KEYS if key in own}
         self._clock = clock
         self._settled_at = math.inf  # until the first node joins
-        self._is_given_up = False  # the last node of `served` went, and not by itself
+        self._is_given_up = False  # the last node of `served` drained or was removed
 
     def admits(self, node: Node) -> bool:
-        """Whether a node is of the model that is served."""
+        """Return whether a node has the identity that is served."""
         return node.identity == self.served
 
     def problem(self, node: Node) -> str:
-        """Why a node does not serve, naming what differs and both values; empty if it may."""
+        """Return why a node may not serve, with the entry that differs; empty: it may."""
         if self.admits(node):
             return ""
         theirs = dict(node.identity)
@@ -69,11 +69,11 @@ class ServedIdentity:
         return "nothing is served yet"
 
     def review(self, nodes: Iterable[Node], *, left: Identity | None = None) -> bool:
-        """Choose anew after a node came, went, or began to drain; returns whether it is another.
+        """Choose again after a node joined, left or began to drain; return whether it changed.
 
         Args:
-            nodes: that have joined.
-            left: of a node that went just now, as somebody had wanted it to.
+            nodes: nodes that have joined.
+            left: identity of a node that has just left on request.
         """
         num_active: Counter[Identity] = Counter()
         for node in nodes:
@@ -94,8 +94,8 @@ class ServedIdentity:
         return True
 
     def _choose(self, num_active: Counter[Identity]) -> Identity | None:
-        """None: whatever serves, or will when a node of it is back, goes on."""
-        # Nobody serves whose tokens are not those that this router makes of texts.
+        """Return the identity to serve from now on; None: keep the current one."""
+        # A node whose tokenizer differs from this router's must not serve.
         usable = [one for one in num_active if self._has_own(one, without="weights")]
         preferred = [one for one in usable if self._has_own(one)]
         is_second_best = (

@@ -1,1 +1,1 @@
-"""What the router takes on now, what waits, what is refused. Knows no placement."""
+"""The router's gate: which requests begin now, wait or are refused. Knows no placement."""

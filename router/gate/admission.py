@@ -1,13 +1,13 @@
 """Admission: which requests begin now, which wait, and which are refused at once.
 
-    request -> refused (a limit, or it would come too late)
-            -> waits, while the nodes have all that they can take: tenants by what they had, a
-               tenant's own requests by (priority, arrival)
+    request -> refused: over a limit, or the answer would come too late
+            -> waits while the nodes are full: tenants take turns by what they used, and one
+               tenant's requests go by (priority, arrival)
             -> begins
 
-So overload waits or is refused here, in one place that knows the order, and never inside a node or
-a hand-off. How much the nodes can take is `Capacity`'s; who is next, `FairQueue`'s; which node
-takes what, the policy's.
+So overload waits or is refused here, where the order is known, and not inside a node or a hand-off.
+`Capacity` says how much the nodes can take, `FairQueue` which request is next, and the routing
+policy which nodes take it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from router.gate.fair_queue import FairQueue
 from router.gate.rate_limits import Rate, RateLimits
 from router.gate.ticket import Ticket
 
-# How soon it is seen that nodes have room again while requests wait.
+# How soon waiting requests notice that nodes have room again.
 _PUMP_INTERVAL_S = 0.005
-# What is expected just in time comes too late as often as not.
+# Without a margin, half of the requests would finish too late.
 _MARGIN = 1.15
 _RETRY_DELAY_LIMITS_S = (0.1, 60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionState:
-    """What operators see.
+    """The state of the gate as operators see it.
 
     Attributes:
-        expected_wait_s: of a request that comes now.
-        num_refused: since the start, by reason.
+        expected_wait_s: expected time to first token of a request that comes now.
+        num_refused: refused requests since the start, by reason.
     """
 
     num_queued: int
@@ -52,11 +52,11 @@ class AdmissionState:
 
 
 class Admission:
-    """The gate of one router, on its event loop.
+    """Admit the requests of one router, on its event loop.
 
     Args:
-        capacity: of the nodes.
-        options: limits of all requests.
+        capacity: what the nodes can take.
+        options: limits for all requests.
         rates: limits of each API key.
     """
 
@@ -89,18 +89,19 @@ class Admission:
         principal: Principal = ANYBODY,
         find_cached_tokens: Callable[[], int] = int,
     ) -> AsyncIterator[Ticket]:
-        """Wait for the request's turn; leaving the context ends its account.
+        """Wait for the request's turn; inside the context the request counts as begun.
 
         Args:
-            request_id: by which `withdraw` finds it.
+            request_id: id for `withdraw`.
             timeout_s: until the request's deadline.
-            priority: smaller begins first.
-            principal: whose request it is.
-            find_cached_tokens: how much of the prompt need not be computed; asked where it counts.
+            priority: a smaller one begins first.
+            principal: the caller.
+            find_cached_tokens: returns how many prompt tokens some node has cached; called if
+                needed.
 
         Raises:
-            OverloadedError: it is refused; says when to come again.
-            DeadlineExceededError: its deadline passed while it waited.
+            OverloadedError: the request is refused; the error says when to retry.
+            DeadlineExceededError: the deadline passed during the wait.
         """
         if priority > self._least_urgent:
             raise self._refusal("overload", "the router is overloaded and takes urgent ones only")
@@ -108,7 +109,7 @@ class Admission:
         self.check_key(principal)
         self._check_open()
         num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
-        # Who has no tenant competes with nobody: what it costs changes nothing.
+        # Without a tenant, requests compete with nobody and their cost does not matter.
         num_cached_tokens = find_cached_tokens() if principal.tenant else 0
         ticket = Ticket(
             request_id=request_id,
@@ -153,7 +154,7 @@ class Admission:
             del self._of_key[principal.name]
 
     def withdraw(self, request_id: str, error: BatonError) -> bool:
-        """End the wait of a request with an error; returns whether it waited."""
+        """End a request's wait with an error; return whether it waited."""
         for ticket in self._queue.tickets():
             if ticket.request_id == request_id:
                 self._turn_away(ticket, error)
@@ -161,17 +162,17 @@ class Admission:
         return False
 
     def shed(self, least_urgent: float) -> None:
-        """From now on refuse what comes with a larger priority than this; infinity: nothing."""
+        """From now on, refuse requests with a larger priority than this; infinity: none."""
         self._least_urgent = least_urgent
 
     def note_first_token(self, ticket: Ticket) -> None:
-        """It came; to be called once, so that the next ones are expected better."""
+        """Note a request's first token, once, to improve estimates of waiting times."""
         now = asyncio.get_running_loop().time()
         self._capacity.note_wait(ticket.expected_wait_s / ticket.bias, now - ticket.arrived_at)
         self._queue.note_first_token(ticket)
 
     def check_key(self, principal: Principal) -> None:
-        """Raise OverloadedError if a key can have no request now, whatever it is; costs nothing."""
+        """Raise OverloadedError if the caller's limits allow no request now; counts nothing."""
         limit = principal.limits.max_open_requests or self.options.max_open_requests_per_client
         num_open = self._of_key[principal.name]
         if principal.name and limit and num_open >= limit:
@@ -179,24 +180,24 @@ class Admission:
         self._check_rates(principal, 1)
 
     def charge(self, principal: Principal) -> None:
-        """Count a request that no node gets, such as one to be tokenized, and a token of it.
+        """Count a request that goes to no node, such as tokenization, with one token.
 
-        Raises OverloadedError if the key can have none now.
+        Raises OverloadedError if the caller's limits allow none now.
         """
         self._check_rates(principal, 1)
         self._rates.take(principal, 1)
 
     def charge_tokens(self, principal: Principal, num_tokens: int) -> None:
-        """Count more tokens of such a request, now that they are known."""
+        """Count a request's further tokens against its principal's rates, once they are known."""
         self._rates.give_back(principal, -num_tokens, begun=True)
 
     def rates_of(self, principal: Principal) -> dict[str, Rate]:
-        """What is left of the limits of a key; empty if it has none."""
+        """Return what is left of a caller's limits; empty if there are none."""
         return self._rates.state(principal)
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         return self._queue.num_requests
 
     def state(self) -> AdmissionState:
@@ -223,7 +224,7 @@ class Admission:
             raise
 
     def _check_times(self, ticket: Ticket, max_tokens: int, timeout_s: float) -> None:
-        """Refuse what would come too late; asked only of what has to wait."""
+        """Refuse a request that would be late; only for requests that must wait."""
         ticket.expected_wait_s, ticket.bias = self._wait_ahead_s(ticket), self._capacity.bias
         limit_s = self.options.max_ttft_s
         if limit_s and ticket.expected_wait_s > limit_s:
@@ -240,7 +241,7 @@ class Admission:
             )
 
     def _check_queue(self, ticket: Ticket) -> None:
-        """When the queue is full, refuse one that waits, or this one: see `FairQueue.last`."""
+        """If the queue is full, refuse a waiting request or this one: see `FairQueue.last`."""
         limit = self.options.max_queued_requests
         if not limit or self._queue.num_requests < limit:
             return
@@ -259,14 +260,14 @@ class Admission:
         return error
 
     def _wait_s(self) -> float:
-        """Until all that wait have their first tokens."""
+        """Return the expected seconds until all waiting requests have their first tokens."""
         queue = self._queue
         return self._capacity.wait_s(
             queue.num_requests, queue.num_prompt_tokens, queue.num_kv_tokens
         )
 
     def _wait_ahead_s(self, ticket: Ticket) -> float:
-        """Until its first token: behind what begins before it."""
+        """Return the expected seconds to a request's first token, after the requests before it."""
         ahead = self._queue.ahead_of(ticket)
         return self._capacity.wait_s(
             ahead.num_requests,
@@ -282,7 +283,7 @@ class Admission:
         self._queue.push(ticket)
         if self._pump is None:
             self._pump = asyncio.create_task(self._begin_all())
-        # What cannot be done any more is not begun.
+        # A request that cannot finish in time any more does not begin.
         needed_s = self._capacity.prefill_s(ticket.num_prompt_tokens)
         needed_s += self._capacity.decode_s(max_tokens)
         begin_by = ticket.expires_at - needed_s
@@ -299,17 +300,17 @@ class Admission:
             raise ticket.refusal
 
     def _turn_away(self, ticket: Ticket, error: BatonError) -> None:
-        """End a wait with an error."""
+        """End a request's wait with an error."""
         turn, ticket.refusal = ticket.turn, error
         self._queue.remove(ticket)
         if turn is not None and not turn.done():
             turn.set_result(None)
 
     async def _begin_all(self) -> None:
-        """Begin what there is room for, one after the other, as long as anything waits."""
+        """Begin requests one after the other while any wait and nodes have room."""
         try:
-            while self._queue.num_requests:  # noqa: ASYNC110  # nodes tell nobody that they have room
-                # One at a time: it is in the nodes' ledgers before the next one is looked at.
+            while self._queue.num_requests:  # noqa: ASYNC110  # nodes do not announce room
+                # One at a time, so that node loads count each one before the next is considered.
                 await asyncio.sleep(0 if self._begin_next() else _PUMP_INTERVAL_S)
         finally:
             self._pump = None

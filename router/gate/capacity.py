@@ -1,7 +1,7 @@
-"""Capacity: what all nodes together can take now, and how long until they can take more.
+"""Capacity: what all nodes together can take now, and when they can take more.
 
-Built on what nodes are known to have before them and how fast they were (`NodeLoad`). Knows
-requests only as numbers of tokens, and not which node will get one.
+Computed from the nodes' load and speed (`NodeLoad`). Knows requests only as token counts, and not
+which node will get one.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
 from router.gate.admission_options import PREFILL_WINDOW_S, SHARED_PREFILL_WINDOW_S
 
-# Kept free in each decode node, for the answers that grow there; and as much for other tenants.
+# Share of each decode node's KV kept free for growing outputs; as much again for other tenants.
 _KV_HEADROOM = 0.05
 _BIAS_LIMITS = (0.25, 4.0)
-# Who waited longer than expected counts for more than who did not: deadlines are to be kept.
+# Waits that were underestimated count more than overestimated ones: deadlines matter.
 _BIAS_UP, _BIAS_DOWN = 0.1, 0.02
-_LEAST_WAIT_S = 0.5  # shorter ones say nothing of how good the estimate is
+_LEAST_WAIT_S = 0.5  # shorter waits do not show how good the estimate is
 
 
 class Capacity:
-    """Of one router's fleet.
+    """Estimate the capacity of one router's fleet.
 
     Args:
-        fleet: what may be placed on now.
-        prefill_window_s: work that a prefill node may have before it.
-        shared_prefill_window_s: the same, of who leaves room to others; what is done of the prompt
-            in front does not count.
-        clock: that of the nodes' ledgers.
+        fleet: returns the nodes that may get requests now.
+        prefill_window_s: seconds of work that may be queued on a prefill node.
+        shared_prefill_window_s: the smaller limit for a tenant that must leave room to others; the
+            finished part of a prompt does not count.
+        clock: the clock of the nodes' loads.
 
     Attributes:
-        bias: how much longer than estimated requests waited lately.
+        bias: factor by which recent waits exceeded their estimates.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Capacity:
         self.bias = 1.0
 
     def has_room(self, num_prompt_tokens: int, max_tokens: int, *, shares: bool = False) -> bool:
-        """Whether some pair can take a request now; where there is none it goes on, to be told.
+        """Return whether some pair can take a request now; True if there is no pair at all.
 
         Args:
-            shares: leave room to other tenants: as little work before prefill nodes as keeps them
-                busy, and some KV memory, so that their next request waits for neither.
+            shares: leave room to other tenants: queue only what keeps prefill nodes busy, and keep
+                some KV free, so that their next request need not wait.
         """
         fleet = self._fleet()
         if not fleet:
@@ -72,14 +72,14 @@ class Capacity:
         return any(_has_kv_room(node, needed, headroom) for node in _receivers(fleet))
 
     def kv_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """That a request will come to hold; most answers are much shorter than they may be."""
+        """Return the KV tokens a request will hold, with an average output."""
         decodes = _receivers(self._fleet())
         if not decodes:
             return num_prompt_tokens
         return num_prompt_tokens + int(min(max_tokens, decodes[0].shared.output_tokens))
 
     def prefill_s(self, num_prompt_tokens: int) -> float:
-        """From when a prefill node begins with a prompt until the first token."""
+        """Return the seconds to the first token from when a prefill node begins a prompt."""
         fleet = self._fleet()
         prefills = fleet.prefills or fleet.self_prefilling
         base, per_token = _mean_line(prefills) if prefills else (0.0, 0.0)
@@ -88,11 +88,11 @@ class Capacity:
     def wait_s(
         self, num_requests: float, num_prompt_tokens: float, num_kv_tokens: float, *, last: int = 0
     ) -> float:
-        """Until so many more requests, with so many tokens in all, have their first tokens.
+        """Return the seconds until this many more requests have their first tokens.
 
         Args:
-            last: prompt tokens of a request behind all these, to wait for as well: it is one
-                node's work, and not shared by all.
+            last: prompt tokens of one more request after them, to wait for as well; one node
+                computes its prompt alone.
         """
         fleet = self._fleet()
         prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)
@@ -104,23 +104,23 @@ class Capacity:
         room = sum(_room(node) for node in decodes)
         num_free = sum(node.num_free_tokens for node in decodes) - room * _KV_HEADROOM
         num_held = max(room - num_free, 1.0)
-        # A decode node gives back what it holds about once in the time that a request stays.
+        # A decode node frees what it holds about once per mean residence time.
         room_s = (num_kv_tokens - num_free) * decodes[0].shared.residence_s / num_held
         last_s = base + per_token * last if last else 0.0
         return self.bias * (max(prefill_s, room_s, 0.0) + last_s)
 
     def decode_s(self, max_tokens: int) -> float:
-        """From the first token of an answer to its last, if it is as long as lately long ones."""
+        """Return the seconds from an output's first token to its last, if it is a long one."""
         decodes = _receivers(self._fleet())
         if not decodes:
             return 0.0
         lately = decodes[0].shared
         num_tokens = min(max_tokens, lately.long_output_tokens)
-        # It stays from its second token, which it may have to await for a step, to its last.
+        # An output stays from its second token, for which it may wait a step, to its last.
         return (num_tokens + 1) * lately.residence_s / max(lately.output_tokens - 2, 1.0)
 
     def note_wait(self, estimated_s: float, actual_s: float) -> None:
-        """A first token came so long after its request; `wait_s` had said, but for the bias, ..."""
+        """Correct the bias by a request's actual wait; ``estimated_s`` is without bias."""
         if estimated_s < _LEAST_WAIT_S:
             return
         low, high = _BIAS_LIMITS
@@ -129,10 +129,10 @@ class Capacity:
 
 
 def _level(queues_s: list[float], work_s: float) -> float:
-    """Until all are done if so much work comes, and goes where there is least before it.
+    """Return when all queues are done if new work always goes to the shortest queue.
 
-    Nodes with more before them than that get none of it, and do not count: one says of itself how
-    much that is, and may say anything.
+    Nodes with longer queues than the result get none of it and do not count: a node's own report
+    may be arbitrarily large.
     """
     while True:
         level = (sum(queues_s) + work_s) / len(queues_s)
@@ -143,13 +143,13 @@ def _level(queues_s: list[float], work_s: float) -> float:
 
 
 def _mean_line(prefills: Sequence[NodeLoad]) -> tuple[float, float]:
-    """Seconds per prompt and per token of one node."""
+    """Return the mean seconds per prompt and per token of a prefill node."""
     base = sum(node.prefill.base for node in prefills) / len(prefills)
     return base, sum(node.prefill.per_unit for node in prefills) / len(prefills)
 
 
 def _receivers(fleet: Fleet) -> Sequence[NodeLoad]:
-    """Decode nodes of the fleet; those that no prefill node reaches, where there is no pair."""
+    """Return the decode nodes of pairs, or those that prefill themselves if there is no pair."""
     return fleet.decodes or fleet.self_prefilling
 
 
@@ -158,12 +158,12 @@ def _room(node: NodeLoad) -> int:
 
 
 def _left_s(node: NodeLoad, now: float) -> float:
-    """Until a prefill node has nothing more to do, when the prompt in front goes on as expected."""
+    """Return the seconds until a prefill node is idle, less what is done of the first prompt."""
     begun_s = max(now - node.prefill_progress_at, 0.0)
     return node.prefill_queue_s - min(begun_s, node.prefill_front_s)
 
 
 def _has_kv_room(node: NodeLoad, num_tokens: int, headroom: float) -> bool:
-    if not node.num_batch:  # nothing there that could ever make room
+    if not node.num_batch:  # nothing there could ever free memory
         return True
     return node.num_free_tokens - headroom * _room(node) >= num_tokens

@@ -1,16 +1,16 @@
-"""FairQueue: which request is next when several tenants wait.
+"""FairQueue: picks the next request when several tenants wait.
 
     virtual time: 40
-    tenant a  [ 9 5 5 0 ]   start 52     its own requests: by priority, then by arrival
-    tenant b  [ 3 ]         start 40     <- next: it has had the least for its weight
+    tenant a  [ 9 5 5 0 ]   start 52     its requests by priority, then by arrival
+    tenant b  [ 3 ]         start 40     <- next: it used least for its weight
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request that begins moves its tenant's
-start on by its cost in tokens over its weight, and virtual time is the start of who began last. So
-tenants that always wait get tokens in proportion to their weights, one that is alone gets all, and
-one that comes back begins at the virtual time of now: nothing is saved up. What a request cost is
-corrected when it ends. A request more urgent than 0 goes before other tenants' and is charged.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request that begins advances its tenant's
+start by its cost in tokens over its weight; virtual time is the start of the last one that began.
+So waiting tenants get tokens in proportion to their weights, a lone tenant gets all, and a
+returning one starts at the current virtual time: nothing is saved up. The cost is corrected when
+the request ends. Requests with negative priority go before other tenants' and are charged too.
 
-Nothing here knows of nodes, clients or refusals. A request is pushed, begun and ended once each.
+Knows neither nodes nor clients nor refusals. Each request is pushed, begun and ended once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 from router.gate.ticket import Ticket, charge_of
 
-# A tenant that asked for nothing for so long does not count as one that others have to leave room.
+# A tenant without requests for this long is inactive: others need not leave room for it.
 ACTIVE_S = 60.0
-_MAX_STALE = 64  # entries of a heap that mean nothing any more, and as many as mean something
+_MAX_STALE = 64  # stale heap entries allowed beyond the number of live ones
 
 
 class Waiting(NamedTuple):
-    """How much waits; a part of a request may count."""
+    """Amounts that wait; fractions of a request are possible."""
 
     num_requests: float = 0
     num_prompt_tokens: float = 0
@@ -38,17 +38,17 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """One tenant.
+    """Hold one tenant's queue.
 
     Attributes:
         start: virtual time at which its next request begins.
-        heads: a heap, what begins first on top; those without a turn are gone.
-        tails: the same, what begins last on top.
-        charge: of all that wait.
-        outstanding: charge of those that began and have no first token yet.
-        num_open: that wait, or began and did not end.
-        entry: what counts in the order of flows; None while nothing waits.
-        seen_at: when a request of it came last.
+        heads: heap, first request to begin on top; entries whose turn is None are stale.
+        tails: heap, last request to begin on top.
+        charge: sum over the requests that wait.
+        outstanding: charge of requests that began and have no first token yet.
+        num_open: requests that wait, or began and did not end.
+        entry: sort key among tenants; None while nothing waits.
+        seen_at: time of its last request.
     """
 
     tenant: str
@@ -66,7 +66,7 @@ class _Flow:
 
     @property
     def end(self) -> int:
-        """Virtual time when all that waits has begun."""
+        """Virtual time when all waiting requests have begun."""
         return self.start + self.charge
 
     @property
@@ -85,31 +85,31 @@ class _Flow:
 
 
 class FairQueue:
-    """What waits at one router, by tenant.
+    """Queue one router's requests by tenant.
 
     Attributes:
-        num_requests, num_prompt_tokens, num_kv_tokens: of all that waits.
-        virtual_time: grows as requests begin.
+        num_requests, num_prompt_tokens, num_kv_tokens: sums over all waiting requests.
+        virtual_time: start of the last request that began; never falls.
     """
 
     def __init__(self) -> None:
         self.num_requests = self.num_prompt_tokens = self.num_kv_tokens = 0
         self.virtual_time = 0
-        self._flows: OrderedDict[str, _Flow] = OrderedDict()  # who asked last is last
-        # Flows in which something waits, the next one on top; others' entries are stale.
+        self._flows: OrderedDict[str, _Flow] = OrderedDict()  # the tenant that asked last is last
+        # Heap of (entry, tenant) for tenants with waiting requests; other entries are stale.
         self._order: list[tuple[tuple[int, int, int], str]] = []
         self._outstanding = 0
         self._num_active = 0
 
     def tickets(self) -> Iterator[Ticket]:
-        """All that wait, in no order."""
+        """Yield all waiting requests, in no order."""
         for flow in self._flows.values():
             yield from (ticket for ticket in flow.heads if ticket.turn is not None)
 
     # ------------------------------------------------------------------ one request
 
     def push(self, ticket: Ticket) -> None:
-        """Have a request, which has its turn before it, wait. O(log n)."""
+        """Add a request that waits; its ``turn`` must be set. O(log n)."""
         flow = self._seen(ticket)
         was_active = flow.is_active
         flow.start = self._start_of(flow)
@@ -122,7 +122,7 @@ class FairQueue:
         self._reorder(flow)
 
     def head(self) -> Ticket | None:
-        """What begins next; None when nothing waits. O(log n) on average."""
+        """Return the request that begins next, or None. O(log n) on average."""
         while self._order:
             entry, tenant = self._order[0]
             flow = self._flows.get(tenant)
@@ -132,7 +132,7 @@ class FairQueue:
         return None
 
     def is_next(self, newcomer: Ticket) -> bool:
-        """Whether a request that comes now would begin before all that wait."""
+        """Return whether a new request would begin before all that wait."""
         head = self.head()
         if head is None:
             return True
@@ -145,13 +145,13 @@ class FairQueue:
         return (min(newcomer.order[0], 0), self._start_of(own), newcomer.order[1]) < entry
 
     def begin(self, ticket: Ticket) -> None:
-        """Charge a request's tenant with it; it waited, with its turn until now, or did not."""
+        """Charge a request to its tenant, whether it waited or begins at once."""
         flow = self._flows[ticket.tenant] if ticket.turn is not None else self._seen(ticket)
         was_active = flow.is_active
         if ticket.turn is None:
             flow.num_open += 1
             flow.start = self._start_of(flow)
-        # An urgent one began out of turn: those who wait are not where it was.
+        # Urgent requests begin out of turn, so they do not advance virtual time for others.
         is_alone = not self.num_requests or self.num_requests == flow.num_requests
         if is_alone or not ticket.is_urgent:
             self.virtual_time = max(self.virtual_time, flow.start)
@@ -166,7 +166,7 @@ class FairQueue:
         self._reorder(flow)
 
     def note_first_token(self, ticket: Ticket) -> None:
-        """A request that began needs no prefill node any more; harmless when that is known."""
+        """Note that a begun request no longer needs a prefill node; may be repeated."""
         if not ticket.has_first_token:
             ticket.has_first_token = True
             flow = self._flows[ticket.tenant]
@@ -176,7 +176,7 @@ class FairQueue:
             self._num_active += flow.is_active - was_active
 
     def end(self, ticket: Ticket) -> None:
-        """A request that began ended: correct what its tenant was charged with."""
+        """End a begun request and correct its tenant's charge."""
         self.note_first_token(ticket)
         flow = self._flows[ticket.tenant]
         flow.num_open -= 1
@@ -185,7 +185,7 @@ class FairQueue:
             self._reorder(flow)
 
     def remove(self, ticket: Ticket) -> None:
-        """A request that waits goes away; harmless when it does not wait."""
+        """Remove a waiting request; harmless if it does not wait."""
         if ticket.turn is None:
             return
         ticket.turn = None
@@ -199,7 +199,7 @@ class FairQueue:
     # ------------------------------------------------------------------ among tenants
 
     def last(self, newcomer: Ticket) -> Ticket:
-        """Who is to go when not all can stay: of who waits for most, what would begin last."""
+        """Return the request to drop from a full queue: the last one of the greediest tenant."""
         own = self._flows.get(newcomer.tenant)
         own_end = self._start_of(own) + newcomer.charge + (own.charge if own else 0)
         waiting = [flow for flow in self._flows.values() if flow.num_requests and flow is not own]
@@ -212,7 +212,7 @@ class FairQueue:
         return last
 
     def ahead_of(self, newcomer: Ticket) -> Waiting:
-        """What would begin before a request that comes now."""
+        """Return what would begin before a new request."""
         own = self._flows.get(newcomer.tenant)
         mine = _all(own)
         charge = newcomer.charge
@@ -238,10 +238,10 @@ class FairQueue:
         return total
 
     def leaves_room(self, ticket: Ticket, now: float) -> bool:
-        """Whether a request's tenant should leave some room to others before it goes on.
+        """Return whether a request's tenant must leave room to others before it begins.
 
-        That is so when others asked for something lately and it has as much before the prefill
-        nodes as those who have anything there, on average, for its weight.
+        That is the case if other tenants were active recently, and this one has at least its fair
+        share of work queued on prefill nodes.
         """
         flow = self._flows.get(ticket.tenant)
         if flow is None or not flow.outstanding:
@@ -254,13 +254,13 @@ class FairQueue:
     # ------------------------------------------------------------------ inside
 
     def _start_of(self, flow: _Flow | None) -> int:
-        """Virtual time at which a tenant's next request begins that comes now."""
+        """Return the virtual time at which a tenant's next new request would begin."""
         if flow is None:
             return self.virtual_time
         return flow.start if flow.num_requests else max(flow.start, self.virtual_time)
 
     def _seen(self, ticket: Ticket) -> _Flow:
-        """A tenant's flow; those of tenants that were not here for long are dropped."""
+        """Return a tenant's flow; drops the flow of a tenant that was inactive for long."""
         now = ticket.arrived_at
         flow = self._flows.get(ticket.tenant)
         if flow is None:
@@ -286,7 +286,7 @@ class FairQueue:
             heapq.heapify(flow.tails)
 
     def _reorder(self, flow: _Flow) -> None:
-        """Put a flow where it belongs among the others."""
+        """Update a tenant's position among the others."""
         head = flow.head()
         entry = None
         if head is not None:

@@ -1,11 +1,11 @@
-"""Overload: how near the router is to its own limits, and what it does not take on because of it.
+"""Overload: how close the router is to its own limits, and what it refuses because of that.
 
     normal -> shed (less urgent requests are refused, connections are not kept open)
            -> critical (all requests are refused; health, operators and nodes are served)
 
-Each signal has a level of its own, and the worst counts. A level is reached at once, and left when
-its signals have been well below it for a while. Knows no API and no operating system: whoever
-measures says so with `note`, whoever refuses asks `level`.
+Each signal has its own level, and the worst one counts. A level is entered at once, and left after
+its signals were well below it for a while. Knows no API and no operating system: measurements come
+by `note`, and callers ask for `level`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from baton.api.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
 
-HOLD_S = 2.0  # that all must be well before a level is left
-_WELL_BELOW = 0.9  # of what a level is reached at
+HOLD_S = 2.0  # how long signals must stay low before a level is left
+_WELL_BELOW = 0.9  # share of a threshold below which a signal counts as low
 _RETRY_DELAY_S = 2.0
 
 
 class Level(IntEnum):
-    """How much is refused."""
+    """How much the router refuses."""
 
     NORMAL = 0
     SHED = 1
@@ -37,10 +37,10 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """From which value of a signal on which level is reached.
+    """The values of a signal at which levels are entered.
 
     Attributes:
-        unit: of the values, for people; empty for shares of 1.
+        unit: for display; empty for shares of 1.
     """
 
     shed: float
@@ -48,16 +48,16 @@ class Threshold:
     unit: str = ""
 
     def level(self, value: float) -> Level:
-        """Of a value."""
+        """Return the level of a value."""
         return Level((value >= self.shed) + (value >= self.critical))
 
     def describe(self, value: float) -> str:
-        """The value for people."""
+        """Return the value for display."""
         return f"{value:.2f} {self.unit}" if self.unit else f"{100 * value:.0f} %"
 
 
-# A loop that is late by so much each time it looks; shares of what the process may have. Of the
-# connections only those at work count: others make way.
+# Lag that persists in the event loop; otherwise shares of what the process may have. Only
+# connections at work count: idle ones make way.
 THRESHOLDS: Mapping[str, Threshold] = {
     "loop_lag": Threshold(0.5, 2.0, "s"),
     "descriptors": Threshold(0.85, 0.95),
@@ -68,13 +68,13 @@ THRESHOLDS: Mapping[str, Threshold] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverloadState:
-    """What operators see.
+    """The state of overload as operators see it.
 
     Attributes:
-        reason: the signals that the level is due to, and their values; empty when it is normal.
-        signals: the last value of each.
-        num_refused: requests, since the start.
-        num_changes: of the level, since the start.
+        reason: signals that caused the level, with values; empty if it is normal.
+        signals: last value of each signal.
+        num_refused: refused requests since the start.
+        num_changes: changes of the level since the start.
     """
 
     level: Level
@@ -86,12 +86,12 @@ class OverloadState:
 
 @dataclass(slots=True, eq=False)
 class Overload:
-    """The state of one router.
+    """Track one router's level of overload.
 
     Args:
         on_change: called with each new level.
-        thresholds: of the signals that may be noted.
-        clock: for how long a level is held.
+        thresholds: by signal name.
+        clock: seconds; used to hold a level.
     """
 
     on_change: Callable[[Level], None] = lambda level: None
@@ -105,7 +105,7 @@ class Overload:
     _num_changes: int = field(default=0, init=False)
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Look at new values of some signals; those of the others are what they were."""
+        """Take new values of some signals and update the level; other signals keep their values."""
         self._values.update(values)
         level, reason = self._worst(1.0)
         if level >= self.level:
@@ -126,7 +126,7 @@ class Overload:
             self._change(lower, why)
 
     def check(self) -> None:
-        """Raise OverloadedError when no requests are taken: before anything is done for one."""
+        """Raise OverloadedError if all requests are refused; call before any work for a request."""
         if self.level is Level.CRITICAL:
             self._num_refused += 1
             error = OverloadedError(f"the router is overloaded: {self.reason}")
@@ -143,7 +143,7 @@ class Overload:
         )
 
     def _worst(self, share: float) -> tuple[Level, str]:
-        """The level, and why; with thresholds that are lower by this share."""
+        """Return level and reason, with thresholds multiplied by ``share``."""
         levels = {
             name: self.thresholds[name].level(value / share) for name, value in self._values.items()
         }
@@ -167,10 +167,10 @@ class Overload:
 
 
 class LoopLag:
-    """How late the event loop is, time and again; a single pause does not count.
+    """Measure how late the event loop is repeatedly; a single pause does not count.
 
     Attributes:
-        lag_s: that each of the last looks was late at least.
+        lag_s: smallest of the last measured lags.
     """
 
     INTERVAL_S = 0.1
@@ -181,7 +181,7 @@ class LoopLag:
         self._lags = [0.0] * self._NUM_LOOKS
 
     async def look(self) -> None:
-        """Sleep for an interval, and see how much longer it takes."""
+        """Sleep for an interval, and measure how much longer it took."""
         loop = asyncio.get_running_loop()
         due_at = loop.time() + self.INTERVAL_S
         await asyncio.sleep(self.INTERVAL_S)

@@ -1,11 +1,11 @@
-"""RateLimits: how many requests and tokens per minute a key may have. Knows no queue and no node.
+"""RateLimits: requests and tokens per minute of each API key. Knows no queue and no node.
 
-    bucket of a key   [#######...]   holds a minute's worth, fills evenly
-       entry: has room for the estimate? -> taken      leaves before it began: given back
-       end:   what it cost is known      -> the difference is taken, too, or given back
+    bucket of a key   [#######...]   holds one minute's allowance, refills evenly
+       on entry: room for the estimated cost? -> taken; given back if the request never begins
+       at the end: the actual cost is known   -> the difference is taken or given back
 
-A request may cost more than was thought: the bucket then owes, and what comes next waits longer.
-One that is larger than a whole bucket gets in when the bucket is full.
+If a request costs more than estimated, its bucket goes below zero and later requests wait longer. A
+request larger than a whole bucket is admitted when the bucket is full.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from baton.access.identity import Limits, Principal
 from baton.api.errors import OverloadedError
 
-_MAX_KEYS = 65_536  # a key that was deleted is forgotten when there are so many others
+_MAX_KEYS = 65_536  # beyond this many keys the oldest bucket is forgotten
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One limit of a key, now.
+    """One limit of a key, as of now.
 
     Attributes:
         limit: per minute.
-        remaining: that a request could have now.
-        reset_s: until all of it is there again.
+        remaining: amount that a request could take now.
+        reset_s: seconds until the bucket is full.
     """
 
     limit: float
@@ -46,10 +46,10 @@ class _Bucket:
 
 
 class RateLimits:
-    """The buckets of all keys that called one router.
+    """Hold the buckets of all keys that called one router.
 
     Args:
-        clock: seconds that never go back.
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,7 @@ class RateLimits:
         self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     def check(self, principal: Principal, num_tokens: int = 1) -> None:
-        """Raise OverloadedError, with when there is room, unless a request of so many may begin."""
+        """Raise OverloadedError, with a retry delay, unless a request of this size may begin."""
         limits = principal.limits
         for kind, per_minute, wanted in _kinds(limits, num_tokens):
             bucket = self._bucket(principal.name, kind, per_minute)
@@ -68,15 +68,15 @@ class RateLimits:
                 raise error
 
     def take(self, principal: Principal, num_tokens: int) -> None:
-        """Count a request that may begin."""
+        """Take a request's amount from its key's buckets."""
         for kind, per_minute, wanted in _kinds(principal.limits, num_tokens):
             self._bucket(principal.name, kind, per_minute).level -= wanted
 
     def give_back(self, principal: Principal, num_tokens: int, *, begun: bool) -> None:
-        """Give back tokens that were taken and not needed (below 0: take more).
+        """Return tokens that were not needed; a negative number takes more.
 
         Args:
-            begun: the request counts; otherwise it is given back, too.
+            begun: whether the request itself counts; if not, it is given back too.
         """
         for kind, per_minute, amount in _kinds(principal.limits, num_tokens):
             if kind == TOKENS or not begun:
@@ -84,7 +84,7 @@ class RateLimits:
                 bucket.level = min(bucket.level + amount, per_minute)
 
     def state(self, principal: Principal) -> dict[str, Rate]:
-        """What is left of the limits that a key has, by `REQUESTS` and `TOKENS`."""
+        """Return what is left of a key's limits, by `REQUESTS` and `TOKENS`."""
         found = {}
         for kind, per_minute, _ in _kinds(principal.limits, 0):
             level = self._bucket(principal.name, kind, per_minute).level
@@ -108,7 +108,7 @@ TOKENS = "tokens per minute"
 
 
 def _kinds(limits: Limits, num_tokens: int) -> list[tuple[str, float, float]]:
-    """The limits that there are: name, per minute, and what a request takes of it."""
+    """Return (name, limit per minute, a request's amount) of each limit that is set."""
     found = []
     if limits.requests_per_minute:
         found.append((REQUESTS, limits.requests_per_minute, 1.0))

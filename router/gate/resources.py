@@ -1,4 +1,4 @@
-"""What the router's process uses of what the operating system lets it have."""
+"""Measure the resources that the router's process uses, as shares of its limits."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from baton.processes.process import num_descriptors_allowed
 from router.gate.overload import LoopLag, Overload
 
 _CGROUP = Path("/sys/fs/cgroup")
-_UNLIMITED = 2**60  # cgroups of version 1 write a number near 2**63
-_LOOKS_BETWEEN = 5  # of the loop's lag, between two of all else
+_UNLIMITED = 2**60  # version-1 cgroups write a number near 2**63 for no limit
+_LOOKS_BETWEEN = 5  # lag is measured this often per measurement of the rest
 
 
 def num_descriptors() -> int:
-    """Descriptors that are open now."""
+    """Return the number of open file descriptors."""
     folder = Path("/proc/self/fd")
-    # Since Linux 6.2 its size is their number; else they are to be counted.
+    # Since Linux 6.2 st_size is their number; before, they must be counted.
     return folder.stat().st_size or sum(1 for _ in folder.iterdir())
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
+    """Return the resident memory of this process in bytes."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_limit_bytes(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
-    """What the process may use: the least limit of its control groups, or the machine's memory."""
+    """Return the smallest memory limit of the process's cgroups or the machine, in bytes."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     try:
         lines = own.read_text(encoding="ascii").splitlines()
@@ -37,7 +37,7 @@ def memory_limit_bytes(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup
         lines = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2: a limit on any folder above counts, too
+        if not controllers:  # version 2: limits of parent groups count too
             folder = root / path.lstrip("/")
             limits += [_limit_in(one / "memory.max") for one in (folder, *folder.parents)]
         elif "memory" in controllers.split(","):
@@ -65,11 +65,11 @@ def _share_of_descriptors(may_open: int) -> float:
 async def watch_resources(
     overload: Overload, connections_in_use: Callable[[], float], memory_limit: int = 0
 ) -> None:
-    """Tell ``overload`` of all signals until it is cancelled.
+    """Report all signals to ``overload`` until cancelled.
 
     Args:
-        connections_in_use: share of the connections at work.
-        memory_limit: bytes; 0: of the control group or machine.
+        connections_in_use: returns the share of connections at work.
+        memory_limit: bytes; 0: use the limit of the cgroup or machine.
     """
     lag = LoopLag()
     may_open, may_use = num_descriptors_allowed(), memory_limit or memory_limit_bytes()
@@ -78,5 +78,5 @@ async def watch_resources(
             await lag.look()
             overload.note({"loop_lag": lag.lag_s, "connections": connections_in_use()})
         overload.note({"descriptors": _share_of_descriptors(may_open)})
-        with contextlib.suppress(OSError):  # no descriptor is left for reading
+        with contextlib.suppress(OSError):  # no descriptor is left to read with
             overload.note({"memory": resident_bytes() / may_use})

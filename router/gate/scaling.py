@@ -1,12 +1,11 @@
-"""ScalingSignals: how busy the nodes of each role are, for who decides how many there are to be.
+"""ScalingSignals: how busy each role's nodes are, for autoscalers.
 
-    prefill   the busiest node: the share of time in which it has prompts to compute, or the time
-              that its next prompt would wait, of what the first token may take
-    decode    the busiest node: its KV in use, or its next step, of what a token may take
+    prefill   the busiest node: its share of time with prompts, or the wait for its next prompt
+              relative to the target time to first token
+    decode    the busiest node: its share of KV in use, or its step relative to the target latency
 
-The busiest, and not the mean: requests wait for it. What is said of nodes is their own account, of
-all routers' requests together, so that every router says about the same, and one that is missing
-changes nothing. Decides nothing.
+The busiest node counts, not the mean, because requests wait for it. Values come from the nodes'
+reports, which cover all routers' requests, so all routers say about the same. Decides nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from router.fleet.node_pool import NodePool
 from router.gate.scaling_options import ScalingOptions
 
 SMOOTHING_S = 20.0
-MOST = 4.0  # a pressure above it says no more
+MOST = 4.0  # larger pressures are cut to this
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSignal:
-    """Of one role, as of now.
+    """One role's scaling signal, as of now.
 
     Attributes:
-        pressure: of the busiest node; 1 is as busy as one may be. At most `MOST`.
-        num_nodes: that are here, or were until lately.
-        demand: nodes' worth of work: divided by the pressure that is wanted, the nodes to have.
+        pressure: pressure of the busiest node; 1 is its target. At most `MOST`.
+        num_nodes: nodes that are here or were lost recently.
+        demand: pressure times nodes; divided by the target pressure, the number of nodes needed.
     """
 
     pressure: float
@@ -45,11 +44,11 @@ class ScalingSignal:
 
 
 class ScalingSignals:
-    """Of one router.
+    """Compute the scaling signals of one router.
 
     Args:
-        queue_s: until requests that wait at the router have their turn.
-        clock: seconds that never go back.
+        queue_s: returns the expected wait at the router.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -64,11 +63,11 @@ class ScalingSignals:
         self._options = options or ScalingOptions()
         self._queue_s = queue_s
         self._clock = clock
-        self._busy: dict[str, float] = {}  # by engine id: the share of time, lately
+        self._busy: dict[str, float] = {}  # by engine id: smoothed share of time with work
         self._ticked_at = clock()
 
     def tick(self) -> None:
-        """Look at who has work; to be called about once per beat interval."""
+        """Update the nodes' shares of busy time; call about once per beat interval."""
         now = self._clock()
         elapsed_s = min(max(now - self._ticked_at, 0.0), 10 * BEAT_INTERVAL_S)
         self._ticked_at = now
@@ -78,10 +77,10 @@ class ScalingSignals:
             if node.registration.role is NodeRole.PREFILL:
                 before = self._busy.get(node.engine_id, 0.0)
                 busy[node.engine_id] = before + part * (_has_prompts(node.load) - before)
-        self._busy = busy  # of who left nothing stays
+        self._busy = busy  # drops nodes that left
 
     def signal(self, role: NodeRole) -> ScalingSignal | None:
-        """None: there is no node that could say it, and silence is no sign of idleness."""
+        """Return a role's signal; None if no node serves, since silence does not mean idle."""
         nodes = [node for node in self._pool.nodes if node.registration.role is role]
         serving = [node for node in nodes if self._pool.is_eligible(node)]
         num_lost = sum(lost.role is role for lost in self._pool.lost)
@@ -92,7 +91,7 @@ class ScalingSignals:
 
     def _of_prefill(self, nodes: Sequence[Node]) -> float:
         busiest = max(self._busy.get(node.engine_id, 0.0) for node in nodes)
-        # Where a prompt would wait least: one long queue beside idle nodes wants no other node.
+        # The shortest wait: one long queue beside idle nodes needs no more nodes.
         wait_s = min(node.load.prefill_queue_s for node in nodes) + self._queue_s()
         return max(busiest, wait_s / self._options.scaling_ttft_s)
 
@@ -103,9 +102,9 @@ class ScalingSignals:
         if not load.has_beat:
             return 0.0
         in_use = 1 - load.beat.num_free_blocks / load.num_blocks
-        if load.beat.num_waiting:  # more than there is room for
+        if load.beat.num_waiting:  # more requests than there is room for
             in_use = max(in_use, 1.0) + load.beat.num_waiting / max(load.beat.num_running, 1)
-        # (A step is only known of where something decodes.)
+        # (A step time is known only while something decodes.)
         step_s = load.step_base_s if load.num_batch and load.step.num_measured else 0.0
         return max(in_use, step_s / self._options.scaling_itl_s)
 

@@ -1,4 +1,4 @@
-"""ScalingOptions: what signals for the number of nodes are measured by."""
+"""ScalingOptions: targets for the scaling signals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.options import check_limits, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingOptions:
-    """What a client may have to wait for, as far as the number of nodes decides it."""
+    """Latency targets that decide how many nodes are needed."""
 
     scaling_ttft_s: float = option(
         2.0,

@@ -1,4 +1,4 @@
-"""Ticket: one request's way through admission. Its `Admission` writes, all others read."""
+"""Ticket: one request's state at the gate. Written by `Admission`, read by others."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from baton.api.errors import BatonError
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """What the gate knows of one request.
+    """Hold what the gate knows of one request.
 
     Attributes:
-        request_id: of the request.
-        tenant: whose queue it waits in.
-        weight: of its key.
-        order: priority, smaller first, and arrival.
-        num_prompt_tokens: of the request.
-        num_kv_tokens: that it will come to hold, as far as one can tell.
-        num_uncached_tokens: of its prompt, to be computed as far as one can tell.
-        num_tokens_used: that it did cost; None while that is not known.
+        request_id: its scoped id.
+        tenant: the tenant whose queue it waits in.
+        weight: its API key's weight.
+        order: (priority, arrival); smaller first.
+        num_prompt_tokens: length of its prompt.
+        num_kv_tokens: tokens of KV that it is expected to hold.
+        num_uncached_tokens: prompt tokens expected to be computed.
+        num_tokens_used: its actual cost in tokens; None until known.
         expires_at: the request's deadline, by the loop's clock.
-        is_charged: its tenant was charged with it: its turn came.
-        leaves_room: its tenant had its part before the nodes, and others ask for theirs.
-        began_at: None while it waits.
-        has_first_token: it needs no prefill node any more.
-        expected_wait_s: until its first token, when it came; 0 of one that begins at once.
-        bias: that this was corrected by.
-        turn: done when the wait is over; None when there is none.
-        refusal: why it was taken out of the queue.
+        is_charged: whether its turn came and its tenant was charged.
+        leaves_room: whether its tenant must leave room to others.
+        began_at: by the loop's clock; None while it waits.
+        has_first_token: whether it needs a prefill node no more.
+        expected_wait_s: time to first token estimated at arrival; 0 if it began at once.
+        bias: factor that was applied to that estimate.
+        turn: done when the wait is over; None if it does not wait.
+        refusal: error with which it was taken out of the queue.
     """
 
     request_id: str = ""
@@ -56,7 +56,7 @@ class Ticket:
 
     @property
     def num_tokens(self) -> int:
-        """What it is expected to cost: prompt tokens to be computed, and output tokens."""
+        """Expected cost: prompt tokens to compute plus output tokens."""
         return self.num_uncached_tokens + self.num_kv_tokens - self.num_prompt_tokens
 
     @property
@@ -75,5 +75,5 @@ class Ticket:
 
 
 def charge_of(num_tokens: int, weight: float) -> int:
-    """Thousandths of a token for a weight of 1: whole numbers, so that sums stay exact."""
+    """Return thousandths of a token per weight: integers, so that sums stay exact."""
     return max(round(1000 * num_tokens / weight), 1)

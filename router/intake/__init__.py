@@ -1,1 +1,1 @@
-"""From what a client sends to a checked call, from its tokens to text; alike for all APIs."""
+"""From clients' requests to checked calls, and from tokens to text; shared by all APIs."""

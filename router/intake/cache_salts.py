@@ -1,11 +1,11 @@
-"""CacheSalts: which prompts' KV a principal may find again, as bytes that name blocks apart.
+"""CacheSalts: derive the salts that decide which prompts share cached blocks.
 
     principal -> its sharing group, or else its tenant -> HMAC-SHA256(secret, (kind, name)) -> salt
     salt, a client's own word -> HMAC-SHA256(secret, ("client", salt, word)) -> a narrower salt
 
-Nodes put the salt at the root of a prompt's block hashes (`baton/block_hash.py`), and the router
-where it computes the same: with another salt the same prompt has other names everywhere. Nobody
-who has no secret can compute one. Salts go to nodes, and neither to clients nor into logs.
+Nodes, and the router where it hashes blocks too, put the salt at the root of a prompt's block
+hashes (`baton/block_hash.py`), so the same prompt has other hashes with another salt. Without the
+secret nobody can compute a salt. Salts go to nodes, never to clients or logs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _DOMAIN = b"baton/cache-salt/1"
 
 
 class CacheSalts:
-    """The salts of one router.
+    """Derive the salts of one router.
 
     Args:
-        secret: the same in all routers of a fleet, which then find what any of them had computed.
-            None: one of its own until it ends; what it had computed is not found again after that.
+        secret: shared by all routers of a fleet, so that they find each other's cached prompts.
+            None: a random one, with which nothing is found after a restart.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(32) if secret is None else secret
 
     def of(self, principal: Principal, word: str = "") -> bytes:
-        """The salt of a principal's prompts; empty where there are no tenants.
+        """Return the salt of a principal's prompts; empty without tenants.
 
         Args:
-            word: prompts with another one of these are apart, too. It can only narrow who shares
-                a prompt: what it makes is made of the principal's own salt.
+            word: a client's own word; prompts with another word are kept apart. It only narrows
+                sharing, because the result also depends on the principal's salt.
         """
         if principal.cache_group:
             salt = self._derive(b"group", principal.cache_group)
@@ -51,14 +51,14 @@ class CacheSalts:
         return self._narrowed(salt, word)
 
     def of_tenant(self, principal: Principal, word: str = "") -> bytes:
-        """A salt of its tenant alone, whatever group that is in."""
+        """Return the salt of the principal's tenant alone, without its sharing group."""
         return self._narrowed(self._derive(b"tenant", principal.tenant), word)
 
     def _narrowed(self, salt: bytes, word: str) -> bytes:
         return self._derive(b"client", word, salt) if word else salt
 
     def _derive(self, kind: bytes, name: str, within: bytes = b"") -> bytes:
-        # Length-prefixed, so that no two lists of fields are the same bytes.
+        # Length prefixes keep different lists of fields from having equal bytes.
         fields = [_DOMAIN, kind, name.encode(errors="surrogatepass")]
         if within:
             fields.append(within)
@@ -67,7 +67,7 @@ class CacheSalts:
 
 
 def make_salts(secret_file: str, *, has_tenants: bool) -> CacheSalts:
-    """The salts of a router; raises ConfigError for a file that holds no secret."""
+    """Make a router's salts; raises ConfigError if the file holds no valid secret."""
     if secret_file:
         return CacheSalts(read_secret(secret_file))
     if has_tenants:
@@ -79,7 +79,7 @@ def make_salts(secret_file: str, *, has_tenants: bool) -> CacheSalts:
 
 
 def read_secret(path: str) -> bytes:
-    """The secret in a file, without white space around it; raises ConfigError."""
+    """Return the secret in a file, stripped of white space; raises ConfigError."""
     try:
         with Path(path).open("rb") as file:
             secret = file.read(_MAX_SECRET_BYTES + 1).strip()

@@ -1,6 +1,6 @@
-"""Changing lines: what some clients write anew into each prompt, and no model needs.
+"""Changing lines: lines that some clients change in every prompt and no model needs.
 
-Such a line leads the prompt, so that nothing behind it is ever found in a prefix cache.
+They lead the prompt, so that nothing after them would ever be found in a prefix cache.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# To add a rule: a pattern of the beginning of a system message.
+# Each rule is a pattern of the beginning of a system message.
 _RULES = (
-    re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),  # Claude Code's, with a hash
+    re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),  # sent by Claude Code, with a hash
 )
 
 
 def without_changing_lines(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a conversation whose system messages begin with what stays the same."""
+    """Return a conversation without changing lines at the start of system messages."""
     kept = []
     for message in messages:
         content = message.get("content")

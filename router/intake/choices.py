@@ -1,6 +1,6 @@
-"""Choices: a request for n outputs of each prompt is as many calls, and their outputs one stream.
+"""Choices: turns a request for n outputs of each prompt into calls, and merges their streams.
 
-The one place that names and seeds them, for every public API. Knows neither gRPC nor HTTP.
+The only place that names and seeds these calls, for all APIs. Knows neither gRPC nor HTTP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 
 def check_num_outputs(field: str, num_outputs: int) -> None:
-    """Raise InvalidRequestError, about the field of prompts, unless so many can be asked for."""
+    """Raise InvalidRequestError, naming the prompt field, unless this many outputs are allowed."""
     if not 1 <= num_outputs <= MAX_OUTPUTS:
         raise InvalidRequestError(field, f"must make 1 to {MAX_OUTPUTS} outputs, got {num_outputs}")
 
@@ -36,17 +36,17 @@ async def accept_choices(
     terms: Terms,
     request_id: str = "",
 ) -> list[Call]:
-    """The checked calls of all outputs, those of one prompt next to each other.
+    """Return the checked calls of all outputs, grouped by prompt.
 
-    Output i (from 0) of a prompt is what a request with seed + i gives, as in `engine.LLM`. The
-    first of all has the request's id, the others the same with ``-1`` and so on.
+    Output i (from 0) of a prompt equals that of a request with seed + i, as in `engine.LLM`. The
+    first call has the request's id; the others have ``-1``, ``-2`` and so on appended.
 
     Args:
-        params: for ``n`` outputs of each prompt.
-        request_id: made up when empty.
+        params: with ``n``, the number of outputs per prompt.
+        request_id: generated if empty.
 
     Raises:
-        InvalidRequestError: of any of them; none has begun then.
+        InvalidRequestError: a prompt is invalid; no call has begun then.
     """
     request_id = request_id or uuid.uuid4().hex
     calls: list[Call] = []
@@ -56,23 +56,23 @@ async def accept_choices(
         name = choice_request_id(request_id, len(calls))
         checked = await intake.accept(prompt, first, terms, name)
         calls.append(checked)
-        for index in range(1, params.n):  # they differ in nothing that is to be checked
+        for index in range(1, params.n):  # these need no further checks
             of_choice = dataclasses.replace(checked.sampling_params, seed=choice_seed(seed, index))
             name = choice_request_id(request_id, len(calls))
             calls.append(dataclasses.replace(checked, request_id=name, sampling_params=of_choice))
-        await asyncio.sleep(0)  # many prompts take long: others' tokens come in between
+        await asyncio.sleep(0)  # let other tasks run between prompts: tokenizing many takes long
     return calls
 
 
 async def merge_streams(
     streams: Sequence[AsyncGenerator[Item, None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """What all streams yield, as it comes, each with its stream's index.
+    """Yield (stream index, item) of all streams as items come.
 
-    No stream is read on while as many items as there are streams wait to be taken. Ending the
-    iteration ends all streams; the first error of one is raised, and ends the others.
+    At most as many items as there are streams are buffered. Ending the iteration ends all streams.
+    The first error of a stream is raised and ends the others.
     """
-    if len(streams) == 1:  # nearly always: no task, no queue
+    if len(streams) == 1:  # the usual case needs no task and no queue
         async with contextlib.aclosing(streams[0]) as stream:
             async for item in stream:
                 yield 0, item
@@ -87,21 +87,21 @@ async def merge_streams(
                     await room.acquire()
                     queue.put_nowait((index, item))
         finally:
-            queue.put_nowait(index)  # it has ended
+            queue.put_nowait(index)  # marks the end of the stream
 
     tasks: list[asyncio.Task[None]] = []
     num_open = len(streams)
     try:
         for index in range(len(streams)):
             tasks.append(asyncio.create_task(pump(index)))
-            # It looks at a long prompt as a whole before it waits: one at a time, or nothing else
-            # is served until all have.
+            # A stream first works on a long prompt without waiting, so other tasks run between the
+            # starts of two streams.
             await asyncio.sleep(0)
         while num_open:
             taken = await queue.get()
             if isinstance(taken, int):
                 num_open -= 1
-                await tasks[taken]  # raises what the stream raised
+                await tasks[taken]  # raises the stream's error
                 continue
             yield taken
             room.release()

@@ -1,6 +1,6 @@
-"""EarlyReaders: what a router loads and forks before it has threads.
+"""EarlyReaders: what a router loads and forks before it starts threads.
 
-The processes that read requests then share the router's modules and its tokenizer.
+The processes that read requests then share the router's modules and tokenizer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from router.intake.texts import fork_texts
 
 @dataclass(frozen=True, slots=True)
 class EarlyReaders:
-    """A router's tokenizer, and templates of the processes that read requests.
+    """Hold a router's tokenizer, and templates of the processes that read requests.
 
     Attributes:
         tokenizer: None for a checkpoint without one.
-        texts, grammars: for `Texts` and `GrammarTrials`; None where none could be forked.
+        texts, grammars: for `Texts` and `GrammarTrials`; None if forking was not possible.
     """
 
     tokenizer: Tokenizer | None
@@ -31,17 +31,17 @@ class EarlyReaders:
 
 
 def fork_readers(options: TextOptions, folder: Path) -> EarlyReaders:
-    """Load a checkpoint's tokenizer and fork the templates; call this before threads begin.
+    """Load a checkpoint's tokenizer and fork the templates; call before threads start.
 
     Raises:
         ModelLoadError: the tokenizer is broken.
-        ConfigError: the chat template that was given cannot be used.
+        ConfigError: the given chat template is invalid.
     """
     tokenizer = options.make_tokenizer(folder)
     if tokenizer is None or not may_fork():
         return EarlyReaders(tokenizer)
     texts = grammars = None
-    with contextlib.suppress(OSError):  # a resource is missing: `Intake.start` will say so
+    with contextlib.suppress(OSError):  # out of a resource: `Intake.start` reports it
         texts = fork_texts(tokenizer)
         grammars = fork_trials(folder)
     return EarlyReaders(tokenizer, texts, grammars)

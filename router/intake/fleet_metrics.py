@@ -1,4 +1,4 @@
-"""What the router's page says of revisions and of how busy each role is: looked at when asked."""
+"""Collectors for revisions, forecasts and scaling signals, evaluated when metrics are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = "baton_router"
 
 
 class RevisionCollector(Collector):
-    """Revisions of nodes, and the shares of new requests that they get."""
+    """Collect the nodes' revisions and their shares of new requests."""
 
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
@@ -34,7 +34,7 @@ class RevisionCollector(Collector):
             "Nodes of a revision that may get requests.",
             labels=["revision", "role"],
         )
-        fleet = self._pool.fleet  # first: what is told of revisions is told of the last fleet
+        fleet = self._pool.fleet  # first, because making the fleet updates the rollout
         for view in self._pool.rollout.view((node.load for node in self._pool.nodes), fleet):
             share.add_metric([view.name], view.share)
             nodes.add_metric([view.name, "prefill"], view.num_prefill)
@@ -44,7 +44,7 @@ class RevisionCollector(Collector):
 
 
 class ForecastCollector(Collector):
-    """How good the router's forecasts of prompts were: expected over measured."""
+    """Collect how good the forecasts of prompts were: expected over measured time."""
 
     def __init__(self, forecasts: ForecastCounts) -> None:
         self._forecasts = forecasts
@@ -65,7 +65,7 @@ class ForecastCollector(Collector):
 
 
 class ScalingCollector(Collector):
-    """How busy the nodes of a role are; no sample where there is no node that could say it."""
+    """Collect the scaling signals; no sample for a role without a serving node."""
 
     def __init__(self, signals: ScalingSignals) -> None:
         self._signals = signals

@@ -1,6 +1,6 @@
-"""GrammarChecks: whether a structured output can be had from this checkpoint, and within limits.
+"""GrammarChecks: checks that the checkpoint can enforce a structured output within limits.
 
-What was found is remembered, so that a schema costs each tenant its trial once. Knows no request.
+Results are remembered, so that each tenant waits for a schema's trial once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 
 MAX_REMEMBERED = 1024
-# One that was refused may have met a busy machine.
+# How long a refusal is remembered; not for ever, as a busy machine may cause one.
 REFUSED_FOR_S = 60.0
 
 
@@ -26,7 +26,7 @@ class _Check:
     began_at: float
 
     def may_be_asked(self, now: float) -> bool:
-        """Whether what it says, or will say, still counts."""
+        """Return whether this check's result may be reused."""
         if not self.trial.done():
             return True
         if self.trial.cancelled():
@@ -38,31 +38,31 @@ class _Check:
 
 
 class GrammarChecks:
-    """Tries each grammar once, while it is remembered. One event loop's.
+    """Try each grammar once and remember the result. Belongs to one event loop.
 
     Args:
-        trials: of the checkpoint.
+        trials: run the checkpoint's trials.
     """
 
     def __init__(self, trials: GrammarTrials) -> None:
         self._trials = trials
-        # Least recently used first; by digest, for the texts are long.
+        # Least recently used first; keyed by digest, because texts are long.
         self._checks: OrderedDict[bytes, _Check] = OrderedDict()
 
     def start(self) -> None:
-        """Start the worker processes now, so that the first grammar need not wait for them."""
+        """Start the worker processes, so that the first grammar need not wait for them."""
         self._trials.start()
 
     async def prepare(self) -> None:
-        """Wait until grammars can be tried, and try a few; raises NodeUnavailableError."""
+        """Wait until workers are ready, and try a few grammars; raises NodeUnavailableError."""
         await self._trials.prepare()
 
     async def check(self, structured_output: StructuredOutput, *, caller: str = "") -> None:
-        """Raise what `GrammarTrials.run` does if it cannot be had.
+        """Raise what `GrammarTrials.run` raises if the output cannot be enforced.
 
         Args:
-            caller: who asks. What was found for others is not used: it would say in no time what
-                they sent, and who asked for a thing first, behind much else, would hold up others.
+            caller: the tenant. Results of others are not reused: timing would reveal their schemas,
+                and a caller with a long queue would delay others with the same schema.
         """
         digest = _digest(structured_output, caller)
         check = self._checks.get(digest)
@@ -74,13 +74,14 @@ class GrammarChecks:
         if len(self._checks) > MAX_REMEMBERED:
             self._checks.popitem(last=False)
         try:
-            # One who goes away does not end it for the others.
+            # A caller that goes away must not cancel the trial for others.
             await asyncio.shield(check.trial)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.field, error.problem) from None
 
     async def _try(self, structured_output: StructuredOutput, caller: str) -> None:
-        await self._trials.run(structured_output, caller=caller)  # what comes back is for nodes
+        # Nodes compile again; the result is not needed here.
+        await self._trials.run(structured_output, caller=caller)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -96,6 +97,6 @@ def _digest(structured_output: StructuredOutput, caller: str) -> bytes:
 
 
 def _take_notice(trial: asyncio.Task[None]) -> None:
-    """Of an error that nobody waits for any more."""
+    """Retrieve a trial's error, so asyncio does not log it if no caller waits any longer."""
     if not trial.cancelled():
         trial.exception()

@@ -1,6 +1,6 @@
 """Intake: what every public API does with a request: check it, tokenize it, stream its text.
 
-Plain values in and out, so that gRPC and HTTP are two thin dressings of one thing.
+Takes and returns plain values: gRPC and HTTP are thin layers over the same code.
 """
 
 from __future__ import annotations
@@ -50,33 +50,33 @@ from router.intake.usage import OwnPrompts, told
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
 MAX_CACHE_WORD_CHARS = 256
-_DECODED_AT_ONCE = 1024  # some milliseconds, of any vocabulary
+_DECODED_AT_ONCE = 1024  # tokens per piece: some milliseconds, with any vocabulary
 
 
 Prompt = str | Sequence[int] | ChatPrompt
 
 
 class Intake:
-    """Makes calls of requests and text of their tokens.
+    """Turn requests into calls, and their tokens into text.
 
     Args:
         dispatcher: runs the calls.
-        tokenizer: None for a checkpoint without one; it then serves token ids only.
-        vocab_size: of the model.
+        tokenizer: None for a checkpoint without one, which serves token ids only.
+        vocab_size: the model's.
         default_timeout_s: for requests that come without a deadline.
-        metrics: count every request.
-        cache_salts: whose cached prompts a request may find; each tenant its own if not given.
-        parsers: what outputs of conversations go through; by the chat template if not given.
-        readers: templates for the workers that read requests; new processes if not given.
-        sampling_defaults: what HTTP clients' requests are sampled with where they do not say.
+        metrics: count every request; own ones if not given.
+        cache_salts: decide which cached prompts a request may find; per tenant if not given.
+        parsers: divide conversations' outputs; chosen by the chat template if not given.
+        readers: templates of the processes that read requests; new processes if not given.
+        sampling_defaults: defaults for HTTP requests that leave sampling parameters out.
         trusts_templates: whether a request may bring a chat template.
-        cuts_changing_lines: whether lines that clients write anew into each prompt are left out.
-        logs_prompts: whether prompts and outputs are in the log.
+        cuts_changing_lines: whether lines that clients change in every prompt are removed.
+        logs_prompts: whether prompts and outputs are logged.
 
     Attributes:
-        tokenizer, cache_salts, parsers, sampling_defaults: as given.
-        long_answers: makes what clients get of many logprobs.
-        is_starting: whether workers have been started that cannot begin yet.
+        tokenizer, cache_salts, parsers, sampling_defaults: see above.
+        long_answers: builds response parts that contain many logprobs.
+        is_starting: whether the worker processes were started and are not ready yet.
     """
 
     def __init__(
@@ -119,20 +119,20 @@ class Intake:
 
     @property
     def num_open(self) -> int:
-        """Requests that wait or are in progress."""
+        """Number of requests that wait or are in progress."""
         return self._dispatcher.num_open
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens, prompt and output, of a request."""
+        """Largest number of tokens (prompt and output) of a request."""
         return self._dispatcher.pool.max_model_len
 
     def rates_of(self, principal: Principal) -> dict[str, Rate]:
-        """What is left of the limits of a caller; empty if it has none."""
+        """Return what is left of a caller's rate limits; empty if there are none."""
         return self._dispatcher.admission.rates_of(principal)
 
     def check_key(self, principal: Principal) -> None:
-        """Raise OverloadedError if a caller can have no request now, whatever it is."""
+        """Raise OverloadedError if the caller's limits allow no request now."""
         self._dispatcher.admission.check_key(principal)
 
     def start(self) -> None:
@@ -168,11 +168,11 @@ class Intake:
     async def accept(
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str = ""
     ) -> Call:
-        """Check everything a client can get wrong; raises InvalidRequestError.
+        """Make a checked call of a request; raises InvalidRequestError for a client's mistakes.
 
         Args:
             prompt: text, token ids or a conversation.
-            request_id: made up when empty.
+            request_id: generated if empty.
         """
         with self._metrics.accepting():
             return await self._check(prompt, params, terms, request_id)
@@ -199,8 +199,8 @@ class Intake:
         if params.structured_output is not None:
             await self._check_structured_output(params.structured_output, principal)
         if params.seed is None:
-            # Drawn here, so that both nodes (and a retry) sample the same.
-            params = dataclasses.replace(params, seed=draw_seed())
+            # Drawn here, so that both nodes, and retries, sample equally.
+            params = params.with_seed(draw_seed())
         if token_ids is None:
             token_ids = await self.tokenize(prompt, principal)
         check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=self.max_model_len)
@@ -222,8 +222,8 @@ class Intake:
         """Run a call; ending the iteration early cancels it. Raises what the dispatcher does.
 
         Args:
-            parser: divides the output: each delta is a `DividedDelta`, and stop strings are looked
-                for in the answer alone. None: they are looked for in all of the text.
+            parser: divides the output. Deltas are then `DividedDelta`, and stop strings count in
+                the answer only. None: stop strings count in the whole text.
         """
         text = self._output_text(call, parser)
         num_own = self._own_prompts.num_tokens(call)
@@ -243,7 +243,8 @@ class Intake:
                                 self._dispatcher.note_handed_over(call)
                             yield delta
                             continue
-                        record.finish(delta)  # not always the nodes' end: they know no text
+                        # Here, because nodes do not see the text, in which stop strings count.
+                        record.finish(delta)
                         assert delta.receipt is not None
                         receipt = told(delta.receipt, num_own)
                         yield msgspec.structs.replace(delta, receipt=receipt)
@@ -260,11 +261,11 @@ class Intake:
         *,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Token ids of a prompt, not checked against the model.
+        """Return a prompt's token ids; they are not checked against the model.
 
         Args:
             principal: whose prompt it is.
-            add_special_tokens: to a text, as the checkpoint does.
+            add_special_tokens: whether a text gets the checkpoint's special tokens.
 
         Raises what `Texts.encode` does.
         """
@@ -301,7 +302,7 @@ class Intake:
     async def tokenize_only(
         self, prompt: Prompt, principal: Principal, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids for who wants nothing else: they count in its key's limits like a request.
+        """Return a prompt's token ids, and charge the caller's rate limits as for a request.
 
         Raises OverloadedError, and what `tokenize` does.
         """
@@ -312,9 +313,9 @@ class Intake:
         return token_ids
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a prompt's token ids; lets others in between.
+        """Return the text of a prompt's token ids; other tasks run in between.
 
-        Raises InvalidRequestError when they are none of the model's, too many, or have no texts.
+        Raises InvalidRequestError for unknown ids, too many ids, or a checkpoint without tokenizer.
         """
         if self.tokenizer is None:
             raise InvalidRequestError("tokens", "this checkpoint has no tokenizer.json")
@@ -343,7 +344,7 @@ class Intake:
     def _text_delta(
         self, call: Call, output: TextDelta, text: OutputText | DividedText | None
     ) -> TextDelta:
-        """Add what new tokens make of the text; ends the output where a stop string does."""
+        """Return an output with its text added; a stop string ends the output."""
         finish_reason, receipt = output.finish_reason, output.receipt
         token_ids = output.token_ids
         piece = ""
@@ -386,9 +387,9 @@ class Intake:
 
 
 def check_name(field: str, name: str, limit: int) -> None:
-    """Raise InvalidRequestError unless a client's name for something can be sent and logged."""
+    """Raise InvalidRequestError if a client's name is too long or not printable."""
     if len(name) > limit:
         raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
-    # (Bytes that are no UTF-8 come from HTTP headers as surrogates, which are not printable.)
+    # (Bytes of HTTP headers that are not UTF-8 become surrogates, which are not printable.)
     if not name.isprintable():
         raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")

@@ -1,7 +1,7 @@
-"""LongAnswers: what is made of many logprobs is made in a thread, while the router serves others.
+"""LongAnswers: builds response parts with many logprobs in a thread, while others are served.
 
-Logprobs of a long prompt are hundreds of thousands of objects: to make them, or their texts, takes
-a second and more.
+Logprobs of a long prompt are hundreds of thousands of objects, which take a second and more to
+build.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import TypeVar
 
 from baton.api.outputs import TextDelta, count_logprobs
 
-MAX_LOGPROBS_HERE = 500  # a millisecond or two
+MAX_LOGPROBS_HERE = 500  # takes a millisecond or two
 
 T = TypeVar("T")
 
 
 class LongAnswers:
-    """One thread for all: several would take most turns of the interpreter from the loop."""
+    """Run a single thread: more would take too much interpreter time from the event loop."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "long-answers")
 
     async def make(self, delta: TextDelta, make: Callable[[], T]) -> T:
-        """What a function makes of a piece of an output; nobody else uses its own meanwhile."""
+        """Call ``make``, in the thread if the delta has many logprobs, and return its result."""
         has_any = bool(delta.logprobs or delta.prompt_logprobs)
         if not has_any or count_logprobs(delta) <= MAX_LOGPROBS_HERE:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
     def close(self) -> None:
-        """End the thread behind what it is at."""
+        """End the thread after its current work."""
         self._thread.shutdown(wait=False, cancel_futures=True)

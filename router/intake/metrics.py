@@ -1,7 +1,7 @@
-"""RouterMetrics: what the router counts, for Prometheus. A request is looked at when it ends.
+"""RouterMetrics: the router's metrics for Prometheus. Requests are counted when they end.
 
-Names are Prometheus' own: ``_total`` only grows, times are seconds. Knows no API: whoever takes
-requests in and streams them says so here; `/metrics` serves the text.
+Names follow Prometheus: counters end in ``_total``, times are in seconds. Knows no API: code that
+accepts and streams requests reports here, and `/metrics` serves the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from router.gate.overload import Overload
 from router.intake.fleet_metrics import ForecastCollector, RevisionCollector
 
 _PREFIX = "baton_router"
-MAX_PAIRS = 2048  # told one by one: a page of all that there may be would hold up the loop
+MAX_PAIRS = 2048  # a page with all pairs would block the event loop
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -40,7 +40,7 @@ _NUM_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
 _NODE_STATES = ("ready", "joined", "draining", "ejected", "not_serving", "lost")
 
 
-# Of each request that finished: name, text, buckets.
+# Per finished request: name, text, buckets.
 _OF_REQUEST = (
     (
         "time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_S,
@@ -72,7 +72,7 @@ _OF_REQUEST = (
 _VLLM_NAMES_OF_REQUESTS = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
-    "time_per_output_token_seconds": "inter_token_latency_seconds",  # as it was called before
+    "time_per_output_token_seconds": "inter_token_latency_seconds",  # an older name
     "request_time_per_output_token_seconds": "inter_token_latency_seconds",
     "e2e_request_latency_seconds": "request_seconds",
     "request_queue_time_seconds": "queue_seconds",
@@ -85,27 +85,27 @@ _VLLM_NAMES_OF_REQUESTS = {
 
 
 class RequestRecord:
-    """What becomes of one request; see `RouterMetrics.running`."""
+    """Hold a request's outcome; see `RouterMetrics.running`."""
 
     def __init__(self) -> None:
         self.outcome = "cancelled"
         self.receipt: Receipt | None = None
 
     def finish(self, delta: TextDelta) -> None:
-        """Its last delta is about to be given to its client."""
+        """Note the last delta, before its client gets it."""
         assert delta.finish_reason is not None
         self.outcome = delta.finish_reason.value
         self.receipt = delta.receipt
 
 
 class RouterMetrics:
-    """Counters of one router, in a registry of their own.
+    """Hold one router's metrics, in a registry of their own.
 
     Args:
-        pool: whose nodes are counted when somebody asks.
-        admission: whose queue is looked at then.
-        overload: whose level and signals are looked at then.
-        suspects: whose quarantine is.
+        pool: nodes to collect from when metrics are read.
+        admission: gate to collect from.
+        overload: overload state to collect from.
+        suspects: quarantine to collect from.
     """
 
     def __init__(
@@ -153,15 +153,15 @@ class RouterMetrics:
             registry.register(_SuspectsCollector(suspects))
 
     def show_connections(self, counts: ConnectionCounts) -> None:
-        """Show from now on what connections over HTTP there are."""
+        """Add metrics of HTTP connections."""
         self._registry.register(_ConnectionCollector(counts))
 
     def show_names_of(self, model: str) -> None:
-        """Show from now on what there is by the names of another engine's, too."""
+        """Add vLLM's names for the metrics that exist in both."""
         self._registry.register(VllmNames(self._of_other_engines, model))
 
     def _of_other_engines(self) -> Iterable[tuple[str, Metric]]:
-        """Our families by vLLM's names for them."""
+        """Yield Baton's metric families by vLLM's names for them."""
         for name, ours in _VLLM_NAMES_OF_REQUESTS.items():
             for family in self._of_request[ours].collect():
                 yield name, family
@@ -176,16 +176,16 @@ class RouterMetrics:
             yield "num_requests_waiting", waiting
 
     def show(self, collector: Collector) -> None:
-        """Show from now on what a collector tells."""
+        """Add a collector's metrics."""
         self._registry.register(collector)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
-        """Around the checks of a request: counts those that are refused."""
+        """Enclose the checks of a request; counts refused requests."""
         try:
             yield
         except BatonError as error:
@@ -194,7 +194,7 @@ class RouterMetrics:
 
     @contextmanager
     def running(self) -> Iterator[RequestRecord]:
-        """Around a request that was accepted: counts it, however it ends."""
+        """Enclose an accepted request; counts it by outcome."""
         record = RequestRecord()
         self._open.inc()
         try:
@@ -203,7 +203,7 @@ class RouterMetrics:
             record.outcome = status_name(error).lower()
             raise
         except (GeneratorExit, asyncio.CancelledError):
-            raise  # cancelled, or finished and not read behind its end
+            raise  # cancelled, or finished and not read to the end
         except BaseException:
             record.outcome = "internal"
             raise
@@ -239,7 +239,7 @@ class RouterMetrics:
 
 
 class _NodeCollector(Collector):
-    """Nodes by role and state, counted when they are asked for."""
+    """Collect the number of nodes by role and state."""
 
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
@@ -280,7 +280,7 @@ def _state(node: Node, ready: Set[str]) -> str:
 
 
 class _PairCollector(Collector):
-    """Which prefill node reaches which decode node, by what, and how fast; how many do not."""
+    """Collect which nodes reach each other, by transport and bandwidth, and how many do not."""
 
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
@@ -318,7 +318,7 @@ class _PairCollector(Collector):
 
 
 class _SuspectsCollector(Collector):
-    """Requests that were ended, or refused, because nodes died of them."""
+    """Collect requests that were ended or refused as poison."""
 
     def __init__(self, suspects: Suspects) -> None:
         self._suspects = suspects
@@ -338,7 +338,7 @@ class _SuspectsCollector(Collector):
 
 
 class _AdmissionCollector(Collector):
-    """What waits before the nodes, and what was refused."""
+    """Collect what waits at the gate and what was refused."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -366,7 +366,7 @@ class _AdmissionCollector(Collector):
 
 
 class _OverloadCollector(Collector):
-    """How near the router is to its own limits."""
+    """Collect the overload level and its signals."""
 
     def __init__(self, overload: Overload) -> None:
         self._overload = overload
@@ -397,7 +397,7 @@ class _OverloadCollector(Collector):
 
 
 class _ConnectionCollector(Collector):
-    """Connections over HTTP."""
+    """Collect HTTP connections."""
 
     def __init__(self, counts: ConnectionCounts) -> None:
         self._counts = counts

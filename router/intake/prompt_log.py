@@ -1,4 +1,4 @@
-"""PromptLog: logs prompts and outputs, where somebody asks for them; no other line has one."""
+"""PromptLog: logs prompts and outputs if enabled; no other log line contains them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.calls.call import Call
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 2000
-_MAX_TOKENS = 2000  # of which these are made
+_MAX_TOKENS = 2000  # tokens decoded to get those characters
 
 
 class PromptLog:
-    """Writes a line for each prompt and each output.
+    """Log a line per prompt and per output.
 
     Args:
         tokenizer: None: token ids are logged.
@@ -25,7 +25,7 @@ class PromptLog:
         self._tokenizer = tokenizer
 
     def begin(self, call: Call) -> OutputLog:
-        """Log a prompt, and give what logs its output."""
+        """Log a prompt and return the log of its output."""
         token_ids = call.prompt_token_ids[:_MAX_TOKENS]
         text = str(token_ids) if self._tokenizer is None else self._tokenizer.decode(token_ids)
         ids = {"request_id": call.request_id}
@@ -34,7 +34,7 @@ class PromptLog:
 
 
 class OutputLog:
-    """Collects one output, and logs it with its last piece."""
+    """Collect an output, and log it with its last piece."""
 
     def __init__(self, ids: dict[str, str]) -> None:
         self._ids = ids
@@ -42,7 +42,7 @@ class OutputLog:
         self._token_ids: list[int] = []
 
     def note(self, delta: TextDelta) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         if len(self._text) < MAX_CHARS:
             self._text += delta.text
         if len(self._token_ids) < _MAX_TOKENS:

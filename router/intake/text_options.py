@@ -1,6 +1,6 @@
-"""TextOptions: what a user says of how conversations become prompts, and outputs messages.
+"""TextOptions: options for turning conversations into prompts and outputs into messages.
 
-What reads the checkpoint is imported when that is done: who asks for help does not wait for it.
+Modules that read checkpoints are imported late, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CALM_SAMPLING = {"temperature": 0.7}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How conversations become prompts, outputs messages, and what is sampled with."""
+    """Options of chat templates, output parsers and default sampling."""
 
     chat_template: str = option(
         "", help="A Jinja file that is used instead of the checkpoint's chat template."
@@ -63,9 +63,9 @@ class TextOptions:
         check_limits(self)
 
     def sampling_defaults(self, folder: Path) -> dict[str, Any]:
-        """Return the sampling parameters of HTTP requests that name none, by field.
+        """Return defaults for sampling parameters that HTTP requests leave out, by field.
 
-        Raises ModelLoadError for a `generation_config.json` that is broken.
+        Raises ModelLoadError if `generation_config.json` is broken.
         """
         from baton.checkpoint.sampling_defaults import read_sampling_defaults
 
@@ -79,14 +79,14 @@ class TextOptions:
         return defaults
 
     def load(self, folder: Path) -> tuple[Tokenizer | None, OutputParsers]:
-        """What a model's texts need; raises ConfigError of an option that cannot be had."""
+        """Return a model's tokenizer, or None, and parsers; raises ConfigError for bad options."""
         tokenizer = self.make_tokenizer(folder)
         return tokenizer, self.make_parsers(tokenizer)
 
     def make_tokenizer(self, folder: Path) -> Tokenizer | None:
-        """The checkpoint's; None where it brings none.
+        """Return the checkpoint's tokenizer; None if it has none.
 
-        Raises ConfigError when the chat template cannot be used.
+        Raises ConfigError if the chat template is invalid.
         """
         from baton.text.tokenizer import Tokenizer
 
@@ -98,7 +98,7 @@ class TextOptions:
         return None
 
     def make_parsers(self, tokenizer: Tokenizer | None) -> OutputParsers:
-        """What outputs go through."""
+        """Return the parsers of outputs."""
         from router.intake.parsers.choice import OutputParsers
 
         parsers = OutputParsers(tokenizer, self.tool_call_parser, self.reasoning_parser)

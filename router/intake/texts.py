@@ -1,7 +1,7 @@
-"""Texts: a client's texts and conversations as token ids, none of which can hold up the router.
+"""Texts: turns clients' texts and conversations into token ids without blocking the router.
 
-What cannot fit is refused by its size first. Short texts are tokenized at once; long ones, and all
-that goes through a chat template, in worker processes, within limits.
+Texts that cannot fit are refused by size. Short texts are tokenized at once; long ones and all
+chats go to worker processes, within limits.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from baton.processes.worker_template import Work
 from baton.text.call_arguments import read_arguments
 from baton.text.tokenizer import Tokenizer
 
-# A longer text takes longer to be tokenized than to be sent to a worker and back.
+# Tokenizing a longer text takes longer than sending it to a worker and back.
 SHORT_TEXT_CHARS = 4_000
 MAX_MESSAGES = 8_192
 MAX_TOOLS = 1_024
-# Of tools and options, which templates need not write as they came.
+# For tools and options, which templates may render shorter.
 _MAX_EXTRA_BYTES = 2**16
-_MAX_CHAR_BYTES = 6  # in JSON: "\\u0007"
+_MAX_CHAR_BYTES = 6  # per character in JSON: "\\u0007"
 _TEXT, _BARE_TEXT, _CHAT = b"t", b"b", b"c"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, to be rendered with the checkpoint's chat template.
+    """A conversation to render with a chat template.
 
     Attributes:
-        messages: arguments of tool calls are texts, as a model wrote them.
+        messages: with tool calls' arguments as the text that the model wrote.
         tools: functions that the model may call.
-        template_options: more variables of the template.
-        continues_last: the prompt ends with the text of the last message.
-        template: the client's own, instead of the checkpoint's; None: the checkpoint's.
+        template_options: additional template variables.
+        continues_last: whether the output continues the last message.
+        template: the client's own template; None: the checkpoint's.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -53,19 +53,19 @@ class ChatPrompt:
 
 
 class Texts:
-    """Makes token ids of texts. One event loop's.
+    """Turn texts into token ids. Belongs to one event loop.
 
     Args:
-        tokenizer: of the checkpoint.
-        max_model_len: most tokens of a request, for the limits of one piece of work.
-        early: from `fork_texts`, if the program has called that.
+        tokenizer: the checkpoint's tokenizer.
+        max_model_len: most tokens of a request; sets the workers' limits.
+        early: template from `fork_texts`, if one was forked.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, max_model_len: int, early: EarlyTemplate | None = None
     ) -> None:
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
-        # A long prompt takes about 2 microseconds and 400 bytes a token.
+        # A long prompt takes about 2 microseconds and 400 bytes per token.
         limits = WorkLimits(
             cpu_s=2.0 + 2e-5 * max_model_len,
             wall_s=20.0 + 1e-4 * max_model_len,
@@ -82,14 +82,14 @@ class Texts:
         self._workers.start()
 
     async def prepare(self) -> None:
-        """Wait until conversations can be read, and read a short one.
+        """Wait until workers are ready, and render a short conversation.
 
         Raises:
             NodeUnavailableError: the worker processes cannot be started.
         """
         await self._workers.wait_ready()
         hello = ChatPrompt([{"role": "user", "content": "hello"}])
-        with contextlib.suppress(InvalidRequestError):  # there is no chat template, say
+        with contextlib.suppress(InvalidRequestError):  # for example without a chat template
             await self.encode_chat(hello, max_model_len=self._max_model_len)
 
     async def encode(
@@ -100,14 +100,14 @@ class Texts:
         caller: str = "",
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Token ids of a text prompt.
+        """Return the token ids of a text.
 
         Args:
-            max_model_len: of the requests of now.
-            caller: whose text it is.
-            add_special_tokens: as the checkpoint does.
+            max_model_len: most tokens of a request now.
+            caller: the tenant.
+            add_special_tokens: whether to add the checkpoint's special tokens.
 
-        Raises what `WorkerProcesses.run` does, and InvalidRequestError when it costs too much.
+        Raises what `WorkerProcesses.run` raises, and InvalidRequestError if it costs too much.
         """
         self._check_num_chars("prompt", len(text), max_model_len)
         utf8 = _utf8("prompt", text)
@@ -119,7 +119,7 @@ class Texts:
     async def encode_chat(
         self, prompt: ChatPrompt, *, max_model_len: int, caller: str = ""
     ) -> list[int]:
-        """Token ids of a conversation; as `encode`."""
+        """Return the token ids of a conversation; see `encode`."""
         check_num_messages(len(prompt.messages))
         _check_count("tools", len(prompt.tools), MAX_TOOLS)
         num_chars = sum(len(message.get("content") or "") for message in prompt.messages)
@@ -154,13 +154,13 @@ class Texts:
         self._workers.close()
 
     def _check_num_chars(self, field: str, num_chars: int, max_model_len: int) -> None:
-        """Refuse a text that is too long however well it is tokenized, before that is tried."""
+        """Refuse a text that cannot fit, however it is tokenized."""
         if num_chars > self._max_chars(max_model_len):
             least = math.ceil(num_chars / self._tokenizer.longest_token_chars)
             raise PromptTooLongError(field, least, max_model_len - 1)
 
     def _max_chars(self, max_model_len: int) -> int:
-        """More cannot fit, however well they are tokenized."""
+        """Return how many characters could fit at most."""
         return max_model_len * self._tokenizer.longest_token_chars
 
     async def _run(self, field: str, frame: bytes, caller: str) -> list[int]:
@@ -174,18 +174,18 @@ class Texts:
 
 
 def check_num_messages(number: int) -> None:
-    """Raise InvalidRequestError for a conversation that has too many; cheap, so the first check."""
+    """Raise InvalidRequestError for too many messages; cheap, so checked first."""
     _check_count("messages", number, MAX_MESSAGES)
 
 
 def make_work(options: Mapping[str, str]) -> Work:
-    """In a worker template: the function that tokenizes."""
+    """Return the tokenizing function; called in a worker template."""
     template_file = Path(options["chat_template"]) if "chat_template" in options else None
     return _work_of(Tokenizer(Path(options["folder"]), chat_template=template_file))
 
 
 def fork_texts(tokenizer: Tokenizer) -> EarlyTemplate:
-    """Fork the template for `Texts`, which shares the tokenizer; raises OSError."""
+    """Fork a template for `Texts` that shares the tokenizer; raises OSError."""
     return fork_template(lambda: _work_of(tokenizer))
 
 
@@ -214,7 +214,7 @@ def _work_of(tokenizer: Tokenizer) -> Work:
 
 
 def _parse_arguments(message: dict[str, Any]) -> None:
-    """Turn the text that OpenAI's API has for a call's arguments into the object of templates."""
+    """Parse tool calls' arguments, text in OpenAI's API, into the objects that templates expect."""
     for call in message.get("tool_calls") or ():
         call["function"]["arguments"] = read_arguments(call["function"]["arguments"])
 

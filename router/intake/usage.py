@@ -1,8 +1,8 @@
-"""Usage: what a request cost, as its client is told.
+"""Usage: a request's cost as shown to its client.
 
-Who shares a cache with other tenants is told of prompt tokens that were cached only as far as it
-sent them itself: the rest counts as computed. Numbers that would say the same in other words
-(chunks, bytes that travelled) are left out. Knows no queue and no node.
+A tenant that shares a cache sees as cached only what it sent itself; the rest counts as computed.
+Numbers from which the rest could be inferred (chunks, bytes sent) are left out. Knows no queue and
+no node.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ _KIND = HashKind(16, "blake2b")
 
 
 class OwnPrompts:
-    """What tenants of sharing groups sent themselves, by short hashes of its blocks.
+    """Remember what tenants in sharing groups sent themselves, by block hashes with own salts.
 
-    A router knows what went through it, and of that what is not too old: it tells less rather
-    than too much.
+    Knows only prompts that recently passed this router, so it may report too few, never too many.
 
     Args:
-        salts: of this router.
-        memory: where the hashes are kept.
+        salts: the router's.
+        memory: holds the hashes; a new one if not given.
     """
 
     def __init__(self, salts: CacheSalts, memory: PlacementMemory | None = None) -> None:
@@ -36,7 +35,7 @@ class OwnPrompts:
         self._memory = memory or PlacementMemory(MAX_BLOCKS, LIFETIME_S)
 
     def num_tokens(self, call: Call) -> int | None:
-        """How much of a prompt its tenant sent before; None: it shares its cache with nobody."""
+        """Return the prompt tokens that its tenant sent before; None if it shares no cache."""
         if not call.terms.principal.cache_group:
             return None
         self._memory.expire()
@@ -48,10 +47,10 @@ class OwnPrompts:
         return num_blocks * _KIND.block_size
 
     def note(self, call: Call) -> None:
-        """A prompt's first token came, so all of it was computed, or found.
+        """Note a prompt at its first token, when all of it was computed or found.
 
-        Not before: who could have a prompt counted as its own that was not computed would learn
-        from its next request whether another one sent it.
+        Not earlier: a tenant that could claim an uncomputed prompt as its own would learn from its
+        next request whether another tenant had sent the prompt.
         """
         if call.terms.principal.cache_group:
             self._memory.note(1, self._hashes(call))
@@ -62,7 +61,7 @@ class OwnPrompts:
 
 
 def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
-    """A receipt for who sent so much of the prompt before; None: for who shares no cache."""
+    """Return the receipt to show to a client that sent this much before; None: show all."""
     if num_own_tokens is None:
         return receipt
     prefill, decode = receipt.prefill, receipt.decode
@@ -76,7 +75,7 @@ def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
         )
     if decode is not None:
         num_hidden = max(decode.num_cached_tokens - num_own_tokens, 0)
-        is_alone = prefill is None  # it computed what it had not cached
+        is_alone = prefill is None  # the decode node computed what was not cached
         decode = dataclasses.replace(
             decode,
             num_cached_tokens=decode.num_cached_tokens - num_hidden,

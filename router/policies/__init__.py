@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.registry import Registry
 
-if TYPE_CHECKING:  # who asks for help waits for no policy
+if TYPE_CHECKING:  # policies are imported late, so `--help` is fast
     from router.policies.base import RoutingPolicy
 
 POLICIES: Registry[Callable[[], RoutingPolicy]] = Registry(

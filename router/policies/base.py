@@ -1,7 +1,7 @@
-"""RoutingPolicy: where a request goes. One file per policy, one registry line.
+"""RoutingPolicy: picks a request's nodes. One file and one registry line per policy.
 
-What policies see is here, in `Fleet` and in `NodeLoad`; what they read of a node is live and theirs
-to read only.
+Policies see what is here, in `Fleet` and in `NodeLoad`. Node values are live, and policies only
+read them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ def _nothing_cached() -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteQuery:
-    """What is known of a request before it is placed.
+    """Hold what is known of a request before it is placed.
 
     Attributes:
-        num_prompt_tokens: whose KV is needed before the next token: also those that earlier
-            attempts sampled.
-        max_tokens: that may follow.
-        session_id: requests with the same one share a prefix; empty: unknown.
-        timeout_s: until its deadline.
-        leaves_room: it is not to wait on a node where others might have to wait behind it.
-        num_waiting: requests that wait at the router, and begin as nodes have room.
-        now: by `time.monotonic`; 0 if nothing is to go by it.
-        find_cached_tokens: how many first tokens of the prompt each node has in its prefix cache,
-            by engine id; nodes that have none are not in it. Asked only by who needs it.
+        num_prompt_tokens: tokens whose KV is needed first, including output of earlier attempts.
+        max_tokens: most output tokens that may follow.
+        session_id: requests of one session share a prefix; empty: no session.
+        timeout_s: seconds until its deadline.
+        leaves_room: whether to avoid nodes with queued work, so that other tenants find room.
+        num_waiting: requests that wait at the router for nodes to have room.
+        now: by `time.monotonic`; 0: ignore elapsed times.
+        find_cached_tokens: returns how many leading prompt tokens each node has cached, by engine
+            id; nodes without any are left out. Called only if needed.
     """
 
     num_prompt_tokens: int
@@ -47,13 +46,13 @@ class RouteQuery:
 
 
 class Candidate(NamedTuple):
-    """A place that a policy looked at, and what it made of it; for operators.
+    """A place that a policy considered, with its cost; for operators.
 
     Attributes:
-        prefill: name of the node; empty: the decode node alone.
-        cost: the lower, the better; in what the policy counts in.
-        terms: what the cost is made of, by name.
-        assumed: names of nodes whose speed was not measured yet, but taken from others or guessed.
+        prefill: node name; empty: the decode node computes the prompt.
+        cost: lower is better; the unit is the policy's.
+        terms: parts of the cost, by name.
+        assumed: names of nodes whose speed was not measured yet.
     """
 
     prefill: str
@@ -65,13 +64,13 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes.
+    """Hold where a request goes.
 
     Attributes:
-        prefill: None: the decode node computes the prompt itself.
-        num_cached_tokens: of the prompt, on the node that computes it, as far as is known.
-        is_probe: chosen to measure a node that was not asked for long, although another is cheaper.
-        explain: the best of the places looked at, the chosen one first, as they were then.
+        prefill: None: the decode node computes the prompt.
+        num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
+        is_probe: whether a more expensive node was chosen in order to measure it.
+        explain: returns the best places considered, as of then, the chosen one first.
     """
 
     prefill: NodeLoad | None
@@ -82,10 +81,10 @@ class Placement:
 
 
 class RoutingPolicy(Protocol):
-    """Picks nodes. Called on the router's event loop: must not wait."""
+    """Pick nodes for requests. Called on the router's event loop: must not wait."""
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
-        """Choose nodes of ``fleet`` that reach each other; None if this policy finds none.
+        """Return nodes of ``fleet`` that reach each other, or None if there are none.
 
-        The same calls give the same answers, in whatever order nodes joined.
+        Equal calls give equal answers, whatever the order in which nodes joined.
         """

@@ -1,13 +1,13 @@
-"""Cost: the place where a request costs everybody the least time.
+"""Cost: picks the place where a request costs all requests together the least time.
 
-    prefill node      wait for its queue + this prompt's tokens that it has not cached
-    between the two   what of the transfer is not hidden behind that; wait for room on D
-    decode node       this request's steps, and how much longer everybody else's steps become
+    prefill node      wait for its queue + this prompt's tokens that are not cached there
+    between the two   transfer time not hidden behind that; wait for KV room on D
+    decode node       this request's steps, and how much longer all other requests' steps get
 
-    or local on D     wait for its queue + what D has not cached + all who decode there stand still
+    or local on D     wait for its queue + tokens not cached on D + pause of all that decode there
 
-One estimate over all pairs, which are never listed: nodes are rated one by one, and pairs of the
-best are looked at until no other can be better. docs/routing.md has the formula and an example.
+Estimates the cost of all pairs without listing them: nodes are rated one by one, and pairs of the
+best nodes are tried until no other can be better. docs/routing.md has the formula and an example.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from router.policies.cost_terms import (
 )
 from router.policies.probes import find_probe
 
-# Estimates are not so exact that a difference below this should decide; the tokens that nodes were
-# sent up to now do then, so that all caches are used.
-PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # and a part of the prompt's own time
+# Estimates are not exact enough for smaller differences to decide. Then the node that was sent
+# fewer tokens so far wins, so that all caches are used.
+PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest prefill cost
 DECODE_NEAR_S = 0.0001
 CLOSE_ENOUGH_S = 0.0003
-# Of each role, and of pairs.
+# Most nodes of each role, pairs, and cache hits considered.
 MAX_NODES, MAX_PAIRS, MAX_HITS = 16, 64, 4
 NUM_EXPLAINED = 8
 
 
 class Cost:
-    """See the module. Costs in explanations are milliseconds."""
+    """Pick the place with the lowest cost. Explanations give costs in milliseconds."""
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
         search = _Search(query, fleet)
         places = search.places()
         if not places:
             return None
-        # The first of equals. (Others are let go: what is explained is kept for a while.)
+        # (Of equals the first wins. Few are kept, because explanations stay in memory for a while.)
         shown = heapq.nsmallest(NUM_EXPLAINED, places, key=lambda place: place.cost_s)
         probe = find_probe(search.terms, shown[0])
         if probe is not None:
@@ -68,16 +68,16 @@ class Cost:
         return Placement(best.prefill.node, decode, num_cached, probe is not None, explain)
 
     def explain(self, query: RouteQuery, fleet: Fleet) -> list[Candidate]:
-        """Every place for a request, best first. O(pairs): for an operator, not for a request."""
+        """Return every place for a request, best first. O(pairs): for operators only."""
         places = _Search(query, fleet).all_places()
         return [place.candidate() for place in sorted(places, key=lambda place: place.cost_s)]
 
 
 class _Search:
-    """One request's best places in a fleet.
+    """Search one request's best places in a fleet.
 
     Attributes:
-        terms: numbers of the request that are the same for every place.
+        terms: numbers of the request that do not depend on the place.
     """
 
     def __init__(self, query: RouteQuery, fleet: Fleet) -> None:
@@ -90,10 +90,10 @@ class _Search:
         )
 
     def places(self) -> list[Place]:
-        """The best place and those that were looked at to find it.
+        """Return the best place, and those considered to find it.
 
-        A pair costs at least what its nodes cost each for itself and the link's latency: no pair
-        is looked at that cannot be (much) better than the best so far.
+        A pair costs at least the sum of its nodes' costs and the link's latency. Pairs whose bound
+        is not well below the best cost so far are skipped.
         """
         places: list[Place] = []
         best_s = float("inf")
@@ -107,7 +107,7 @@ class _Search:
         return places
 
     def all_places(self) -> list[Place]:
-        """Every pair, and every decode node alone."""
+        """Return every pair, and every decode node alone."""
         fleet, terms = self._fleet, self.terms
         pairs = [
             pair_place(terms, prefill_terms(terms, prefill), decode_terms(terms, decode))
@@ -122,7 +122,7 @@ class _Search:
     # ------------------------------------------------------------------ pairs
 
     def _pairs_best_first(self) -> Iterator[tuple[float, int, int]]:
-        """Lower bounds and places in the fleet's lists of pairs that reach each other."""
+        """Yield (lower bound, prefill index, decode index) of connected pairs, best bound first."""
         fleet = self._fleet
         if not fleet.prefills:
             return
@@ -146,7 +146,7 @@ class _Search:
     def _pairs_of_some(
         self, prefills: list[tuple[float, int, int]]
     ) -> Iterator[tuple[float, int, int]]:
-        """The same where not all reach all: of each prefill node the best that it reaches."""
+        """Do so if not all nodes reach each other: take each prefill node's best decode nodes."""
         fleet, costs_s = self._fleet, self._decode_costs_s
         pairs: list[tuple[float, int, int, int]] = []
         for cost_s, _, i in prefills:
@@ -159,22 +159,22 @@ class _Search:
             yield floor_s, i, j
 
     def _pair(self, i: int, j: int, floor_s: float) -> Place:
-        """Args: floor_s: that counts for what its nodes cost each for itself."""
+        """Make a pair's place. Args: floor_s: replaces the sum of the nodes' own costs."""
         fleet, terms = self._fleet, self.terms
         place = pair_place(
             terms, prefill_terms(terms, fleet.prefills[i]), decode_terms(terms, fleet.decodes[j])
         )
         own_s = self._prefill_costs_s[i] + self._decode_costs_s[j] + LINK_LATENCY_S
-        place.cost_s -= own_s - floor_s  # those that are near the best are as good as it
+        place.cost_s -= own_s - floor_s  # nearly equal nodes count as equal
         return place
 
     # ------------------------------------------------------------------ local on D
 
     def _locals(self, best_pair_s: float) -> list[Place]:
-        """Decode nodes alone: those that decode best, and those that have most of the prompt."""
+        """Return decode nodes alone: the cheapest ones, and those with the longest hits."""
         fleet, terms = self._fleet, self.terms
         costs_s = self._decode_costs_s
-        if len(costs_s) != len(fleet.self_prefilling):  # some are reached by nobody
+        if len(costs_s) != len(fleet.self_prefilling):  # some are reached by no prefill node
             costs_s = decode_costs(
                 terms, fleet.self_prefilling, fleet.self_prefilling_places, float("inf")
             )
@@ -192,10 +192,10 @@ class _Search:
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
-        """Without those that would be taken, and at which somebody would miss a deadline.
+        """Return places without those that would win but make a request miss its deadline.
 
-        And of a tenant that has its part without those where something is before it: the gate lets
-        it begin as prefill nodes have room, and who comes then would wait behind all of it.
+        For a tenant at its fair share, places with queued prompts are dropped too: the gate lets it
+        begin when prefill nodes have room, and other tenants would wait for its prompts.
         """
         if best_pair_s == float("inf"):
             return places
@@ -211,9 +211,9 @@ class _Search:
 def _shortlist(
     costs_s: Sequence[float], nodes: Sequence[NodeLoad], near_s: float
 ) -> list[tuple[float, int, int]]:
-    """(cost, tokens placed there, place in the list) of the best nodes, best first.
+    """Return (cost, tokens placed there, index) of the best nodes, best first.
 
-    Those nearly as good as the best count as good as it.
+    Costs near the best one are replaced by the best.
     """
     best_s = min(costs_s)
     near_s += best_s

@@ -1,6 +1,6 @@
-"""The terms of `Cost`: what one request costs on a node, between two, and local on D; seconds.
+"""Terms of `Cost`: a request's cost in seconds on a node, between two, and local on D.
 
-Numbers of nodes in, numbers out: chooses nothing.
+Computes numbers from nodes' numbers; chooses nothing.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from router.policies.base import Candidate, RouteQuery
 
-# From the last byte sent until it is used: a message.
+# From the last byte sent until the KV is used: one message.
 LINK_LATENCY_S = 0.001
 DEFAULT_BYTES_PER_S = 10e9
-# What of a transfer cannot be hidden: the last layer group of the last chunk.
+# Part of a transfer that cannot be hidden: the last layer group of the last chunk.
 LAST_CHUNK_TOKENS = 2048
-# A second of slower decoding, spread over many tokens, is felt less than one before the first.
+# A second of slower decoding, spread over many tokens, hurts less than one before token 1.
 DECODE_WEIGHT = 0.5
-# A prompt delays all that come before its node is idle again. Until it is computed, these are
-# as many as it finds before it, on average (Little's law, arrivals by chance): q; in all
-# q / (1 - utilization), taken as if nodes were busy half of the time.
+# A prompt delays all that come before its node is idle again. While it is computed, about as many
+# arrive as it found queued (Little's law, random arrivals): q. In all, q / (1 - utilization) are
+# delayed, assuming a utilization of one half.
 BUSY_FACTOR = 2.0
-# Local on D must be better by so much: prompts there are in the way of whoever comes next.
+# Computing a prompt on D must be faster by this margin, because the next prompt to arrive waits for
+# it. On an idle D the margin shrinks with the share of the prompt that D misses: a conversation
+# whose rest is short stays where its KV is, and no prefill node computes again what D has.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CostTerms:
-    """What is the same of a request wherever it goes.
+    """Hold what does not depend on a request's place.
 
     Attributes:
-        cached: tokens of the prompt that nodes have, by engine id.
-        num_steps: decode steps that are expected.
-        most_steps: that few requests exceed.
+        cached: prompt tokens cached on nodes, by engine id.
+        num_steps: expected decode steps.
+        most_steps: decode steps that few requests exceed.
         timeout_s: until the request's deadline.
-        leaves_room: it does not wait on a decode node.
-        num_behind: prompts that this one will delay, on whichever prefill node; see BUSY_FACTOR.
+        leaves_room: whether to avoid decode nodes with queued prompts.
+        num_behind: prompts that this one will delay on any prefill node; see BUSY_FACTOR.
         kv_bytes_per_token: 0 if unknown.
     """
 
@@ -78,24 +80,24 @@ class CostTerms:
         )
 
     def num_missing(self, node: NodeLoad) -> int:
-        """Tokens that a node has to compute: the last one at least, for what comes next."""
+        """Return the prompt tokens a node must compute: at least the last one, to sample from."""
         if not self.cached:
             return self.num_tokens
         return max(self.num_tokens - self.cached.get(node.engine_id, 0), 1)
 
     def tail_s(self, num_missing: int, bytes_per_s: float) -> float:
-        """How long the last layer group of the last chunk is on its way."""
+        """Return the transfer time of the last chunk's last layer group, which cannot be hidden."""
         num_bytes = min(num_missing, LAST_CHUNK_TOKENS) * self.kv_bytes_per_token
         return num_bytes / NUM_LAYER_GROUPS / bytes_per_s
 
 
 @dataclass(slots=True)
 class PrefillTerms:
-    """On a prefill node.
+    """Hold a request's costs on a prefill node, in seconds.
 
     Attributes:
-        damage_s: to all those together that will wait behind this prompt.
-        total_s: until it is computed; more than wait and computing where the node's weight is low.
+        damage_s: delay of all prompts that will wait for this one, in total.
+        total_s: time until it is computed; more than wait and compute if the node's weight is low.
     """
 
     node: NodeLoad
@@ -109,13 +111,13 @@ class PrefillTerms:
 
 @dataclass(slots=True)
 class DecodeTerms:
-    """On a decode node.
+    """Hold a request's costs on a decode node, in seconds.
 
     Attributes:
-        room_s: until there is room for the prompt's KV.
-        stall_s: that prompts which are computed there will take.
-        steps_s: of this request, weighted.
-        damage_s: to all others together, weighted.
+        room_s: wait until there is room for the prompt's KV.
+        stall_s: time that prompts queued there will take.
+        steps_s: this request's steps, weighted.
+        damage_s: cost to all other requests together, weighted.
     """
 
     node: NodeLoad
@@ -129,7 +131,7 @@ class DecodeTerms:
 
 @dataclass(slots=True)
 class Place:
-    """A pair, or a decode node alone, with its cost and the terms of it by name."""
+    """A pair, or a decode node alone, with its cost and the named terms of it."""
 
     cost_s: float
     prefill: PrefillTerms | None
@@ -137,7 +139,7 @@ class Place:
     terms_s: dict[str, float]
 
     def candidate(self) -> Candidate:
-        """For operators, in milliseconds."""
+        """Return the place for operators, in milliseconds."""
         terms = {name: 1e3 * seconds for name, seconds in self.terms_s.items()}
         prefill = self.prefill.node.node_name if self.prefill else ""
         decode = self.decode.node.node_name
@@ -150,7 +152,7 @@ class Place:
 
 
 def prefill_costs(terms: CostTerms) -> list[float]:
-    """What each prefill node costs: its queue, and this prompt; by the same formula as below."""
+    """Return each prefill node's cost: its queue and this prompt, as in `prefill_terms`."""
     nodes = terms.fleet.prefills
     now, num_tokens = terms.now, terms.num_tokens
     num_behind = terms.num_behind
@@ -181,11 +183,11 @@ def prefill_costs(terms: CostTerms) -> list[float]:
 def decode_costs(
     terms: CostTerms, nodes: Sequence[NodeLoad], places: Mapping[str, int], slowest_s: float
 ) -> list[float]:
-    """The least that each decode node adds to a pair.
+    """Return the least that each decode node adds to a pair's cost.
 
     Args:
-        places: in ``nodes``, by engine id.
-        slowest_s: longest time that a prefill node takes: room that comes meanwhile is no wait.
+        places: indexes in ``nodes``, by engine id.
+        slowest_s: the longest prefill; waits for KV room are free until it ends.
     """
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
     num_tokens = terms.num_tokens
@@ -203,7 +205,7 @@ def decode_costs(
     ]
     for engine_id, num_cached in terms.cached.items():
         if num_tokens - num_cached >= LAST_CHUNK_TOKENS:
-            continue  # the last chunk travels all the same
+            continue  # the last chunk must travel anyway
         place = places.get(engine_id)
         if place is not None:
             num_missing = max(num_tokens - num_cached, 1)
@@ -215,12 +217,12 @@ def decode_costs(
 
 
 def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
-    """What a request costs on one prefill node."""
+    """Return a request's costs on one prefill node."""
     num_missing = terms.num_missing(node)
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
-    # With the base: how a node's time splits in two is known less well than the time itself.
+    # With the base, because a node's total time is known better than its split in two.
     damage_s = terms.num_behind * compute_s
     is_measured = node.prefill.is_known
     wait_s = total_s - compute_s
@@ -228,7 +230,7 @@ def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
 
 
 def decode_terms(terms: CostTerms, node: NodeLoad) -> DecodeTerms:
-    """What a request costs on one decode node."""
+    """Return a request's costs on one decode node."""
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
     more_s = node.step.per_unit * units
     return DecodeTerms(
@@ -243,11 +245,11 @@ def decode_terms(terms: CostTerms, node: NodeLoad) -> DecodeTerms:
 
 
 def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> Place:
-    """A prompt computed on one node and decoded on another."""
+    """Return the place where one node computes the prompt and another decodes."""
     bytes_per_s = terms.fleet.bandwidth(prefill.node, decode.node) or DEFAULT_BYTES_PER_S
     s_per_token = terms.kv_bytes_per_token / bytes_per_s
-    # The link works while the prefill node computes: only what takes longer shows. What is before
-    # this prompt there is before it on the link, too.
+    # The link works while the prefill node computes, so only the excess shows. Tokens queued before
+    # this prompt on the node also precede it on the link.
     sent_s = (prefill.node.num_open_tokens + decode.num_missing) * s_per_token
     arrived_s = max(sent_s, decode.room_s + decode.num_missing * s_per_token)
     tail_s = terms.tail_s(decode.num_missing, bytes_per_s)
@@ -265,36 +267,43 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
 
 
 def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Place:
-    """A prompt computed where it is decoded: everybody there stands still meanwhile."""
+    """Return the place where D computes the prompt in chunks, between which others decode.
+
+    Each of the others waits as long as computing takes. The prompt waits for their decodes.
+    """
     node = decode.node
     compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight
-    wait_s = max(decode.stall_s, decode.room_s)
+    factor = node.beside_factor if node.num_batch else 1.0
+    wait_s = max(factor * decode.stall_s, decode.room_s)
     terms_s = {
         "local_queue_ms": wait_s,
         "prefill_ms": compute_s,
+        "beside_ms": (factor - 1) * compute_s,
         "stall_ms": compute_s * node.num_batch,
         "decode_ms": decode.steps_s,
         "damage_ms": decode.damage_s,
     }
     if best_pair_s < float("inf"):
-        terms_s["margin_ms"] = LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s)
+        share = 1.0 if node.num_batch else decode.num_missing / terms.num_tokens
+        terms_s["margin_ms"] = share * (LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s))
     return Place(sum(terms_s.values()), None, decode, terms_s)
 
 
 def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
-    """Whether a prompt may be computed on D as far as one knows when all there will end.
+    """Return whether a prompt computed on D lets all requests there meet their deadlines.
 
-    O(requests there): not to be asked of every node.
+    O(requests there): not for every node.
     """
     compute_s, node = place.terms_s["prefill_ms"], place.decode.node
-    needed_s = place.terms_s["local_queue_ms"] + compute_s + terms.most_steps * node.step_base_s
+    own_s = sum(place.terms_s[name] for name in ("local_queue_ms", "prefill_ms", "beside_ms"))
+    needed_s = own_s + terms.most_steps * node.step_base_s
     return needed_s <= terms.timeout_s and compute_s <= node.slack_s(terms.now)
 
 
 def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
-    """How long until a decode node has room for so many tokens, and a place in its batch.
+    """Return the wait until a decode node has KV room and a place in its batch.
 
-    By Little's law: what is there goes within the time that a request stays.
+    By Little's law, what is there leaves within a request's mean residence time.
     """
     if num_tokens <= node.num_room_tokens:
         return 0.0
@@ -303,7 +312,7 @@ def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
     if num_lacking > 0:
         num_held = max(node.num_blocks * node.block_size - node.num_free_tokens, 1)
         wait_s = residence_s * num_lacking / num_held
-    if beat.num_waiting:  # their KV is there, and no place in the batch
+    if beat.num_waiting:  # these have their KV and wait for a place in the batch
         ahead = (beat.num_waiting + 1) / max(beat.num_running, 1)
         wait_s = max(wait_s, residence_s * ahead)
     return wait_s

@@ -1,4 +1,4 @@
-"""LeastTokens: the nodes that have the fewest tokens before them."""
+"""LeastTokens: picks the nodes with the fewest queued tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.policies.base import Placement, RouteQuery
 
 
 class LeastTokens:
-    """The prefill node with the fewest open prompt tokens, then the decode node with the fewest.
+    """Pick the prefill node with the fewest open prompt tokens, and the least loaded decode node.
 
     The prefill queue decides the time to first token, so it counts first. Ties go to the node
     with fewer requests, then by name.
@@ -24,5 +24,5 @@ class LeastTokens:
 
 
 def load_with(node: NodeLoad, num_tokens: int) -> tuple[float, int]:
-    """Tokens before a node if it got so many more, and its requests; for comparison."""
+    """Return a node's tokens with this many more, by its weight, and its requests; to compare."""
     return (node.num_open_tokens + num_tokens) / node.weight, node.num_open_requests

@@ -1,4 +1,4 @@
-"""PowerOfTwo: the less loaded of two nodes drawn by chance, for each role."""
+"""PowerOfTwo: picks the less loaded of two random nodes, for each role."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from router.policies.least_tokens import load_with
 
 
 class PowerOfTwo:
-    """Nearly as even as looking at all, and several routers do not all pick the same node.
+    """Pick nearly as evenly as by looking at all nodes; several routers do not all pick one node.
 
     Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001.
 
     Args:
-        seed: of the draws; the same seed gives the same ones.
+        seed: seed of the random draws.
     """
 
     def __init__(self, seed: int = 0) -> None:

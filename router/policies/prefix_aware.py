@@ -1,4 +1,4 @@
-"""PrefixAware: nodes that have the most of the prompt, if they are not too busy for it."""
+"""PrefixAware: picks the nodes with the longest cached prefix, unless they are too busy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Placement, RouteQuery
 from router.policies.least_tokens import load_with
 
-# A node is too busy when it is this much, and these tokens, above the mean.
+# A node is too busy if it exceeds the mean by both this factor and this many tokens.
 MAX_LOAD_FACTOR = 1.5
 MIN_EXCESS_TOKENS = 4096
 
 
 class PrefixAware:
-    """The longest hit among the nodes that are not overloaded, then the fewest open tokens.
+    """Pick the longest hit among nodes that are not too busy, then the fewest open tokens.
 
-    Which nodes are is asked for each node and request: one that is overloaded loses its own hits
-    and nobody else's.
+    Busy nodes are found for each request: a busy node loses only its own hits.
     """
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:

@@ -1,4 +1,4 @@
-"""RoundRobin: the nodes in turn."""
+"""RoundRobin: picks the nodes in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.policies.base import Placement, RouteQuery
 
 
 class RoundRobin:
-    """Prefill nodes in turn, and so the decode nodes that they reach; first come by name."""
+    """Pick prefill nodes in turn, and the decode nodes they reach in turn; the first by name."""
 
     def __init__(self) -> None:
         self._prefill_turns, self._decode_turns = _Turns(), _Turns()
@@ -23,16 +23,16 @@ class RoundRobin:
 
 
 class _Turns:
-    """How often each node had its turn; one that joins, or comes back, has had as many as all."""
+    """Count turns per node; a node that joins or returns starts at the current count."""
 
     def __init__(self) -> None:
         self._turns: dict[str, float] = {}  # by engine id
         self._now = 0.0
 
     def take(self, nodes: Sequence[NodeLoad]) -> NodeLoad:
-        """Who comes next. A node of half the weight uses up two turns at once."""
+        """Return the next node. A node of half the weight uses two turns at once."""
         turns = self._turns
-        if len(turns) > 2 * len(nodes) + 16:  # most of them left
+        if len(turns) > 2 * len(nodes) + 16:  # most of these nodes have left
             ids = {node.engine_id for node in nodes}
             self._turns = turns = {key: turn for key, turn in turns.items() if key in ids}
         next_ = min(nodes, key=lambda node: max(turns.get(node.engine_id, 0.0), self._now))

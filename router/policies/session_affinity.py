@@ -1,4 +1,4 @@
-"""SessionAffinity: requests of one session go to the same nodes, as long as these keep up."""
+"""SessionAffinity: sends a session's requests to the same nodes, while these keep up."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Placement, RouteQuery
 from router.policies.least_tokens import LeastTokens
 
-# Times the mean load, above which a node is passed over.
+# A node with more than this multiple of the mean load is passed over.
 MAX_LOAD_FACTOR = 1.25
 
 
 class SessionAffinity:
-    """Rendezvous hashing with bounded loads; by tokens where a request has no session.
+    """Pick by rendezvous hashing with bounded loads; by tokens for requests without a session.
 
     When a node goes, only its own sessions move. Thaler and Ravishankar, "Using Name-Based Mappings
     to Increase Hit Rates", 1998; Mirrokni et al., "Consistent Hashing with Bounded Loads", 2016.
@@ -34,15 +34,15 @@ class SessionAffinity:
 
 
 def _home(session_id: str, nodes: Sequence[NodeLoad], num_tokens: int) -> NodeLoad:
-    """The first node in the session's order that is not loaded too much."""
+    """Return the first node in the session's order that is not overloaded."""
     total = sum(node.num_open_tokens for node in nodes) + num_tokens
     total_weight = sum(node.weight for node in nodes)
     limit = MAX_LOAD_FACTOR * total / total_weight
-    # A single request must not be too much for an idle node.
+    # One large request must not exclude an idle node.
     free = [n for n in nodes if n.num_open_tokens == 0 or n.num_open_tokens < limit * n.weight]
     seed = xxhash.xxh3_64_intdigest(session_id.encode())
 
-    def rank(node: NodeLoad) -> tuple[int, str]:  # by name: it is the same after a restart
+    def rank(node: NodeLoad) -> tuple[int, str]:  # by name, so that a restart changes nothing
         return xxhash.xxh3_64_intdigest(node.node_name.encode(), seed), node.node_name
 
     return max(free or nodes, key=rank)

@@ -95,7 +95,7 @@ class System:
         assert num_pairs(self.pool) == 4
         self.max_model_len = self.pool.max_model_len
 
-    async def _count_missed_beats(self) -> None:  # as `router/__main__.py` does
+    async def _count_missed_beats(self) -> None:  # as `router/program.py` does
         while True:
             await asyncio.sleep(BEAT_INTERVAL_S)
             self.pool.count_missed_beats()

@@ -1,7 +1,7 @@
 """Every socket that any program listens on, found from outside, and what protects it.
 
-The table below is the page docs/listening_sockets.md (``BATON_WRITE_DOCS=1`` writes it anew). A
-socket that is not in it fails the test, and so does one that others than this machine can reach.
+The table below is a section of docs/security.md (``BATON_WRITE_DOCS=1`` writes it anew). A socket
+that is not in the table fails the test, and so does a socket that other machines can reach.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ipaddress
 import os
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from tests.fakes.sockets import Listening, listening
 from tests.integration.conftest import DEMO_MODEL, READY_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "listening_sockets.md"
+PAGE = ROOT / "docs" / "security.md"
 KV_PORTS = range(31000, 31100)  # none that a connection gets by chance
 ENVIRONMENT = {**os.environ, "UCX_TCP_PORT_RANGE": f"{KV_PORTS.start}-{KV_PORTS.stop - 1}"}
 MODEL = ["--model", str(DEMO_MODEL)]
@@ -47,49 +46,49 @@ class Socket:
     protection: str
 
 
-_GATE = "a role for every call (API key or client certificate), decided before its body is read"
-_CONNECTIONS = "TLS; timeouts and caps of connections"
+_GATE = "before a call's body is read, the caller's key or certificate must have the role"
+_CONNECTIONS = "TLS; limits and timeouts of connections"
 SOCKETS = {
-    "public": Socket("router", "gRPC of clients", "`--listen`", f"{_GATE}: infer; {_CONNECTIONS}"),
-    "http": Socket("router", "HTTP API", "`--http-listen`", f"{_GATE}: infer; {_CONNECTIONS}"),
+    "public": Socket("router", "gRPC of clients", "`--listen`", f"{_GATE} `infer`; {_CONNECTIONS}"),
+    "http": Socket("router", "HTTP API", "`--http-listen`", f"{_GATE} `infer`; {_CONNECTIONS}"),
     "nodes": Socket(
         "router",
         "links of nodes, `baton admin`",
-        "`--node-listen` (else on `--listen`)",
-        f"{_GATE}: join, look, operate; mutual TLS",
+        "`--node-listen` (default: `--listen`)",
+        f"{_GATE} `join`, `look` or `operate`; mutual TLS",
     ),
     "node": Socket(
         "prefill, decode",
         "health and reflection of a node",
         "`--listen` of the node",
-        "health is open; nothing else answers anybody without a role; TLS",
+        "health is open; every other call needs a role; TLS",
     ),
     "private": Socket(
         "router, prefill, decode",
-        "what has passed the guard before gRPC",
-        "a Unix socket in a temporary folder of its own, for each port without client certificates",
+        "gRPC behind its guard",
+        "a Unix socket in a private temporary folder, for each port without client certificates",
         "only the user that runs the program can open the folder",
     ),
     "metrics": Socket(
         "prefill, decode",
         "Prometheus page",
         "`--metrics-listen` (none by default)",
-        "look, when credentials are set, but for `/health` and `/ready`; TLS; timeouts and caps of "
-        "connections",
+        "with credentials, the role `look` (`/health` and `/ready` are open); TLS; limits and "
+        "timeouts of connections",
     ),
     "kv": Socket(
         "prefill, decode",
         "KV by `--kv-connector nixl` (UCX over TCP)",
         "`UCX_NET_DEVICES`, `UCX_TCP_PORT_RANGE`",
-        "**UCX neither authenticates nor encrypts**: messages are sealed with a key of each pair; "
-        "on a network that is not trusted use `--kv-connector tls`, or a NetworkPolicy",
+        "**UCX neither authenticates nor encrypts**; messages are sealed with a key per pair. On "
+        "an untrusted network use `--kv-connector tls` or a NetworkPolicy",
     ),
     "kv_tls": Socket(
         "prefill, decode",
         "KV by `--kv-connector tls`",
         "`--kv-listen`",
-        "TLS 1.3, both ways: peers that the router named, by their certificate; writes only into "
-        "blocks that are granted; caps of connections and time for strangers",
+        "mutual TLS 1.3 with the certificates that the router announced; writes only into granted "
+        "blocks; limits of connections and time for strangers",
     ),
 }
 NO_SOCKETS = (
@@ -189,31 +188,15 @@ def test_nothing_is_reached_from_other_machines_unless_told(
         assert address.is_loopback, item
 
 
-def test_the_page_is_this_table() -> None:
+def test_the_page_has_this_table() -> None:
     rows = "\n".join(
         f"| {s.program} | {s.what} | {s.option} | {s.protection} |" for s in SOCKETS.values()
     )
-    page = textwrap.dedent(
-        """\
-        # Listening sockets
-
-        Every socket that a program listens on. `tests/integration/test_listening_sockets.py` starts
-        the programs, finds their sockets from outside, and fails on one that is not here. All are
-        on loopback unless told otherwise; beyond it, a listen without authentication and TLS is
-        refused ([security](security.md)).
-
-        | program | what | address | what protects it |
-        |---|---|---|---|
-        {rows}
-
-        Not listening on anything: {none}.
-
-        Ranks of one model (`--tensor-parallel-size`, `--pipeline-parallel-size`; of a node or an
-        `LLM`) each listen for one another besides: on loopback where one process started all of
-        them, else on the network that [parallelism](parallelism.md) says should be theirs alone.
-        Sums are not authenticated; who commands a rank has shown a key.
-        """
-    ).format(rows=rows, none=NO_SOCKETS)
+    head = "| program | what | address | what protects it |\n|---|---|---|---|\n"
+    table, none = f"{head}{rows}\n\n", f"These open no socket: {NO_SOCKETS}.\n"
+    page = PAGE.read_text(encoding="utf-8")
     if os.environ.get("BATON_WRITE_DOCS"):
+        begin, end = page.index(head), page.index("The ranks of one model (")
+        page = f"{page[:begin]}{table}{none}\n{page[end:]}"
         PAGE.write_text(page, encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == page
+    assert table + none in page

@@ -33,7 +33,7 @@ def test_how_many_drills_ended_well() -> None:
 def test_how_far_quantized_files_are_from_float32() -> None:
     files = results("divergence")["files"]
     ratios = [one["kl_ratio"] for one in files.values()]
-    assert f"| {min(ratios):.2f} to {max(ratios):.2f} times | llama.cpp's divergence" in PAGE
+    assert f"| {min(ratios):.2f} to {max(ratios):.2f} | Baton's divergence" in PAGE
     assert f"the same {len(files)} GGUF files" in PAGE
 
 

@@ -1,5 +1,5 @@
-"""GGUF files: a model in one file, shown to all of Baton as a folder in Hugging Face layout.
+"""GGUF files: a model in one file, presented as a folder in Hugging Face layout.
 
-Torch-free and numpy-free, as the router reads them too; the tensors are read by
-`models/loading/gguf_weights.py`.
+Without torch and numpy, since the router reads them too; `models/loading/gguf_weights.py` reads the
+tensors.
 """

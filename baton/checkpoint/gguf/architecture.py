@@ -1,6 +1,6 @@
-"""One architecture of GGUF files as a row: its fields of config.json, and what its tensors become.
+"""Architecture: a row describing one GGUF architecture: its config.json fields and tensor names.
 
-Refuses to know: torch, which architectures there are.
+Knows neither torch nor the list of architectures.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.file import GgufFile
 
-# Places in a name of a checkpoint that a tensor's own numbers fill.
+# Placeholders in checkpoint names for a tensor's layer and expert number.
 LAYER, EXPERT = "{layer}", "{expert}"
 _MAX_LAYERS = 2**14
-# Digits that are enough for every number of 32 bits, and fewer, which are enough for most.
+# Digits that suffice for every 32-bit float, and fewer that suffice for most.
 _SHORTEST_DIGITS, _EXACT_DIGITS = 6, 10
-# A layer's part in a GGUF file -> its name in a layer of a checkpoint. A name with EXPERT: the
-# tensor stacks all experts.
+# Part of a layer in a GGUF file -> its name within a checkpoint's layer. EXPERT in a name means
+# that the tensor stacks all experts.
 Names = Mapping[str, str]
 COMMON_NAMES: Names = {
     "attn_norm": "input_layernorm",
@@ -40,7 +40,7 @@ COMMON_NAMES: Names = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-# Tensors that hold the rows of several parts; cut apart where an architecture has no name for them.
+# Tensors that join the rows of several parts; split if an architecture has no name for them.
 FUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
@@ -75,25 +75,25 @@ class Change(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A file's metadata, whose keys begin with its architecture's name."""
+    """Read a file's metadata whose keys begin with its architecture's name."""
 
     file: GgufFile
     architecture: str
 
     @classmethod
     def of(cls, file: GgufFile) -> Keys:
-        """Take the architecture from the file."""
+        """Read the architecture from the file."""
         return cls(file, str(file.metadata.get("general.architecture")))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value as it is in the file."""
+        """Return a value unchecked."""
         return self.file.metadata.get(f"{self.architecture}.{name}", default)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return a number; of a list with one for each layer, the largest.
+        """Return an integer; of a list with one per layer, the largest.
 
         Raises:
-            ModelLoadError: the number is missing, of another type, or too small.
+            ModelLoadError: the value is missing, of another type, or too small.
         """
         value = self.get(name, default)
         if isinstance(value, list) and value and all(_is_integer(one) for one in value):
@@ -103,14 +103,14 @@ class Keys:
         return int(value)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number above 0; raises ModelLoadError for anything else."""
+        """Return a positive number; raises ModelLoadError for anything else."""
         value = self.get(name, default)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.wrong(name, f"must be a number above 0, got {value!r:.100}")
         return float(value)
 
     def decimal(self, name: str, default: float | None = None) -> float:
-        """Return a number of 32 bits as the shortest one that rounds to it."""
+        """Return a 32-bit float as the shortest decimal that rounds to it."""
         value = self.number(name, default)
         exact = struct.pack("<d", value)
         for digits in range(_SHORTEST_DIGITS, _EXACT_DIGITS):
@@ -120,14 +120,14 @@ class Keys:
         return value
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Return a truth value; raises ModelLoadError for anything else."""
+        """Return a boolean; raises ModelLoadError for anything else."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, f"must be true or false, got {value!r:.100}")
         return value
 
     def num_layers(self) -> int:
-        """Count the layers, without those that predict several tokens."""
+        """Return the number of layers, without multi-token prediction layers."""
         count = self.integer("block_count")
         if count > _MAX_LAYERS:
             raise self.wrong("block_count", f"must be at most {_MAX_LAYERS}, got {count}")
@@ -137,18 +137,18 @@ class Keys:
         return count - more
 
     def has(self, part: str, layer: int = 0) -> bool:
-        """Say whether a layer has a tensor, as `attn_q.bias`."""
+        """Return whether a layer has a tensor, such as `attn_q.bias`."""
         return f"blk.{layer}.{part}" in self.file.tensors
 
     def layers_with(self, *parts: str) -> list[int]:
-        """List the layers that have one of these tensors."""
+        """Return the layers that have any of these tensors."""
         layers = range(self.num_layers())
         return [layer for layer in layers if any(self.has(part, layer) for part in parts)]
 
     def rows(self, part: str) -> int:
-        """Count the outputs of the first tensor of that name; raises ModelLoadError: there is none.
+        """Return the output rows of the first tensor of this name; raises ModelLoadError if none.
 
-        In a stack of experts these are one expert's.
+        For stacked experts, the rows of one expert.
         """
         for layer in self.layers_with(part):
             shape = self.file.tensors[f"blk.{layer}.{part}"].shape
@@ -157,7 +157,7 @@ class Keys:
         raise ModelLoadError(f"{self.file.path}: weights are missing: blk.0.{part}")
 
     def wrong(self, name: str, problem: str) -> ModelLoadError:
-        """Make the error about one key."""
+        """Return an error about one key."""
         return ModelLoadError(f"{self.file.path}: {self.architecture}.{name}: {problem}")
 
 
@@ -166,7 +166,7 @@ def _is_integer(value: object) -> bool:
 
 
 def whole_heads(keys: Keys) -> Mapping[str, Any]:
-    """Read the size of heads, all of which turns."""
+    """Return the head size, for heads that RoPE rotates entirely."""
     size = _head_dim(keys)
     for name in ("attention.value_length", "rope.dimension_count"):
         if (found := keys.integer(name, size)) != size:
@@ -175,7 +175,7 @@ def whole_heads(keys: Keys) -> Mapping[str, Any]:
 
 
 def partly_turning_heads(keys: Keys) -> Mapping[str, Any]:
-    """Read the size of heads, and the part of it that turns."""
+    """Return the head size and the share of it that RoPE rotates."""
     size = keys.integer("attention.key_length", default_head_dim(keys))
     if (found := keys.integer("attention.value_length", size)) != size:
         raise keys.wrong("attention.value_length", f"must be the keys' length {size}, got {found}")
@@ -186,7 +186,7 @@ def partly_turning_heads(keys: Keys) -> Mapping[str, Any]:
 
 
 def default_head_dim(keys: Keys) -> int:
-    """Divide the stream among the heads, at least 1 each."""
+    """Return the hidden size divided by the number of heads, at least 1."""
     return keys.integer("embedding_length") // keys.integer("attention.head_count") or 1
 
 
@@ -196,25 +196,25 @@ def _head_dim(keys: Keys) -> int:
 
 
 def no_fields(keys: Keys) -> Mapping[str, Any]:
-    """Return no fields beyond those of all architectures."""
+    """Return no architecture-specific fields."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture of GGUF files.
+    """Describe one architecture of GGUF files.
 
     Attributes:
-        model: name in `models/registry.py`.
-        fields: reads the fields of config.json that not all architectures have.
-        heads: reads the fields about the size of heads and how much of them turns.
-        prefix: start of a layer's names in a checkpoint.
-        outer: names of tensors outside layers that differ from `COMMON_OUTER`.
-        names: names of a layer's tensors that differ from `COMMON_NAMES`. A key with `.weight` or
-            `.bias` stands for that tensor alone, and its name is then complete.
-        joins: names in a layer, each with the file's tensors whose rows it joins.
-        changes: changes by tensor of the file, or by name of ``joins``, in the order of applying.
-        variant: returns another row where a file needs one; None: this row serves all files.
+        model: its name in `models/registry.py`.
+        fields: reads the architecture-specific fields of config.json.
+        heads: reads the fields about head size and rotation.
+        prefix: prefix of a layer's names in a checkpoint.
+        outer: names of tensors outside layers, where they differ from `COMMON_OUTER`.
+        names: names of a layer's tensors, where they differ from `COMMON_NAMES`. A key that ends in
+            `.weight` or `.bias` is for that tensor alone, with its complete name.
+        joins: names within a layer, each with the file's tensors whose rows it joins.
+        changes: changes by tensor of the file or by name of ``joins``, in order of application.
+        variant: returns another row if a file needs one; None: this row serves all files.
     """
 
     model: str
@@ -228,15 +228,15 @@ class Architecture:
     variant: Callable[[Keys], Architecture | None] | None = None
 
     def outer_name(self, part: str) -> str | None:
-        """Return how a checkpoint calls a tensor of no layer; None: it is not known."""
+        """Return the checkpoint's name of a tensor outside layers, or None if unknown."""
         return {**COMMON_OUTER, **self.outer}.get(part)
 
     def inner_name(self, part: str, kind: str) -> str | None:
-        """Return how a checkpoint calls a layer's tensor; None: it is not known.
+        """Return the checkpoint's name of a layer's tensor, or None if unknown.
 
         Args:
-            part: `attn_q`.
-            kind: `.weight`, `.bias` or nothing.
+            part: for example `attn_q`.
+            kind: `.weight`, `.bias` or "".
         """
         names = {**COMMON_NAMES, **self.names}
         if kind and part + kind in names:
@@ -244,5 +244,5 @@ class Architecture:
         return self.prefix + names[part] + kind if part in names else None
 
     def changes_of(self, part: str, kind: str) -> tuple[Change, ...]:
-        """Return what is done to a tensor."""
+        """Return the changes to apply to a tensor."""
         return self.changes.get(part + kind) or self.changes.get(part, ())

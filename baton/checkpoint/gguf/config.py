@@ -1,6 +1,6 @@
-"""What a GGUF file's metadata says about the network, as the config.json it once was.
+"""GGUF config: rebuilds config.json from a GGUF file's metadata.
 
-Refuses to know: text, tensors' content (but the few numbers that scale rotary frequencies).
+Knows no text, and of tensors only the few numbers that scale rotary frequencies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.gguf.rope import DEFAULT_THETA, rope_scaling
 from baton.checkpoint.gguf.table import architecture_of
 
-# Tokens that end a turn or a text: a file names one or two of them by number.
+# Tokens that end a turn or a text: files name one or two of them by id.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TOKENS = frozenset(
     (
@@ -24,17 +24,17 @@ _END_TOKENS = frozenset(
         "sentence\N{FULLWIDTH VERTICAL LINE}>",
     )
 )
-# Of gpt-oss, whose <|end|> ends a message within an answer.
+# gpt-oss's end tokens; its <|end|> ends a message within an answer.
 _HARMONY = frozenset(("<|return|>", "<|call|>"))
 _MESSAGE_END = "<|end|>"
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # values in tokenizer.ggml.token_type
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """Make the content of `config.json`; raises ModelLoadError for what Baton cannot serve."""
+    """Return the content of `config.json`; raises ModelLoadError for unsupported models."""
     row, keys = architecture_of(file), Keys.of(file)
     num_heads = keys.integer("attention.head_count")
-    no_size = 1 if keys.get("expert_count") else None  # where no layer has a plain MLP
+    no_size = 1 if keys.get("expert_count") else None  # for models without dense layers
     return {
         "architectures": [row.model],
         "attention_bias": keys.has("attn_q.bias") or keys.has("attn_qkv.bias"),
@@ -61,7 +61,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_config_of(file: GgufFile) -> dict[str, Any]:
-    """Make the content of `generation_config.json`: every token that ends an output."""
+    """Return the content of `generation_config.json`: all tokens that end an output."""
     metadata = file.metadata
     ids = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
@@ -79,7 +79,7 @@ def generation_config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Choose the dtype: a 16-bit file's own, else float32, in which quantized values are exact.
+    """Choose the dtype: a 16-bit file's own, else float32, which holds quantized values exactly.
 
     Routers and convolutions are stored in float32 in every file.
     """

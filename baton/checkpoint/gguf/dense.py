@@ -1,6 +1,6 @@
-"""Architectures of GGUF files that attend in every layer, and have no experts.
+"""GGUF architectures with attention in every layer and without experts.
 
-Refuses to know: tensors' content.
+Knows no tensor's content.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from baton.checkpoint.gguf.architecture import (
 )
 from baton.checkpoint.gguf.rope import DEFAULT_THETA, original_length, rope_scaling
 
-# As the first Llama rotated them: neighbours among a head's rows. Hugging Face's files have the
-# rows of a head's first half, then of its second.
+# The first Llama's layout: RoPE rotates adjacent rows of a head. Hugging Face stores the rows of a
+# head's first half, then of its second.
 PAIRS = {"attn_q": (Change.QUERY_HALVES,), "attn_k": (Change.KEY_HALVES,)}
 _LESS_ONE = (Change.LESS_ONE,)
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-# llama.cpp knows the sizes of Gemma that scale queries otherwise by their numbers of layers.
+# Layer counts of the Gemma sizes that scale queries differently, as in llama.cpp.
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 _GEMMA3_LOCAL_THETA = 10_000.0
-_SMOLLM3_INTERVAL = 4  # one layer of so many does not turn
+_SMOLLM3_INTERVAL = 4  # one layer of this many has no RoPE
 
 
 def _window(keys: Keys) -> Mapping[str, Any]:
@@ -33,14 +33,14 @@ def _window(keys: Keys) -> Mapping[str, Any]:
 
 
 def layer_types(keys: Keys, interval: int) -> list[str]:
-    """Read which layers have a window.
+    """Return each layer's kind: sliding window or full attention.
 
     Args:
         keys: the file's metadata.
-        interval: one layer of so many has full attention where the file does not say.
+        interval: by default one layer of this many has full attention.
 
     Raises:
-        ModelLoadError: the pattern is neither a number nor a truth value for each layer.
+        ModelLoadError: the pattern is neither a number nor a list with one value per layer.
     """
     layers, name = range(keys.num_layers()), "attention.sliding_window_pattern"
     pattern = keys.get(name, interval)
@@ -53,7 +53,7 @@ def layer_types(keys: Keys, interval: int) -> list[str]:
 
 
 def _gemma(keys: Keys, unlike_others: int) -> Mapping[str, Any]:
-    """Read what Gemma 2 and 3 have in common."""
+    """Return the fields that Gemma 2 and 3 share."""
     heads, length = keys.integer("attention.head_count"), keys.integer("attention.key_length", 256)
     scalar: float = length
     if keys.num_layers() == unlike_others:
@@ -98,7 +98,7 @@ _GEMMA_CHANGES = dict.fromkeys(
 
 
 def granite_scales(keys: Keys) -> Mapping[str, Any]:
-    """Read the multipliers of Granite's models."""
+    """Return the multipliers of Granite's models."""
     return {
         "embedding_multiplier": keys.decimal("embedding_scale", 1.0),
         "residual_multiplier": keys.decimal("residual_scale", 1.0),
@@ -112,7 +112,7 @@ def _olmo(keys: Keys) -> Architecture | None:
 
 
 def _olmo3(keys: Keys) -> Mapping[str, Any]:
-    """Read OLMo 3, whose layers with a window turn by the same base, unscaled."""
+    """Return OLMo 3's fields; its sliding-window layers use the same RoPE base, unscaled."""
     theta = {"rope_theta": keys.decimal("rope.freq_base", DEFAULT_THETA)}
     ropes = {
         _FULL: {**(rope_scaling(keys) or {"rope_type": "default"}), **theta},
@@ -127,7 +127,7 @@ def _phi3(keys: Keys) -> Mapping[str, Any]:
 
 
 def _qwen2(keys: Keys) -> Mapping[str, Any]:
-    return {"attention_bias": False}  # its queries, keys and values have one in any case
+    return {"attention_bias": False}  # queries, keys and values always have a bias
 
 
 def _seed_oss(keys: Keys) -> Mapping[str, Any]:

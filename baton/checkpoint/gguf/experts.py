@@ -1,6 +1,6 @@
-"""Architectures of GGUF files with experts, or that may have some, which attend in every layer.
+"""GGUF architectures that may have experts, with attention in every layer.
 
-Refuses to know: tensors' content.
+Knows no tensor's content.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from baton.checkpoint.gguf.dense import MISTRAL, PAIRS, granite_scales, layer_ty
 from baton.checkpoint.gguf.rope import latent_yarn, rope_scaling
 
 _EXPERTS = ("ffn_up_exps.weight", "ffn_gate_up_exps.weight")
-_SIGMOID = 2  # of `expert_gating_func`
+_SIGMOID = 2  # value of `expert_gating_func`
 _GPT_OSS_INTERVAL = 2
 
 
 def expert_counts(keys: Keys) -> Mapping[str, Any]:
-    """Read how many experts there are, and how many a token has, by the most usual names."""
+    """Return the numbers of experts and of experts per token, under the most common names."""
     return {
         "num_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),
@@ -27,18 +27,18 @@ def expert_counts(keys: Keys) -> Mapping[str, Any]:
 
 
 def expert_size(keys: Keys) -> int:
-    """Read the size of an expert's middle; files of old converters have it in shapes alone."""
+    """Return an expert's intermediate size; old files have it only in tensor shapes."""
     if keys.get("expert_feed_forward_length") is not None:
         return keys.integer("expert_feed_forward_length")
     return keys.rows("ffn_up_exps.weight")
 
 
 def qwen_experts(keys: Keys, *, normalized: bool) -> Mapping[str, Any]:
-    """Read experts as Qwen's models have them.
+    """Return the expert fields of Qwen's models.
 
     Args:
         keys: the file's metadata.
-        normalized: whether weights sum to 1 where the file does not say.
+        normalized: default for whether expert weights sum to 1.
     """
     with_experts = keys.layers_with(*_EXPERTS)
     dense = sorted(set(keys.layers_with("ffn_up.weight")) - set(with_experts))
@@ -52,7 +52,7 @@ def qwen_experts(keys: Keys, *, normalized: bool) -> Mapping[str, Any]:
 
 
 def qwen_shared(keys: Keys) -> Mapping[str, Any]:
-    """Read the size of the shared expert of Qwen's models."""
+    """Return the size of the shared expert of Qwen's models."""
     name = "expert_shared_feed_forward_length"
     size = keys.integer(name) if keys.get(name) is not None else keys.rows("ffn_up_shexp.weight")
     return {"shared_expert_intermediate_size": size}
@@ -68,7 +68,7 @@ def _qwen3moe(keys: Keys) -> Mapping[str, Any]:
 
 
 def _of_llama(keys: Keys) -> Architecture | None:
-    """Files of Mistral's models say llama: what differs is a window, or experts."""
+    """Choose Mistral or Mixtral for their files, which say llama, by window or experts."""
     if keys.get("expert_count"):
         return _MIXTRAL
     return MISTRAL if keys.get("attention.sliding_window") else None
@@ -86,7 +86,7 @@ def _mixtral(keys: Keys) -> Mapping[str, Any]:
 
 
 def deepseek_experts(keys: Keys) -> Mapping[str, Any]:
-    """Read experts as DeepSeek's models have them, and those after them."""
+    """Return the expert fields of DeepSeek's models and later ones like them."""
     return {
         "n_routed_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),
@@ -101,7 +101,7 @@ def deepseek_experts(keys: Keys) -> Mapping[str, Any]:
 
 
 def _deepseek2(keys: Keys) -> Mapping[str, Any]:
-    """DeepSeek V2 has softmax scores, V3 sigmoid ones."""
+    """Return the fields of DeepSeek V2, which has softmax scores."""
     return {
         **(deepseek_experts(keys) if keys.get("expert_count") else _no_experts(keys)),
         "topk_method": "group_limited_greedy" if keys.get("expert_group_count") else "greedy",
@@ -114,7 +114,7 @@ def _deepseek3(keys: Keys) -> Mapping[str, Any]:
 
 
 def _no_experts(keys: Keys) -> Mapping[str, Any]:
-    """Fill the fields that are asked for: no layer has experts."""
+    """Return the required expert fields for a model without experts."""
     one = dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"), 1)
     layers = {"first_k_dense_replace": keys.num_layers(), "n_group": 1, "topk_group": 1}
     return {**one, **layers, "n_shared_experts": 0}
@@ -125,7 +125,7 @@ def _of_deepseek(keys: Keys) -> Architecture | None:
 
 
 def _latents(keys: Keys) -> Mapping[str, Any]:
-    """Read the sizes of latent attention; files before 2025 have those of whole heads alone."""
+    """Return the sizes of latent attention; files before 2025 have whole-head sizes only."""
     turning = keys.integer("rope.dimension_count")
     length = keys.integer("attention.key_length_mla", keys.integer("attention.key_length"))
     value = keys.integer("attention.value_length_mla", keys.integer("attention.value_length"))
@@ -153,7 +153,7 @@ def _glm4moe(keys: Keys) -> Mapping[str, Any]:
 def _gpt_oss(keys: Keys) -> Mapping[str, Any]:
     scaling = rope_scaling(keys)
     if scaling is not None and scaling["rope_type"] == "yarn":
-        scaling = {**scaling, "truncate": False}  # of all its files, which do not say it
+        scaling = {**scaling, "truncate": False}  # true of all its files, though they do not say so
     return {
         "num_local_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),
@@ -165,7 +165,7 @@ def _gpt_oss(keys: Keys) -> Mapping[str, Any]:
 
 
 def granite_experts(keys: Keys) -> Mapping[str, Any]:
-    """Read the MLP of Granite 4, of all tokens, and its experts, if it has some."""
+    """Return the fields of Granite 4's shared MLP, and of its experts if it has any."""
     count = keys.integer("expert_count", 0, minimum=0)
     shared = "ffn_up_shexp.weight" if count else "ffn_up.weight"
     return {
@@ -177,7 +177,7 @@ def granite_experts(keys: Keys) -> Mapping[str, Any]:
 
 
 def _granitemoe(keys: Keys) -> Mapping[str, Any]:
-    """Read Granite with experts as a Granite 4 of which every layer attends."""
+    """Return the fields of Granite with experts, as a Granite 4 with attention in every layer."""
     return {
         **granite_scales(keys),
         **granite_experts(keys),
@@ -188,7 +188,7 @@ def _granitemoe(keys: Keys) -> Mapping[str, Any]:
 
 
 def turns(keys: Keys) -> bool:
-    """Say whether Granite's queries and keys turn."""
+    """Return whether Granite uses RoPE."""
     return keys.boolean("rope.scaling.finetuned", True)
 
 

@@ -1,8 +1,8 @@
-"""GGUF files: metadata and the places of the tensors, checked against the file's size.
+"""GGUF files: read metadata and tensor positions, and check them against the file's size.
 
-Read here and not by the `gguf` package, whose reader takes seconds and gigabytes for a vocabulary
-and needs numpy. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-Refuses to know: what metadata means, what is in a tensor.
+Not read with the `gguf` package, which takes seconds and gigabytes for a vocabulary and needs
+numpy. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Knows neither the meaning
+of metadata nor tensors' content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
 _MAX_DIMENSIONS = 4
 _SHOWN_TYPES = 3
 
-# Metadata types: number -> struct code. 8 is a string, 9 an array.
+# Metadata types as struct codes; 8 is a string, 9 an array.
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -34,7 +34,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """How values are stored: blocks of so many values in so many bytes."""
+    """A storage type: blocks of some values in some bytes."""
 
     name: str
     values_per_block: int
@@ -72,25 +72,25 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The place of a tensor in its file."""
+    """The position of a tensor in its file."""
 
-    path: Path  # of the file
+    path: Path  # its file
     type_id: int  # a key of TENSOR_TYPES
-    shape: tuple[int, ...]  # rows first; the file says it the other way round
+    shape: tuple[int, ...]  # rows first; the file stores dimensions in reverse
     start: int  # bytes, from the file's start
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of a GGUF file: everything before its tensors' content.
+    """The header of a GGUF file, which is everything before the tensors' content.
 
     Attributes:
         path: the file, or the first of its parts.
         metadata: values by key.
-        tensors: places by name, in all parts.
-        header_bytes: where the tensors' content begins.
-        parts: the files, in their order.
+        tensors: positions by name, in all parts.
+        header_bytes: offset of the tensors' content.
+        parts: the files in order.
     """
 
     path: Path
@@ -101,7 +101,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read the header; raises ModelLoadError if it is no GGUF, truncated or unknown."""
+        """Read the header; raises ModelLoadError if it is no GGUF, truncated or unsupported."""
         size_of(path)
         try:
             with (
@@ -111,13 +111,13 @@ class GgufFile:
                 return _read(path, content)
         except _BadFileError as error:
             raise ModelLoadError(f"{path}: {error}") from error
-        except ValueError as error:  # what mmap says of an empty file
+        except ValueError as error:  # mmap's error for an empty file
             raise ModelLoadError(f"{path}: no GGUF file: {error}") from error
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
 
     def floats(self, name: str) -> tuple[float, ...]:
-        """Read the values of a small F32 tensor; raises ModelLoadError for another type."""
+        """Return the values of a small F32 tensor; raises ModelLoadError for another type."""
         tensor = self.tensors[name]
         if TENSOR_TYPES[tensor.type_id].name != "F32":
             found = TENSOR_TYPES[tensor.type_id].name
@@ -128,11 +128,11 @@ class GgufFile:
 
 
 class _BadFileError(Exception):
-    """The bytes are not a valid file; the message says why."""
+    """The file is invalid; the message says why."""
 
 
 class _Cursor:
-    """Reads consecutive little-endian values."""
+    """Read consecutive little-endian values."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content
@@ -170,8 +170,8 @@ class _Cursor:
         return list(struct.unpack_from(code, self.content, self._take(struct.calcsize(code))))
 
     def _texts(self, number: int) -> list[str]:
-        """Read many texts at once: vocabularies are the greater part of a header."""
-        self._check(number * 8)  # each has its length, at least
+        """Read many texts at once: vocabularies are most of a header."""
+        self._check(number * 8)  # each takes at least its length field
         content, position, size = self.content, self.position, len(self.content)
         length_at = struct.Struct("<Q").unpack_from
         texts = []
@@ -191,7 +191,7 @@ class _Cursor:
         return texts
 
     def _take(self, num_bytes: int) -> int:
-        """Advance the cursor over the next bytes and return where they start."""
+        """Advance over the next bytes and return their start."""
         self._check(num_bytes)
         start = self.position
         self.position += num_bytes
@@ -212,7 +212,7 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
     cursor.position = len(MAGIC)
     version = cursor.scalar("I")
     if version not in _VERSIONS:
-        # The version of a big-endian file has its bytes the other way round.
+        # In a big-endian file the version's bytes are reversed.
         order = "big-endian" if version % (1 << 16) == 0 else f"GGUF version {version}"
         raise _BadFileError(f"{order} is not supported; supported: versions 2 and 3, little-endian")
     num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
@@ -244,7 +244,7 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
 
 
 def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse tensors that share bytes, with which a small file could name any amount of data."""
+    """Refuse tensors that share bytes, by which a small file could claim any amount of data."""
     ordered = sorted(tensors.items(), key=lambda item: item[1].start)
     for (name, one), (other, after) in pairwise(ordered):
         if after.start < one.start + one.num_bytes:
@@ -252,14 +252,14 @@ def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def _printable(name: str) -> str:
-    """Return a name as it is; raise _BadFileError for one that would garble an error's line."""
+    """Return a name unchanged; raises _BadFileError if it would garble an error message."""
     if not name.isprintable():
         raise _BadFileError(f"a name is not printable: {name!r:.100}")
     return name
 
 
 def _tensor_places(cursor: _Cursor, number: int) -> Iterator[tuple[str, int, tuple[int, ...], int]]:
-    """Read names, types, shapes, and offsets from where the tensors start."""
+    """Yield (name, type, shape, offset) of each tensor."""
     for _ in range(number):
         name, num_dimensions = _printable(cursor.text()), cursor.scalar("I")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:

@@ -1,8 +1,7 @@
-"""GGUF files as model folders in Hugging Face layout, kept in the user's cache.
+"""GGUF folders: make model folders in Hugging Face layout of GGUF files, in the user's cache.
 
-config.json, tokenizer.json and their like are made once of the file's metadata; the weights stay
-where they are, behind a link. So whoever reads a model folder reads a GGUF file.
-Refuses to know: what is in those files.
+config.json, tokenizer.json and others are made once from the metadata; a link points to the
+weights. So code that reads model folders also reads GGUF files. Knows no file's content.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from baton.checkpoint.gguf.parts import linked, part_files, read_model
 from baton.checkpoint.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
 WEIGHTS = "model.gguf"
-# Counts what changes the files that are made of a header; part of their folder's name.
+# Version of the files made of a header; part of the folder's name.
 _FORM = 2
 
 
 def folder_of_gguf(path: Path) -> Path:
-    """Return the model folder of a GGUF file, or of one in several parts; make it if needed.
+    """Return the model folder of a GGUF file, of one or several parts; makes it if needed.
 
     Raises:
-        ModelLoadError: a file is broken or of an unknown kind, or the cache cannot be used.
+        ModelLoadError: a file is broken or unsupported, or the cache is unusable.
     """
-    # The hub's files are links, and their names count: they are not followed.
+    # Links are not followed, because the hub's files are links whose names count.
     file = read_model(path.absolute())
     path = file.path
     try:
@@ -51,30 +50,30 @@ def folder_of_gguf(path: Path) -> Path:
 
 
 def read_folder(folder: Path) -> GgufFile:
-    """Read the header of a GGUF file by its folder; raises ModelLoadError."""
+    """Return the header of a folder's GGUF file; raises ModelLoadError."""
     return read_model(linked(folder / WEIGHTS))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files with the weights, of which there may be several parts; none: another kind."""
+    """Return the GGUF files with the weights, in parts; empty for other folders."""
     link = folder / WEIGHTS
     return part_files(linked(link)) if link.exists() else []
 
 
 def _header(part: Path, file: GgufFile) -> bytes:
-    """Read what comes before the content of a file's tensors."""
+    """Return the bytes before the tensors' content."""
     starts = (tensor.start for tensor in file.tensors.values() if tensor.path == part)
     with part.open("rb") as content:
         return content.read(min(starts, default=file.header_bytes))
 
 
 def _make(folder: Path, file: GgufFile) -> None:
-    """Write the folder under another name, then rename it: nobody finds half of it."""
+    """Write the folder under a temporary name and rename it, so that it is never seen half done."""
     contents = {
         "config.json": config_of(file),
         "generation_config.json": generation_config_of(file),
     }
-    if "tokenizer.ggml.tokens" in file.metadata:  # without it the model serves token ids
+    if "tokenizer.ggml.tokens" in file.metadata:  # otherwise the model serves token ids only
         contents["tokenizer.json"] = tokenizer_of(file)
         contents["tokenizer_config.json"] = tokenizer_config_of(file)
     new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
@@ -86,7 +85,7 @@ def _make(folder: Path, file: GgufFile) -> None:
         try:
             new.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Architectures of GGUF files of which some layers carry a state in place of attention.
+"""GGUF architectures with recurrent layers, which carry a state instead of attention.
 
-Refuses to know: tensors' content.
+Knows no tensor's content.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from baton.checkpoint.gguf.experts import (
     turns,
 )
 
-# Tensors by which layers are told apart.
+# Tensors that tell kinds of layers apart.
 _MAMBA2, _DELTA_NET, _ATTENTION = "ssm_in.weight", "ssm_a", "attn_q.weight"
 _EXPERTS, _MLP = "ffn_gate_inp.weight", "ffn_up.weight"
-_BAMBA_TURNING = 0.5  # of a head
+_BAMBA_TURNING = 0.5  # rotated share of a head
 
 
 def _kinds(keys: Keys, recurrent: str, names: tuple[str, str]) -> list[str]:
-    """Name each layer's kind.
+    """Return each layer's kind.
 
     Args:
         keys: the file's metadata.
-        recurrent: a tensor that only layers with a state have.
-        names: kind of layers with a state, kind of all others.
+        recurrent: a tensor that only recurrent layers have.
+        names: kind of recurrent layers, kind of all others.
     """
     with_state = set(keys.layers_with(recurrent))
     return [names[layer not in with_state] for layer in range(keys.num_layers())]
@@ -118,7 +118,7 @@ def _qwen3_5(model: str, fields: Any) -> Architecture:
 
 
 def _mamba2(keys: Keys) -> Mapping[str, Any]:
-    """Read the mixers of Granite 4 and Bamba."""
+    """Return the mixer fields of Granite 4 and Bamba."""
     hidden_size, inner_size = keys.integer("embedding_length"), keys.integer("ssm.inner_size")
     if inner_size % hidden_size:
         problem = f"must be a multiple of embedding_length {hidden_size}, got {inner_size}"
@@ -148,7 +148,7 @@ def _granite_hybrid(keys: Keys) -> Mapping[str, Any]:
 
 
 def _of_granite_hybrid(keys: Keys) -> Architecture | None:
-    """Bamba's files say granitehybrid: they have no scales, and queries turn."""
+    """Choose Bamba, whose files say granitehybrid but have RoPE and no scales."""
     is_bamba = turns(keys) and keys.get("embedding_scale") is None
     return _BAMBA if is_bamba else None
 
@@ -159,7 +159,7 @@ def _bamba(keys: Keys) -> Mapping[str, Any]:
 
 
 def _bamba_heads(keys: Keys) -> Mapping[str, Any]:
-    """Read the size of heads, of which half turns; raises ModelLoadError for another part."""
+    """Return the head size, half of which RoPE rotates; raises ModelLoadError otherwise."""
     found = partly_turning_heads(keys)
     turning = found["partial_rotary_factor"]
     if keys.get("rope.dimension_count") is not None and turning != _BAMBA_TURNING:
@@ -169,7 +169,7 @@ def _bamba_heads(keys: Keys) -> Mapping[str, Any]:
 
 
 def _mixer(name: str) -> Names:
-    """Name the tensors of Mamba 2's mixers, which checkpoints keep under ``name``."""
+    """Return the names of Mamba 2's mixer tensors, with this prefix."""
     return {
         "ssm_in": f"{name}.in_proj",
         "ssm_conv1d": f"{name}.conv1d",
@@ -205,7 +205,7 @@ _BAMBA = Architecture(
 
 
 def _nemotron(keys: Keys) -> Mapping[str, Any]:
-    """Read Nemotron-H, each of whose layers is one part."""
+    """Return Nemotron-H's fields; each of its layers has one part."""
     kinds = {
         **dict.fromkeys(keys.layers_with(_MLP), "mlp"),
         **dict.fromkeys(keys.layers_with(_EXPERTS), "moe"),

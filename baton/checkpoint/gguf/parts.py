@@ -1,7 +1,7 @@
-"""A model in several GGUF files, as llama.cpp's `gguf-split` writes them, read as one.
+"""GGUF parts: read a model in several files, as llama.cpp's `gguf-split` writes them.
 
-The first part has the metadata, every part says how many there are, and has some of the tensors.
-Refuses to know: what metadata means, what is in a tensor.
+The first part has the metadata; every part has the number of parts and some tensors. Knows neither
+the meaning of metadata nor tensors' content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COUNT, _NUMBER, _NUM_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
 def read_model(path: Path) -> GgufFile:
-    """Read the header of a model's only file, or of all its parts, of which ``path`` is any.
+    """Return the header of a model's only file, or of all its parts, given any of them.
 
     Raises:
         ModelLoadError: a file is broken, a part is missing, or parts do not belong together.
@@ -57,7 +57,7 @@ def read_model(path: Path) -> GgufFile:
 
 
 def linked(path: Path) -> Path:
-    """Return what a link points to, one step: the hub's files are links, and their names count."""
+    """Return a link's target, one step, because the hub's links have the names that count."""
     try:
         return path.parent / path.readlink() if path.is_symlink() else path
     except OSError as error:
@@ -65,18 +65,18 @@ def linked(path: Path) -> Path:
 
 
 def first_part(path: Path) -> Path:
-    """Return the first part of the model of which this is a part; another file is its own."""
+    """Return the first part of a part's model; any other file itself."""
     found = _PART.fullmatch(path.name)
     return path if found is None else path.with_name(_name(found["stem"], 1, int(found["count"])))
 
 
 def only_first_parts(paths: Sequence[Path]) -> list[Path]:
-    """Leave of each model in several parts the first one, whether it is there or not."""
+    """Replace parts of a model by its first part, whether that exists or not."""
     return sorted({first_part(path) for path in paths})
 
 
 def part_files(path: Path) -> list[Path]:
-    """List the files of a model by the name of one of them: several parts, or that alone."""
+    """Return all parts of the model that a file belongs to, or the file alone."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return [path]

@@ -1,7 +1,7 @@
-"""How byte-level vocabularies cut a text before their merges: by the name that GGUF files give.
+"""Pre-tokenizers: how byte-level vocabularies split texts before merges, by GGUF's names.
 
-The patterns are those of the models' own tokenizers; llama.cpp's `src/llama-vocab.cpp` has the same
-names. Refuses to know: vocabularies.
+Patterns are from the models' own tokenizers; llama.cpp's `src/llama-vocab.cpp` has the names. Knows
+no vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 )
-# The same, but contractions end their word, and digits are by three.
+# Like _TEKKEN, but contractions belong to the word before, and digits come in threes.
 _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENGLISH}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENGLISH}?"
@@ -40,7 +40,7 @@ _QWEN35 = (
     rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
 )
-# Chinese characters by themselves; else as _O200K, without them.
+# Chinese characters are split off; otherwise like _O200K.
 _KIMI_UPPER, _KIMI_LOWER = (f"{kind[:-1]}&&[^\\p{{Han}}]]" for kind in (_UPPER, _LOWER))
 _KIMI = (
     rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_ENGLISH}?"
@@ -62,13 +62,13 @@ _LLAMA_CPP_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The way one family of vocabularies splits a text.
+    """How one family of vocabularies splits a text.
 
     Attributes:
-        patterns: each cuts what the one before has left; matches stay whole.
-        composes: letters and accents become one character first (Unicode's NFC).
-        takes_whole_words: a piece that is a token is not built by merges.
-        begins_texts: a text begins with the token for that where the file does not say.
+        patterns: each splits what the one before left; matches stay whole.
+        composes: whether text is normalized first (Unicode's NFC).
+        takes_whole_words: whether a piece that is a token skips merges.
+        begins_texts: default for whether texts begin with a BOS token.
     """
 
     patterns: Sequence[str]
@@ -77,7 +77,7 @@ class PreTokenizer:
     begins_texts: bool = False
 
     def description(self) -> Mapping[str, Any]:
-        """Describe the pre-tokenizer as `tokenizer.json` does."""
+        """Return the pre-tokenizer in the form of `tokenizer.json`."""
         splits = [
             {
                 "type": "Split",

@@ -1,6 +1,6 @@
-"""Rotary embedding as a GGUF file's metadata and factors have it, as config.json would have it.
+"""GGUF RoPE: rebuilds config.json's RoPE fields from metadata and factors.
 
-Refuses to know: architectures.
+Knows no architectures.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from baton.checkpoint.gguf.architecture import Keys
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 DEFAULT_THETA = 10_000.0
-# Of every Llama 3.1 to 3.3; the factor differs.
+# Values of Llama 3.1 to 3.3; only the factor differs.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTH = 1.0, 4.0, 8192
 _SAME = 1e-4
 
 
 def rope_scaling(keys: Keys) -> Mapping[str, Any] | None:
-    """Return the field of that name; None: frequencies are as they are.
+    """Return ``rope_scaling``; None: frequencies are unscaled.
 
     Raises:
-        ModelLoadError: a kind or a number that is not supported.
+        ModelLoadError: an unsupported kind or number.
     """
     if ROPE_FACTORS in keys.file.tensors:
         return _of_factors(keys, keys.file.floats(ROPE_FACTORS))
@@ -45,7 +45,7 @@ def rope_scaling(keys: Keys) -> Mapping[str, Any] | None:
 
 
 def latent_yarn(keys: Keys) -> Mapping[str, Any] | None:
-    """Return DeepSeek's scaling, whose dot products it scales, too."""
+    """Return DeepSeek's scaling, which also scales dot products."""
     scaling = rope_scaling(keys)
     if scaling is None or scaling["rope_type"] != "yarn":
         return scaling
@@ -56,7 +56,7 @@ def latent_yarn(keys: Keys) -> Mapping[str, Any] | None:
 
 
 def _longrope(keys: Keys) -> Mapping[str, Any]:
-    """Return Phi-3's scaling: factors for short and for long contexts."""
+    """Return Phi-3's scaling, with factors for short and long contexts."""
     scaling: dict[str, Any] = {"rope_type": "longrope"}
     for key, name in (("short_factor", SHORT_FACTORS), ("long_factor", LONG_FACTORS)):
         if name not in keys.file.tensors:
@@ -66,7 +66,7 @@ def _longrope(keys: Keys) -> Mapping[str, Any]:
 
 
 def original_length(keys: Keys) -> int:
-    """Return how many tokens were seen before a scaling."""
+    """Return the training context length before scaling."""
     return keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
 
 
@@ -77,7 +77,7 @@ def _positive(keys: Keys, name: str, factors: Sequence[float]) -> list[float]:
 
 
 def _of_factors(keys: Keys, factors: Sequence[float]) -> Mapping[str, Any]:
-    """Return Llama 3's scaling, if these are its factors: the numbers of its config.json."""
+    """Return Llama 3's scaling if these factors match it, else longrope with these factors."""
     values = _positive(keys, ROPE_FACTORS, factors)
     largest = max(values)
     theta = keys.number("rope.freq_base", DEFAULT_THETA)
@@ -91,7 +91,7 @@ def _of_factors(keys: Keys, factors: Sequence[float]) -> Mapping[str, Any]:
             "original_max_position_embeddings": _LLAMA3_LENGTH,
         }
     return {
-        "rope_type": "longrope",  # which takes a factor for each frequency
+        "rope_type": "longrope",  # takes a factor per frequency
         "short_factor": values,
         "long_factor": values,
         "attention_factor": 1.0,
@@ -100,7 +100,7 @@ def _of_factors(keys: Keys, factors: Sequence[float]) -> Mapping[str, Any]:
 
 
 def _llama3_factors(theta: float, number: int, factor: float) -> Iterable[float]:
-    """Compute how much slower each pair of a head turns (Llama 3.1, arXiv:2407.21783)."""
+    """Yield by which factor each frequency is slowed down (Llama 3.1, arXiv:2407.21783)."""
     for index in range(number):
         wavelength = 2 * math.pi * theta ** (index / number)
         share = (_LLAMA3_LENGTH / wavelength - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)

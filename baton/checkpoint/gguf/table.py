@@ -1,7 +1,7 @@
-"""The table of architectures of GGUF files: `general.architecture` -> its row.
+"""Table of GGUF architectures: `general.architecture` -> its row.
 
-A new one is a row in `dense.py`, `experts.py` or `hybrids.py`, and a row of
-tests/numerics/gguf_families.py. Refuses to know: tensors' content.
+To add one, add a row in `dense.py`, `experts.py` or `hybrids.py`, and one in
+tests/numerics/gguf_families.py. Knows no tensor's content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **WITH_EXPERTS, **HYBRIDS}
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Find the row of a file; raises ModelLoadError: there is none."""
+    """Return a file's row; raises ModelLoadError if there is none."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ModelLoadError(

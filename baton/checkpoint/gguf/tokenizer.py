@@ -1,7 +1,7 @@
-"""What a GGUF file's metadata says about text, as the tokenizer.json it once was.
+"""GGUF tokenizer: rebuilds tokenizer.json from a GGUF file's metadata.
 
-Two kinds: `gpt2` (byte-level BPE with merges) and `llama` (SentencePiece: scores, of which merges
-are made). Refuses to know: networks.
+Two kinds: `gpt2` (byte-level BPE with merges) and `llama` (SentencePiece with scores, from which
+merges are derived). Knows no networks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SPECIAL_TOKENS = {
     "pad_token": "padding_token_id",
 }
 _TEMPLATE = "tokenizer.chat_template"
-# All its cuts are looked at where a file has no merges. SentencePiece's own limit is 16.
+# Without merges all splits of a token are tried. SentencePiece's own limit is 16.
 _MAX_TOKEN_CHARS = 1024
 
 
 class _Vocabulary:
-    """The lists of a file's vocabulary, checked."""
+    """Hold the checked lists of a file's vocabulary."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -48,7 +48,7 @@ class _Vocabulary:
         return self._file.metadata.get(f"{_KEYS}{key}", default)
 
     def token_id(self, key: str) -> int | None:
-        """Return the id of a special token, or None where the file names none."""
+        """Return the id of a special token, or None if the file names none."""
         value = self.get(key)
         if value is None:
             return None
@@ -60,19 +60,19 @@ class _Vocabulary:
         return self._list("scores", float)
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """Return the merges in order, or None where the file has none."""
+        """Return the merges in order, or None if the file has none."""
         if self.get("merges") is None:
             return None
         pairs = []
         for merge in self._list("merges", str, length=None):
-            cut = merge.find(" ", 1)  # the first character may be a space itself
+            cut = merge.find(" ", 1)  # the first character may itself be a space
             if cut < 0 or cut + 1 == len(merge):
                 raise self.wrong("merges", f"{merge!r} is no pair")
             pairs.append((merge[:cut], merge[cut + 1 :]))
         return pairs
 
     def added_tokens(self) -> list[dict[str, Any]]:
-        """List the tokens that are matched in a text before it is split: they stay whole."""
+        """Return tokens that are matched before a text is split, and so stay whole."""
         return [
             {
                 "id": token_id,
@@ -93,7 +93,7 @@ class _Vocabulary:
     def _list(
         self, key: str, of: type, default: list[Any] | None = None, length: int | None = -1
     ) -> list[Any]:
-        """Read a list of metadata, as long as the vocabulary where ``length`` is not None."""
+        """Return a list of metadata; ``length`` None: it may differ from the vocabulary's."""
         value = self.get(key, default)
         if not isinstance(value, list) or not value or not isinstance(value[0], of):
             raise self.wrong(key, f"must be a list of {of.__name__}, got {type(value).__name__}")
@@ -103,7 +103,7 @@ class _Vocabulary:
 
 
 def tokenizer_of(file: GgufFile) -> dict[str, Any]:
-    """Make the content of `tokenizer.json`; raises ModelLoadError for an unknown kind."""
+    """Return the content of `tokenizer.json`; raises ModelLoadError for an unknown kind."""
     vocabulary = _Vocabulary(file)
     parts = _byte_level(vocabulary) if vocabulary.kind == "gpt2" else _sentence_piece(vocabulary)
     return {
@@ -116,7 +116,7 @@ def tokenizer_of(file: GgufFile) -> dict[str, Any]:
 
 
 def tokenizer_config_of(file: GgufFile) -> dict[str, Any]:
-    """Make the content of `tokenizer_config.json`: special tokens and the chat template."""
+    """Return the content of `tokenizer_config.json`: special tokens and chat template."""
     vocabulary = _Vocabulary(file)
     config: dict[str, Any] = {}
     for name, key in _SPECIAL_TOKENS.items():
@@ -195,7 +195,7 @@ def _bpe(
     *,
     pre_tokenizer: PreTokenizer | None = None,
 ) -> dict[str, Any]:
-    """Make the BPE model; without a pre-tokenizer unknown characters become byte tokens."""
+    """Return the BPE model; without a pre-tokenizer, unknown characters become byte tokens."""
     unknown = vocabulary.token_id("unknown_token_id") if pre_tokenizer is None else None
     return {
         "type": "BPE",
@@ -212,10 +212,10 @@ def _bpe(
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
-    """List the pairs that SentencePiece would join, the best token first.
+    """Yield the pairs that SentencePiece would join, best token first.
 
-    It joins the two neighbours whose joint token has the highest score; so a pair's rank is the
-    score of what it makes. Pairs that make the same token are ranked by their parts' numbers.
+    SentencePiece joins the neighbours whose joint token has the highest score, so a pair ranks by
+    the score of its joint token. Pairs with the same joint token rank by their parts' ids.
     """
     ids, scores = vocabulary.ids, vocabulary.scores()
     longest = max(map(len, vocabulary.tokens))
@@ -234,7 +234,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
 
 
 def _template(vocabulary: _Vocabulary, *, begins_texts: bool) -> Mapping[str, Any] | None:
-    """Make the template that adds BOS and EOS around a text; None: it adds neither."""
+    """Return the template that adds BOS and EOS to a text; None: it adds neither."""
     around = {}
     for key, default in (("bos", begins_texts), ("eos", False)):
         if not vocabulary.get(f"add_{key}_token", default):

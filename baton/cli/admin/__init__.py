@@ -1,1 +1,1 @@
-"""`baton admin`: what operators ask and change, through a router's `Admin` service."""
+"""`baton admin`: operators' commands, over a router's `Admin` service."""

@@ -84,4 +84,4 @@ app = CommandLine(
 
 @app.callback()
 def _root() -> None:
-    """Keeps the group a group."""
+    """Keep the app a group of commands."""

@@ -1,4 +1,4 @@
-"""`baton admin audit`: who holds the KV blocks of every node, and whether any is held by nobody."""
+"""`baton admin audit`: owners of KV blocks on each node, and blocks without an owner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from baton.cli.router_access import OperatorAccess
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2
 
-MAX_RANGES = 4  # of a holding, in the table; JSON has all
+MAX_RANGES = 4  # ranges of a holding shown in the table; JSON has all
 _NO_TRANSFER = ("request", "null block", "step in flight")
 
 
@@ -40,7 +40,7 @@ def audit(
 ) -> None:
     """Show who holds the KV blocks of a node, or of all; exit code 5 if one has no owner.
 
-    On a node in order, the references that its block pool counts are those of the owners listed.
+    On a healthy node, the listed owners hold all references that its block pool counts.
     """
     with connection(access) as admin:
         found: admin_pb2.AuditResponse = admin.call("Audit", node=node)
@@ -116,6 +116,6 @@ def _problem(ledger: admin_pb2.ListBlocksResponse) -> str:
 
 
 def _ids(ranges: Iterable[admin_pb2.BlockRange]) -> str:
-    """``3-7, 9``."""
+    """Return block ids like ``3-7, 9``."""
     ends = ((r.first_block_id, r.first_block_id + r.num_blocks - 1) for r in ranges)
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ends)

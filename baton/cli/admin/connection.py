@@ -1,6 +1,6 @@
-"""The options of every admin command, its connection to the router, and its exit codes.
+"""Options of all admin commands, their connection to the router, and exit codes.
 
-What connects is imported where that is done: who asks for help does not wait for it.
+Modules that connect are imported late, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _COMPLETION_TIMEOUT_S = 1.0
 
 
 class ExitCode(enum.IntEnum):
-    """Of `baton admin` commands; a script can go by them."""
+    """Exit codes of `baton admin` commands, for scripts."""
 
     OK = 0
-    ERROR = 1  # the router or a node cannot be reached, or refuses
-    USAGE = 2  # options that make no sense; a value that the router refuses
-    NOT_FOUND = 3  # there is no such node or request
-    TIMEOUT = 4  # what was waited for did not come
+    ERROR = 1  # the router or a node is unreachable or refuses
+    USAGE = 2  # invalid options, or a value that the router refuses
+    NOT_FOUND = 3  # no such node or request
+    TIMEOUT = 4  # an awaited state was not reached
     ORPHANS = 5  # the audit found blocks whose owners and references differ
 
 
 class OutputFormat(enum.Enum):
-    """How results are printed."""
+    """Format of results."""
 
     TABLE = "table"
     JSON = "json"
@@ -56,11 +56,11 @@ OutputOption = Annotated[OutputFormat, typer.Option(help="For people, or for pro
 
 
 class AdminConnection:
-    """Calls of one router's `Admin` service; use it as a context manager's target.
+    """Call one router's `Admin` service.
 
     Args:
-        access: which router, and how.
-        channel: to it.
+        access: address and credentials of the router.
+        channel: channel to the router.
     """
 
     def __init__(self, access: OperatorAccess, channel: grpc.Channel) -> None:
@@ -72,7 +72,7 @@ class AdminConnection:
         self._stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
 
     def call(self, method: str, *, timeout_s: float = TIMEOUT_S, **fields: Any) -> Any:
-        """One call, with a request of these fields; raises AdminError."""
+        """Call a method with a request of these fields; raises AdminError."""
         import grpc
         from google.protobuf.message_factory import GetMessageClass
 
@@ -86,22 +86,22 @@ class AdminConnection:
             raise AdminError.of(error, self._access) from None
 
     def nodes(self) -> list[admin_pb2.NodeDescription]:
-        """All nodes that the router knows."""
+        """Return all nodes that the router knows."""
         response: admin_pb2.ListNodesResponse = self.call("ListNodes")
         return list(response.nodes)
 
     def node(self, name: str) -> admin_pb2.NodeDescription:
-        """One node."""
+        """Return one node."""
         found: admin_pb2.NodeDescription = self.call("GetNode", node=name)
         return found
 
 
 class AdminError(CommandError):
-    """A command cannot be done; its exit code is an `ExitCode`."""
+    """A command failed; its exit code is an `ExitCode`."""
 
     @classmethod
     def of(cls, error: grpc.RpcError, access: OperatorAccess) -> AdminError:
-        """What a failed call means."""
+        """Return the error for a failed call."""
         import grpc
 
         from baton.access.tls_refusal import why_refused
@@ -128,7 +128,7 @@ class AdminError(CommandError):
 
 @contextmanager
 def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
-    """Talk to a router; raises AdminError for what goes wrong meanwhile."""
+    """Connect to a router; calls inside raise AdminError."""
     from baton.access.tls import read_tls
     from baton.serving.rpc import open_sync_channel
 
@@ -143,10 +143,10 @@ def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
 
 
 def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]:
-    """Talk to every router that the address stands for, one after the other, each by its own.
+    """Yield a connection to each router that the address resolves to, in turn.
 
-    As nodes join them: a name with several addresses is as many routers, and what each was told
-    the others do not know. Raises AdminError.
+    Nodes join all of them: a name with several addresses means several routers, which do not share
+    what they are told. Raises AdminError.
     """
     import asyncio
 
@@ -168,7 +168,7 @@ def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]
 
 
 def complete_node(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of nodes that begin like this, asked of the router; none if it does not answer."""
+    """Return names of nodes with this prefix from the router; empty if it does not answer."""
     from baton.access.tls import read_tls
     from baton.serving.rpc import open_sync_channel
 
@@ -186,7 +186,7 @@ def complete_node(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_server(context: typer.Context, incomplete: str) -> list[str]:
-    """The same, and the router."""
+    """Return names of nodes, and the router, with this prefix."""
     return [*(["router"] if "router".startswith(incomplete) else []),
             *complete_node(context, incomplete)]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`baton admin explain`: why a request went where it went, or where one would go now."""
+"""`baton admin explain`: why a request was placed where it was, or where one would go now."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def explain(
 ) -> None:
     """Show the places that the routing policy looked at, and what it made of each.
 
-    Then, why so many guesses of next tokens were computed. Of the past (REQUEST_ID), as they were
-    then; of --prompt or --prompt-tokens, as they are now.
+    Also tells why this many draft tokens were computed. With REQUEST_ID, shows the places as they
+    were then; with --prompt or --prompt-tokens, as they are now.
     """
     if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
         raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")
@@ -91,7 +91,7 @@ def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
 
 
 def _forecast(forecast: admin_pb2.PrefillForecast) -> str:
-    """Put what was expected of a prompt beside what was measured."""
+    """Return a line that compares a prompt's expected and measured times."""
     text = (
         f"prefill of {forecast.num_tokens} tokens: expected {forecast.wait_ms:.3g} ms of waiting "
         f"and {forecast.compute_ms:.3g} ms of computing"
@@ -104,7 +104,7 @@ def _forecast(forecast: admin_pb2.PrefillForecast) -> str:
 
 
 def _columns(decision: admin_pb2.DecisionDescription) -> Table:
-    """A column for each term."""
+    """Make a table with a column per term."""
     terms = list(dict.fromkeys(term.name for one in decision.candidates for term in one.terms))
     titles = [name.replace("_", " ") for name in terms]
     table = make_table("prefill", "decode", "cost", *titles, right=("cost", *titles))
@@ -116,7 +116,7 @@ def _columns(decision: admin_pb2.DecisionDescription) -> Table:
 
 
 def _sentences(decision: admin_pb2.DecisionDescription) -> Table:
-    """One column for all terms; those that cost nothing are left out."""
+    """Make a table with all terms in one column, without zeros."""
     table = make_table("prefill", "decode", "cost", "made of", right=("cost",))
     for one in decision.candidates:
         parts = (

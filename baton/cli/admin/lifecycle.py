@@ -1,4 +1,4 @@
-"""`baton admin drain`, `resume` and `remove`: a node's way out of service, and back."""
+"""`baton admin drain`, `resume` and `remove`: take nodes out of service and back."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def remove(
 ) -> None:
     """Drain a node and end its process.
 
-    With --force for a node that does not do as it is told: it is out at once, and may join again
-    only when it is started anew.
+    --force removes a node that does not react. It leaves at once, and can join again only after its
+    process was restarted.
     """
     with connection(access) as admin:
         found = admin.call("Remove", node=name, force=force)
@@ -99,7 +99,7 @@ def remove(
 def _wait(
     admin: AdminConnection, found: _Node, wanted: str, timeout_s: float, *, quiet: bool
 ) -> _Node:
-    """Until a node is in a state ("": it is gone), showing what is left; raises AdminError."""
+    """Wait for a node's state ("": gone), showing what is left; raises AdminError."""
     from rich.console import Console
     from rich.live import Live
 
@@ -118,7 +118,7 @@ def _poll(
     give_up_at: float,
     show: Callable[[_Node], None],
 ) -> _Node:
-    # By its engine id: one that was started anew meanwhile is another.
+    # By engine id, since a restarted node is another one.
     while not _has_reached(found, wanted):
         show(found)
         if time.monotonic() > give_up_at:
@@ -139,7 +139,7 @@ def _poll(
 
 
 def _has_reached(found: _Node, wanted: str) -> bool:
-    if wanted == "serving":  # warming up, and so on, is serving
+    if wanted == "serving":  # warming up and the like count as serving
         return state_of(found) not in ("draining", "drained", "lost")
     return state_of(found) == wanted
 

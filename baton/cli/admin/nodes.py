@@ -1,4 +1,4 @@
-"""`baton admin nodes` and `node`: who has joined, how busy each is, and whom it reaches."""
+"""`baton admin nodes` and `node`: joined nodes, their load and their peers."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def node(
 
 
 def role_of(found: admin_pb2.NodeDescription) -> str:
-    """``prefill`` or ``decode``."""
+    """Return ``prefill`` or ``decode``."""
     return enum_field(found, "role")
 
 
 def state_of(found: admin_pb2.NodeDescription) -> str:
-    """What the node does for its router, in one word."""
+    """Return a node's state for its router, in one word."""
     if found.lost:
         return "lost"
     serving_state = enum_field(found.beat, "serving_state")
@@ -94,18 +94,18 @@ def state_of(found: admin_pb2.NodeDescription) -> str:
 
 
 def num_ranks(found: admin_pb2.NodeDescription) -> int:
-    """Processes that share the node's model."""
+    """Return the number of processes that share the node's model."""
     return max(1, found.tensor_parallel_size) * max(1, found.pipeline_parallel_size)
 
 
 def ranks_of(found: admin_pb2.NodeDescription) -> str:
-    """``1``, ``TP 2``, ``PP 2`` or ``TP 2 x PP 2``."""
+    """Return ``1``, ``TP 2``, ``PP 2`` or ``TP 2 x PP 2``."""
     sizes = {"TP": found.tensor_parallel_size, "PP": found.pipeline_parallel_size}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"
 
 
 def kv_bar(found: admin_pb2.NodeDescription, width: int = 8) -> str:
-    """Draw the share of a node's KV blocks that requests hold; unknown before its first beat."""
+    """Draw the share of a node's KV blocks in use; "?" before its first beat."""
     if not found.HasField("beat") or not found.num_blocks:
         return "?"
     return format_bar(1 - found.beat.num_free_blocks / found.num_blocks, width)
@@ -114,9 +114,10 @@ def kv_bar(found: admin_pb2.NodeDescription, width: int = 8) -> str:
 def nodes_table(
     found: Sequence[admin_pb2.NodeDescription], *, peers: bool = True, bar_width: int = 8
 ) -> Table:
-    """Make a table with a row per node."""
+    """Return a table with a row per node."""
     numbers = ("open", "run", "wait")
-    has_ranks = any(num_ranks(one) > 1 for one in found)  # else it tells nothing
+    # The column is useless unless nodes have several ranks.
+    has_ranks = any(num_ranks(one) > 1 for one in found)
     columns = ["node", "role", *(["ranks"] if has_ranks else []), "state", *numbers, "KV in use"]
     more = ["peers"] if peers else []
     table = make_table(*columns, *more, right=numbers, whole=("peers",))
@@ -145,7 +146,7 @@ def nodes_table(
 
 
 def print_problems(console: Console, found: Sequence[admin_pb2.NodeDescription]) -> None:
-    """Whole sentences do not fit a column; each pair is told once."""
+    """Print each pair's problem once, and nodes' health problems, as whole sentences."""
     for problem in sorted({peer.problem for one in found for peer in one.peers}):
         if problem:
             console.print(f"not paired: {escape(problem)}", style="yellow", soft_wrap=True)
@@ -159,7 +160,7 @@ def print_problems(console: Console, found: Sequence[admin_pb2.NodeDescription])
 
 
 def _card(one: admin_pb2.NodeDescription) -> Table:
-    """Two columns: what, and how much of it."""
+    """Return a node's properties as a table of two columns."""
     state = state_of(one)
     table = make_grid()
     table.add_column(style="dim", no_wrap=True)
@@ -201,7 +202,7 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
 
 
 def _path(peer: admin_pb2.PeerDescription) -> str:
-    """``d0: nixl/ucx cma 2.9 GB/s``."""
+    """Return a peer's line like ``d0: nixl/ucx cma 2.9 GB/s``."""
     rate = peer.bandwidth_bytes_per_s
     words = [f"{escape(peer.node_name)}:", _transport(peer)]
     return " ".join([*words, format_rate(rate)] if rate else words)

@@ -1,6 +1,6 @@
-"""How admin commands print: tables for people, raw units as JSON for programs.
+"""Output of admin commands: tables for people, JSON with raw units for programs.
 
-What prints is imported where that is done: who asks for help does not wait for it.
+Modules that print are imported late, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_ENOUGH = 1000  # columns, for all tables
+_ENOUGH = 1000  # columns, wide enough for all tables
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def make_console() -> Console:
-    """Make a console that is wide enough for our tables where it is no terminal's."""
+    """Return a console, wide enough for the tables if there is no terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -34,11 +34,11 @@ def make_console() -> Console:
 
 
 def make_table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
-    """Make an empty table; the last column takes what is long.
+    """Return an empty table whose last column takes long values.
 
     Args:
-        right: columns of numbers.
-        whole: columns whose values stay on one line, as somebody may copy them.
+        right: right-aligned columns, for numbers.
+        whole: columns whose values are not wrapped, so that they can be copied.
     """
     from rich import box
     from rich.table import Table
@@ -51,7 +51,7 @@ def make_table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...
 
 
 def fits(console: Console, table: Table) -> bool:
-    """Say whether a table fits a console without breaking a word."""
+    """Return whether a table fits a console without breaking a word."""
     whole = console.options.update(max_width=_ENOUGH)
     return console.measure(table, options=whole).minimum + len(table.columns) <= console.width
 
@@ -62,21 +62,21 @@ def print_first_that_fits(console: Console, *tables: Table) -> None:
 
 
 def make_grid() -> Table:
-    """An empty table without a head."""
+    """Return an empty table without a header."""
     from rich.table import Table
 
     return Table.grid(padding=(0, 2))
 
 
 def escape(text: str) -> str:
-    """A text, whoever said it, as markup that shows it as it is and does nothing else."""
+    """Escape untrusted text, so that it is shown as it is."""
     from rich.markup import escape as escape_markup
 
     return escape_markup(printable(text))
 
 
 def print_json(value: Message | Mapping[str, Any]) -> None:
-    """Names and raw units as in the proto files."""
+    """Print a message as JSON, with names and units of the proto files."""
     plain = value if isinstance(value, Mapping) else to_plain(value)
     typer.echo(json.dumps(plain, indent=2, allow_nan=False))
 
@@ -86,9 +86,9 @@ def is_json(output: OutputFormat) -> bool:
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """A message as JSON has it; every field is there, absent ones are null.
+    """Return a message as JSON values; every field is present, absent ones are null.
 
-    (`json_format` makes strings of 64-bit numbers, for the sake of JavaScript.)
+    (`json_format` would write 64-bit numbers as strings, for JavaScript.)
     """
     return {field.name: _field_to_plain(message, field) for field in message.DESCRIPTOR.fields}
 
@@ -113,13 +113,13 @@ def _value_to_plain(field: Any, value: Any) -> Any:
 
 
 def enum_field(message: Message, name: str) -> str:
-    """The word for a field's value."""
+    """Return the word for an enum field's value."""
     of_field: Any = message.DESCRIPTOR.fields_by_name[name]
     return enum_word(of_field.enum_type.values_by_number[getattr(message, name)].name)
 
 
 def enum_word(name: str) -> str:
-    """``prefill`` for NODE_ROLE_PREFILL; the prefix of two words is all our enums have."""
+    """Return ``prefill`` for NODE_ROLE_PREFILL: all our enums have a prefix of two words."""
     word = name.split("_", 2)[-1].lower()
     return "serving" if name == "SERVING_STATE_UNSPECIFIED" else word
 
@@ -128,7 +128,7 @@ def enum_word(name: str) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``840 us``, ``12.3 ms``, ``4.56 s``, ``2 min 5 s``, ``3 h 4 min``, ``1 min``."""
+    """Format a duration: ``840 us``, ``12.3 ms``, ``4.56 s``, ``2 min 5 s``, ``3 h 4 min``."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -142,7 +142,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """``0.32``, ``843``, ``12.3k``, ``4.56M``."""
+    """Format a number: ``0.32``, ``843``, ``12.3k``, ``4.56M``."""
     if not float(number).is_integer() and abs(number) < 9.95:
         return f"{number:.2g}"
     for unit in ("", "k", "M"):
@@ -153,12 +153,12 @@ def format_count(number: float) -> str:
 
 
 def format_time(unix_s: float) -> str:
-    """``14:03:59.123``, of this machine's clock."""
+    """Format a time of this machine's clock: ``14:03:59.123``."""
     return datetime.fromtimestamp(unix_s).strftime("%H:%M:%S.%f")[:-3]
 
 
 def format_bar(share: float, width: int = 8) -> str:
-    """``███▌····  44%``."""
+    """Draw a bar: ``███▌····  44%``."""
     share = min(max(share, 0.0), 1.0)
     eighths = round(share * width * 8)
     full, part = divmod(eighths, 8)

@@ -1,4 +1,4 @@
-"""`baton admin requests`, `trace` and `abort`: what became of requests, and ending one."""
+"""`baton admin requests`, `trace` and `abort`: what happened to requests; ending one."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def abort(
 
 
 def _print_of_router(found: Iterable[admin_pb2.RequestTrace]) -> None:
-    """Print a row per request; a narrow console gets fewer columns, `trace` tells the rest."""
+    """Print a row per request; a narrow console gets fewer columns."""
     numbers = ("in", "out", "TTFT", "total", "tries")
     wide, narrow = (
         make_table(*columns, right=numbers, whole=("request",))
@@ -152,7 +152,7 @@ def _print_of_node(found: admin_pb2.ListRequestsResponse) -> None:
 
 
 def _events(found: admin_pb2.RequestTrace) -> Iterator[tuple[float, str]]:
-    """(seconds after it was received, what happened)."""
+    """Yield (seconds since the request was received, event)."""
     yield 0.0, f"received at {format_time(found.received_at)}"
     yield found.accepted_s, f"checked and tokenized: {found.num_prompt_tokens} tokens"
     for number, attempt in enumerate(found.attempts, start=1):
@@ -174,7 +174,8 @@ def _events(found: admin_pb2.RequestTrace) -> Iterator[tuple[float, str]]:
 def _prefill_account(receipt: types_pb2.Receipt) -> str:
     if not receipt.ttft_s:
         return ""
-    from baton.wire.types import receipt_from_proto  # gRPC's messages, which help does not need
+    # Imports gRPC's messages, which help does not need.
+    from baton.wire.types import receipt_from_proto
 
     parts = receipt_from_proto(receipt).ttft_parts.items()
     way = ", ".join(f"{name.removesuffix('_s')} {format_seconds(max(s, 0.0))}" for name, s in parts)
@@ -215,7 +216,7 @@ def _decode_account(found: admin_pb2.RequestTrace) -> str:
 
 
 def _push_account(push: types_pb2.PushReceipt) -> str:
-    """Say what of a prompt's KV came to the decode node, and how."""
+    """Describe what KV the decode node received, and how."""
     if not push.num_blocks:
         return "got no KV blocks from another node"
     by = f" by {escape(push.transport)}" if push.transport else ""

@@ -1,4 +1,4 @@
-"""`baton admin rollout`: which revisions of nodes get requests, and how much of them."""
+"""`baton admin rollout`: revisions of nodes and their shares of requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ rollout = CommandLine(
 
 
 class Action(enum.Enum):
-    """What can be done, and its number in the proto file."""
+    """Actions, with their numbers in the proto file."""
 
     PAUSE = 1
     RESUME = 2
@@ -58,7 +58,7 @@ def status(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) ->
 
 @rollout.command("pause")
 def pause(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
-    """Keep the shares as they are now, whatever nodes come, until `resume`."""
+    """Freeze the revisions' shares until `resume`, even if nodes join."""
     _show(_ask_all(access, "ChangeRollout", action=Action.PAUSE.value), output)
 
 
@@ -83,7 +83,7 @@ def undo(
 
 
 def _ask_all(access: OperatorAccess, method: str, **fields: Any) -> list[_Answer]:
-    """Ask every router; one that cannot be asked does not keep the others from it."""
+    """Call all routers; an error of one does not stop the others."""
     answers: list[_Answer] = []
     for router, admin in connections(access):
         try:
@@ -94,7 +94,7 @@ def _ask_all(access: OperatorAccess, method: str, **fields: Any) -> list[_Answer
 
 
 def _show(answers: Sequence[_Answer], output: OutputFormat) -> None:
-    """Print what each router says; raises the error of one that could not be asked."""
+    """Print each router's answer; raises the error of one that failed."""
     told = [(router, found) for router, found, _ in answers if found is not None]
     if is_json(output):
         _print_json(told)

@@ -1,4 +1,4 @@
-"""`baton admin stats`: what a router has done since its start, and in its last minute."""
+"""`baton admin stats`: a router's figures since its start, and of its last minute."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stats(
 
 
 def latencies_table(found: admin_pb2.GetStatsResponse) -> Table:
-    """One row per latency."""
+    """Return a table with a row per latency."""
     table = make_table("latency", *_RANKS, right=_RANKS)
     rows = (
         ("time to first token", found.ttft_s),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """The router at one moment."""
+    """The state of the router at one moment."""
 
     at: float
     model: str
@@ -41,7 +41,7 @@ def top(
     access: OperatorAccess,
 ) -> None:
     """Watch a router and its nodes; Ctrl-C ends it."""
-    # Also where Ctrl-C is ignored from the start, as for what a script starts in the background.
+    # Also if Ctrl-C was ignored from the start, as in background jobs of scripts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     console = make_console()
     with connection(access) as admin:
@@ -72,7 +72,7 @@ def _take(admin: AdminConnection) -> _Sample:
 
 
 def _frame(router: str, last: _Sample, sample: _Sample) -> Group:
-    """What is shown; rates are those between two looks."""
+    """Return the display; rates are between the two samples."""
     from rich.console import Group
     from rich.text import Text
 

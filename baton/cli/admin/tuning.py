@@ -1,4 +1,4 @@
-"""`baton admin policy`, `flush-cache`, `log-level` and `profile`: the running system's knobs."""
+"""`baton admin policy`, `flush-cache`, `log-level` and `profile`: tune a running system."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def get_policy(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Print the routing policy, and those that there are."""
+    """Print the routing policy, and all available policies."""
     with connection(access) as admin:
         found = admin.call("GetPolicy")
     if is_json(output):
@@ -111,8 +111,8 @@ def profile(
 ) -> None:
     """See what a node's engine, or the router (named `router`), spends its time on.
 
-    Samples the stack of the thread 200 times a second while it goes on serving. Time in C code
-    (torch's, too) counts for the Python function that called it.
+    Samples the thread's stack 200 times a second while it serves. Time in C code (torch's, too)
+    counts for the Python function that called it.
     """
     node = "" if name == ROUTER else name
     with connection(access) as admin:

@@ -1,4 +1,4 @@
-"""`baton admin version`: this program's, the router's and its nodes' versions."""
+"""`baton admin version`: versions of this program, the router and its nodes."""
 
 from __future__ import annotations
 

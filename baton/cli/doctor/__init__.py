@@ -1,1 +1,1 @@
-"""`baton doctor`: what this machine can do for Baton, with one line of advice for what is wrong."""
+"""`baton doctor`: checks what this machine offers Baton, with advice for problems."""

@@ -35,7 +35,7 @@ def doctor(
 
 
 def look() -> Iterator[Finding]:
-    """Look at everything, the most basic first."""
+    """Run all checks, the most basic first."""
     kernels = find_kernels()
     yield installation.look_at_packages()
     yield machine.look_at_cpu()

@@ -1,4 +1,4 @@
-"""Finding: what is known of one part of a machine, and what to do about it."""
+"""Finding: state of one part of a machine, with advice."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 
 class Grade(enum.Enum):
-    """How well a part of a machine serves."""
+    """How well a part of a machine serves Baton."""
 
     OK = "ok"
-    SLOW = "slow"  # works, at less speed than the machine could have
-    BAD = "bad"  # keeps `baton up` from working
+    SLOW = "slow"  # works, but slower than possible
+    BAD = "bad"  # prevents `baton up` from working
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Finding:
     Attributes:
         part: name of a part of the machine, in a word or two.
         value: state of that part.
-        advice: line that says what to do; empty: nothing.
+        advice: what to do, in one line; empty: nothing.
     """
 
     part: str

@@ -1,4 +1,4 @@
-"""Findings about what is installed: packages, compiler, native kernels, cache, ports."""
+"""Checks of the installation: packages, compiler, native kernels, cache, ports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TORCHS_OPENMP = "libgomp"
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package; empty: it is not installed."""
+    """Return the version of an installed package; empty if not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -31,7 +31,7 @@ def version_of(package: str) -> str:
 
 
 def look_at_packages() -> Finding:
-    """Look for what nodes need beside the router's and the clients' packages."""
+    """Check the packages that only nodes need."""
     found = {name: version_of(name) for name in _OF_NODES}
     value = f"Baton {__version__}, Python {platform.python_version()}"
     value += "".join(f", {name} {number}" for name, number in found.items() if number)
@@ -43,7 +43,7 @@ def look_at_packages() -> Finding:
 
 
 def look_at_compiler(kernels: KernelState) -> Finding:
-    """Look for the compiler of native kernels; without kernels it is missed."""
+    """Check the compiler for native kernels, which is needed if these are not built."""
     try:
         compiler = find_compiler(_TORCHS_OPENMP)
         shown = run_tool([*compiler, "--version"]).partition("\n")[0]
@@ -55,7 +55,7 @@ def look_at_compiler(kernels: KernelState) -> Finding:
 
 
 def look_at_kernels(kernels: KernelState) -> Finding:
-    """Say whether native kernels are built for this CPU."""
+    """Check whether native kernels are built for this CPU."""
     if kernels.is_off:
         advice = f"{SLOWER}: unset {SWITCH_VARIABLE}"
         return Finding("kernels", f"off ({SWITCH_VARIABLE})", Grade.SLOW, advice)
@@ -67,7 +67,7 @@ def look_at_kernels(kernels: KernelState) -> Finding:
 
 
 def look_at_cache() -> Finding:
-    """Say whether built kernels and converted models can be kept."""
+    """Check whether the cache for kernels and converted models is writable."""
     try:
         folder = own_cache_folder("native").parent
         with tempfile.TemporaryFile(dir=folder):
@@ -79,7 +79,7 @@ def look_at_cache() -> Finding:
 
 
 def look_at_ports(listen: str = DEFAULT_ADDRESS, http_listen: str = "127.0.0.1:8000") -> Finding:
-    """Say whether the addresses that `baton up` listens at are free."""
+    """Check whether the addresses of `baton up` are free."""
     taken = []
     for option, address in (("--listen", listen), ("--http-listen", http_listen)):
         try:

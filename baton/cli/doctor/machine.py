@@ -1,6 +1,6 @@
-"""Findings about the machine: CPU, cores, memory, shared memory, network devices, GPUs.
+"""Checks of the machine: CPU, cores, memory, shared memory, network devices, GPUs.
 
-What a check reads is given to it as a path, so that tests read other machines.
+Paths to read are parameters, so that tests can describe other machines.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from baton.kernel_library.ahead import INSTRUCTION_SETS, cpu_features
 from baton.registry import Registry
 
 _GIB = 2**30
-_LEAST_MEMORY = 1 * _GIB  # a node of a small model; torch alone takes a third of it
+_LEAST_MEMORY = 1 * _GIB  # for a node with a small model; torch alone takes a third of it
 _LEAST_SHARED_MEMORY = 256 * 2**20
 _LEAST_DESCRIPTORS = 4096
 _NET = Path("/sys/class/net")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ADDRESS_OF_DEVICE = 0x8915  # SIOCGIFADDR
-# By name: the ground does not import the engine, which knows control groups.
+# By name, because `baton` does not import the engine.
 _READERS: Registry[Any] = Registry(
     "figure", {"memory": "engine.worker.host.host_memory:read_host_memory"}
 )
 
 
 def look_at_cpu(features: frozenset[str] | None = None) -> Finding:
-    """Find the best instruction set that native kernels can use."""
+    """Check the CPU for the best instruction set of native kernels."""
     has = cpu_features() if features is None else features
     machine = platform.machine()
     sets = [one for one in INSTRUCTION_SETS if one.machine == machine]
@@ -50,7 +50,7 @@ def look_at_cpu(features: frozenset[str] | None = None) -> Finding:
 
 
 def look_at_cores() -> Finding:
-    """Count the cores that this process may use."""
+    """Check the number of cores that this process may use."""
     usable, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} of {all_of_them}" if usable < all_of_them else str(usable)
     if usable > 1:
@@ -60,7 +60,7 @@ def look_at_cores() -> Finding:
 
 
 def look_at_memory() -> Finding:
-    """Read how much memory there is, within the limits of control groups."""
+    """Check the memory, within the limits of control groups."""
     found = _READERS.load("memory")()
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     value = f"{_gib(found.available)} free of {_gib(found.total)}"
@@ -73,7 +73,7 @@ def look_at_memory() -> Finding:
 
 
 def look_at_huge_pages(file: Path = _HUGE_PAGES) -> Finding:
-    """Read whether the kernel gives huge pages to a program that asks for them."""
+    """Check whether the kernel gives huge pages to programs that ask for them."""
     try:
         text = file.read_text(encoding="ascii")
     except OSError:
@@ -86,7 +86,7 @@ def look_at_huge_pages(file: Path = _HUGE_PAGES) -> Finding:
 
 
 def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Read how much shared memory is free, through which nodes of one machine pass KV blocks."""
+    """Check the free shared memory, through which nodes on one machine pass KV blocks."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -100,7 +100,7 @@ def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
 
 
 def look_at_network(folder: Path = _NET) -> Finding:
-    """List network devices that are up, loopback aside, with their IPv4 addresses."""
+    """List network devices that are up, except loopback, with IPv4 addresses."""
     try:
         names = sorted(path.name for path in folder.iterdir() if _is_up(path))
     except OSError:
@@ -114,7 +114,7 @@ def look_at_network(folder: Path = _NET) -> Finding:
 
 
 def look_at_descriptors() -> Finding:
-    """Read how many files and connections a process may have open."""
+    """Check how many files and connections a process may have open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= _LEAST_DESCRIPTORS:
         return Finding("open files", "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}")
@@ -125,10 +125,10 @@ def look_at_descriptors() -> Finding:
 def look_at_gpus(
     torch_version: str, driver: Path = Path("/proc/driver/nvidia/gpus"), devices: str = "/dev"
 ) -> Finding:
-    """List NVIDIA's GPUs.
+    """List NVIDIA GPUs.
 
     Args:
-        torch_version: version of the installed torch; empty: there is none.
+        torch_version: version of the installed torch; empty if not installed.
         driver: folder in which the driver describes its GPUs.
         devices: folder of device files.
     """
@@ -152,14 +152,14 @@ def _gpu_names(files: Sequence[Path]) -> list[str]:
 
 
 def _is_up(device: Path) -> bool:
-    try:  # some virtual devices only say "unknown", and carry packets
+    try:  # some virtual devices say "unknown" and work
         return (device / "operstate").read_text(encoding="ascii").strip() in ("up", "unknown")
     except OSError:
         return False
 
 
 def _address_of(device: str) -> str:
-    """Return a device's IPv4 address; empty: it has none."""
+    """Return a device's IPv4 address; empty if it has none."""
     request = struct.pack("256s", device.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:

@@ -1,1 +1,1 @@
-"""The commands that are programs: their options are made of the dataclasses they run with."""
+"""Commands that run programs; their options come from the programs' dataclasses."""

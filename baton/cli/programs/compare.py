@@ -1,4 +1,4 @@
-"""`baton loadtest compare`: its options, and what it does with them."""
+"""`baton loadtest compare`: options and execution."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from loadtest.slo import Slo
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """``0-3,6``; empty: all that this process may use. Raises ConfigError."""
+    """Parse cores like ``0-3,6``; empty: all usable ones. Raises ConfigError."""
     allowed = os.sched_getaffinity(0)
     cores: set[int] = set() if text else set(allowed)
     try:
@@ -98,16 +98,16 @@ def compare(
     png: PngOption = None,
     log_level: LogLevelOption = "warning",
 ) -> None:
-    """Whether to disaggregate, and how: the same requests on the same cores, in each shape.
+    """Compare deployments, disaggregated or not, with the same requests on the same cores.
 
-    Starts each deployment anew for each repeat; with --find-max-goodput once, and compares each
-    at the highest rate that it holds. Goodput within --slo decides; what it does to ITL
-    and TTFT is told, too. Exit codes as of run.
+    Restarts each deployment for each repeat. With --find-max-goodput, starts each only once, and
+    compares them at the highest rate that each sustains. Goodput within --slo decides; the effects
+    on ITL and TTFT are shown, too. Exit codes are those of run.
     """
     codes: list[int] = []
 
     async def main() -> None:
-        # Here: who asks for help does not wait for it.
+        # here, so that `--help` is fast
         from loadtest.compare import Comparison
         from loadtest.drills.site import UpOptions
         from loadtest.execute_comparison import execute_comparison

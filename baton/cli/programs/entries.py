@@ -1,4 +1,4 @@
-"""Where the programs' commands are, and the first lines of their help."""
+"""Locations of the programs' commands, with the first lines of their help."""
 
 from __future__ import annotations
 

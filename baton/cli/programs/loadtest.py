@@ -1,4 +1,4 @@
-"""`baton loadtest`: options of the commands; exit codes."""
+"""`baton loadtest`: options of its commands, and exit codes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ app = CommandLine(add_completion=False, help="Measure a deployment under load.")
 
 @app.callback()
 def _root() -> None:
-    """Keeps the group a group."""
+    """Keep the app a group of commands."""
 
 
 def choose_load(
@@ -74,7 +74,7 @@ def choose_load(
     slowdown: float,
     sweep: Sweep | None,
 ) -> Load:
-    """Make the load that was asked for, of a sweep the first; raises ConfigError."""
+    """Return the requested load, for a sweep the first one; raises ConfigError."""
     given = sum(option is not None for option in (rate, concurrency, trace, sweep))
     if given != 1:
         raise ConfigError("rate, concurrency, trace, sweep: exactly one of them must be given")
@@ -183,9 +183,9 @@ def run(
     """Play one load against one server and measure it.
 
     Exit codes: 0; 1: it could not be run, or nothing came through; 3: the generator could not
-    keep up, so that the numbers say nothing; 130: stopped.
+    keep up, so that the numbers are useless; 130: stopped.
     """
-    # Here: who asks for help does not wait for it.
+    # Imported here, so that `--help` is fast.
     from loadtest.drills.audit import Auditor
     from loadtest.drills.site import UpOptions, parse_pids
     from loadtest.execute import Job, execute

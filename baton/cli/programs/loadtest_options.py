@@ -1,4 +1,4 @@
-"""Options that several commands have, with their help."""
+"""Options shared by the load test's commands, with their help."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAX_FRESH_SEED = 2**31
 
 
 def fresh_seed() -> int:
-    """Draw a seed that most probably no run has had."""
+    """Return a random seed, most probably unused so far."""
     return secrets.randbelow(MAX_FRESH_SEED)
 
 
 def _declared(kind: type[Any], name: str) -> Any:
-    """Return the settings of a declared option: its help, with its limits."""
+    """Return a declared option's settings: its help with limits."""
     return typer.Option(help=help_of_option(by_name(kind)[name]))
 
 

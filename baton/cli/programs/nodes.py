@@ -17,7 +17,7 @@ from prefill_node.options import PrefillOptions
 if TYPE_CHECKING:
     from baton.text.grammar_trials import EarlyGrammars
 
-# By name: torch is imported when a node is made, and what only nodes need when one is started.
+# By name: torch is imported only when a node is made.
 _PROGRAMS: Registry[MakeProgram[Any]] = Registry(
     "node program",
     {"prefill": "prefill_node.program:make_program", "decode": "decode_node.program:make_program"},
@@ -47,13 +47,13 @@ def decode(options: DecodeNodeOptions) -> None:
 
 
 def _run(role: str, options: NodeOptions) -> NoReturn:
-    """Run a node; what the user got wrong is said before torch is imported."""
+    """Run a node; option errors are reported before torch is imported."""
 
     def load() -> MakeProgram[Any]:
         _CHECKS.load("model")(options)
         return _PROGRAMS.load(role)
 
     _CHECKS.load("options")(options)
-    # Forked here: while this process has one thread, and before torch is imported.
+    # Forked while this process has one thread, and before torch is imported.
     grammars = _EARLY.load("grammars")(options.model)
     raise typer.Exit(run_node(role, options, load, grammars))

@@ -13,11 +13,11 @@ from router.config import RouterConfig, check_exposure
 def router(config: RouterConfig) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
     check_exposure(config)
-    # Imported here: who asks for help does not wait for it.
+    # Imported here, so that `--help` is fast.
     from baton.checkpoint.model_folder import find_model_folder
     from router.intake.early_readers import fork_readers
 
-    # Forked here: while this process has one thread, and before most modules are imported.
+    # Forked while this process has one thread, and before most modules are imported.
     readers = fork_readers(config.texts, find_model_folder(config.model, weights=False))
     from router.program import serve
 

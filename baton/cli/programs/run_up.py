@@ -1,4 +1,4 @@
-"""Run a deployment on this machine until it is told to stop, and start again what dies of it."""
+"""Run a deployment on this machine until told to stop, and restart what dies."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from baton.api.printable import printable
 from baton.kernel_library.state import ADVICE, BUILDING, SLOWER
 from baton.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
 
-_CHECK_S = 0.5  # whether all processes still run
+_CHECK_S = 0.5  # between checks that all processes run
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
-# A process that ends so often within so long ends all: starting it again does not help.
+# A process that ends this often within this time ends the deployment: restarts do not help.
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 600.0
 _KEYS = ("--api-keys-file", "--admin-token", "--node-token")
 
 
 def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
-    """Run it; returns the exit code of `baton up`. Raises BatonError."""
+    """Run a deployment; return the exit code of `baton up`. Raises BatonError."""
     told = False
 
     def stop(number: int, frame: object) -> None:
-        # No event: whoever waits for it holds its lock for moments, and this runs on that thread.
+        # Not an event, whose lock the main thread may hold, and this handler runs on that thread.
         nonlocal told
         told = True
         raise KeyboardInterrupt
 
-    # Also where SIGINT is ignored from the start, as for background jobs of a script.
+    # Also if SIGINT was ignored from the start, as in background jobs of scripts.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     console = Console(highlight=False)
@@ -59,16 +59,16 @@ def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
 
 
 class _Keeper:
-    """Keeps a deployment's processes running: starts again what dies, but not for ever."""
+    """Restart processes of a deployment that die, within limits."""
 
     def __init__(self, deployment: LocalDeployment, console: Console) -> None:
         self._deployment = deployment
         self._console = console
         self._deaths: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
-        self._starting: set[str] = set()  # names of processes that were started again
+        self._starting: set[str] = set()  # names of restarted processes that are not ready yet
 
     def check(self) -> None:
-        """Start again what has died, and say so; raises ConfigError for what dies too often."""
+        """Restart processes that have died; raises ConfigError after too many deaths."""
         before = [child.name for child in self._deployment.children]
         for child in self._deployment.ended(may_leave=True):
             self._start_again(child)
@@ -108,13 +108,14 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _say_ready(deployment: LocalDeployment, console: Console) -> None:
-    """Print where the deployment can be reached, and what its user should know."""
+    """Print how to reach the deployment, and notices for its user."""
     config = deployment.config
     tls = _client_options(config.tls_of("client"))
     key = "BATON_API_KEY=KEY " if set(_KEYS) & set(config.router_args) else ""
     call = f'{key}baton generate --router {config.listen}{tls} "def add(a, b):"'
     console.print(f"[green]ready[/]  {call}", soft_wrap=True)
-    if config.http_listen and not config.http_listen.endswith(":0"):  # else the log says it
+    # (with a random port, the log has it).
+    if config.http_listen and not config.http_listen.endswith(":0"):
         root = f"{'https' if tls else 'http'}://{config.http_listen}"
         console.print(f"       OpenAI API:  {root}/v1", soft_wrap=True)
         console.print(f"       status page: {root}/ui", soft_wrap=True)
@@ -132,12 +133,12 @@ def _client_options(tls: TlsOptions) -> str:
 
 
 def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) -> None:
-    """Wait for all nodes, and show each one's state; raises BatonError."""
+    """Wait for all nodes, showing their states; raises BatonError."""
     with Live(_table(deployment.children), console=console, transient=False) as live:
         try:
             deployment.wait_ready(timeout_s, lambda children: live.update(_table(children)))
         finally:
-            if not console.is_terminal:  # there the table has no end of line
+            if not console.is_terminal:  # the table then lacks its end of line
                 live.stop()
                 console.print()
 

@@ -1,4 +1,4 @@
-"""`baton up`: its options, and what it passes on to the processes that it starts."""
+"""`baton up`: options, and arguments for the processes it starts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def up(options: UpOptions, context: typer.Context) -> None:
     The machine's cores are divided between the nodes. All of them read --config. With Ray, nodes
     run where it puts them.
     """
-    # Imported here: who asks for help does not wait for it.
+    # Imported here, so that `--help` is fast.
     from baton.cli.programs.run_up import run_up
 
     config = _deployment(options, context)
@@ -104,7 +104,7 @@ def up(options: UpOptions, context: typer.Context) -> None:
 
 
 def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentConfig:
-    """Raises CommandError of what the file says of the others."""
+    """Return the deployment's configuration; raises CommandError for a bad file."""
     from baton.local_deployment import LocalDeploymentConfig
 
     path = file_of(context)
@@ -118,7 +118,8 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         num_prefill=options.prefill,
         num_decode=options.decode,
         router_args=[
-            *(*file_args, *_keys_in(path), *passed_on(context, _FOR_ROUTER)),  # the last one counts
+            # A repeated option's last value counts.
+            *(*file_args, *_keys_in(path), *passed_on(context, _FOR_ROUTER)),
             *options.router_args.split(),
         ],
         node_args=[
@@ -137,7 +138,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
 
 
 def _keys_in(path: Path | None) -> list[str]:
-    """Return the router's API keys, if the file has them for it: then nodes need keys, too."""
+    """Return the router's option for API keys if the file sets it, so that nodes get keys too."""
     if path is None:
         return []
     found = {

@@ -1,7 +1,7 @@
 """FrameGuard: read the frames that an HTTP/2 client sends, and decide which may be passed on.
 
 gRPC's core takes in headers of any length and answers every SETTINGS and PING before any Python
-code knows of a call. The guard stands before gRPC. Header blocks and control frames pass when they
+code knows of a call. So the guard reads first. Header blocks and control frames pass when they
 are whole and within limits; the bytes of messages pass unread. Frames that break a rule end the
 connection; frames that come too fast wait. While a call waits for its turn, PING and WINDOW_UPDATE
 overtake it. The guard does no I/O, and knows no gRPC.
@@ -78,9 +78,9 @@ class FrameGuard:
 
     Args:
         may_open: asked before each header block. After False the guard holds back the block and
-            the frames behind it until `feed` is called again. PING, and WINDOW_UPDATE of what is
-            open, still pass: without an answer to its PING each side ends the connection after a
-            minute, and without windows the answers to earlier calls stand still.
+            the frames after it until `feed` is called again. PING, and WINDOW_UPDATE of open
+            streams, still pass. Without an answer to its PING, each side closes the connection
+            after a minute; without window updates, answers to earlier calls stall.
         clock: in seconds.
 
     Attributes:
@@ -208,7 +208,7 @@ class FrameGuard:
         return taken
 
     def _may_overtake(self, one_frame: bytes) -> bool:
-        """Return whether a frame means the same before the held call as behind it."""
+        """Return whether a frame means the same before the held call as after it."""
         kind, num_bytes = one_frame[3], len(one_frame) - _HEAD_BYTES
         if kind == _PING:
             return num_bytes == _PING_BYTES

@@ -1,14 +1,14 @@
 """HeaderMeter: bound the decoded size of an HTTP/2 header block without decoding it.
 
-HPACK (RFC 7541) lets one byte stand for a whole header that came before, so a block of 3 KB can
-decode to 12 MB. The meter remembers only the sizes of earlier headers.
+HPACK (RFC 7541) can repeat a whole earlier header with one byte, so a block of 3 KB can decode to
+12 MB. The meter remembers only the sizes of earlier headers.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-# Bytes that a header counts beside its characters (RFC 7541, section 4.1).
+# Bytes that a header counts in addition to its characters (RFC 7541, section 4.1).
 _ENTRY_BYTES = 32
 _NUM_STATIC = 61
 # The longest name in the static table has 27 characters, and the longest entry 28.
@@ -103,7 +103,7 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
 
 
 def _string(block: bytes, at: int) -> tuple[int, int]:
-    """Return an upper bound of a string's length, and the position behind the string."""
+    """Return an upper bound of a string's length, and the position after the string."""
     is_huffman = block[at] & 0x80
     num_bytes, at = _integer(block, at, 0x7F)
     end = at + num_bytes

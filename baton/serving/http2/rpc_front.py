@@ -37,8 +37,8 @@ _MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS  # of the folder: macOS allows 104 in al
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
 _MAX_SENT_BYTES = 2**17  # bytes that wait for a client before gRPC must wait
-_FEW_STREAMS = 16  # gRPC may cancel so many calls at once
-# Read behind a call that waits for its turn, so that an acknowledgement there is found.
+_FEW_STREAMS = 16  # this many calls gRPC may cancel at once
+# Most bytes read while a call waits for its turn, to find acknowledgements after it.
 _MAX_HELD_BYTES = 2**18
 
 
@@ -92,7 +92,7 @@ class RpcFront:
         )
 
     def stop_accepting(self) -> None:
-        """Accept no new connections; open ones go on."""
+        """Accept no new connections; open ones continue."""
         self.listener.stop_accepting()
 
     async def close(self) -> None:
@@ -142,7 +142,7 @@ class _ClientSide(asyncio.Protocol):
     """A client's connection: frames pass the guard, and then go to gRPC.
 
     While gRPC does not read or small frames come too fast, nothing more is read from the client.
-    While a call waits for its turn, some more is read, for frames that may overtake the call. While
+    While a call waits for its turn, some more is read, to find frames that may overtake it. While
     the client does not read, none of its calls begins.
     """
 
@@ -207,7 +207,7 @@ class _ClientSide(asyncio.Protocol):
             self._client.write(data)
 
     def pause_passing(self, is_full: bool) -> None:
-        """Stop reading from the client while gRPC is full; go on reading after that."""
+        """Stop reading from the client while gRPC is full; continue after that."""
         self._is_server_full = is_full
         self._read_or_pause()
 

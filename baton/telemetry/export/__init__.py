@@ -1,1 +1,1 @@
-"""Spans on their way to an OpenTelemetry collector; needs the extra `otel` when it is used."""
+"""Export of spans to an OpenTelemetry collector; needs the extra `otel`."""

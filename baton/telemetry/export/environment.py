@@ -1,7 +1,7 @@
-"""Check the OTEL_* variables that the exporter of spans reads, before the exporter is made.
+"""Checks the OTEL_* variables that the exporter of spans reads.
 
-The SDK raises an exception for some odd values, logs a traceback for others, and takes the rest,
-with which no span is ever sent. Here each gets one line that names the variable and its limits.
+The SDK raises exceptions for some invalid values, logs a traceback for others, and accepts the
+rest, but then sends nothing. The checks here give one line that names the variable and its limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.options import LONGEST_S
 COMPRESSIONS = ("gzip", "none")
 _HEADER_NAME = re.compile(r"[a-z0-9_.-]+")
 _PREFIX, _OF_TRACES = "OTEL_EXPORTER_OTLP_", "OTEL_EXPORTER_OTLP_TRACES_"
-# Variables that say how spans are sampled or sent, which Baton does not read, and what does.
+# Variables of sampling and sending that Baton ignores, and what replaces them.
 IGNORED = {
     "OTEL_SDK_DISABLED": "traces are off without --trace-endpoint",
     "OTEL_TRACES_SAMPLER": "--trace-ratio says which requests are traced",
@@ -29,11 +29,11 @@ IGNORED = {
 
 
 def endpoint_problem(endpoint: str) -> str:
-    """Say what is wrong with a collector's URL; empty: nothing."""
+    """Return what is wrong with a collector's URL; empty: it is valid."""
     try:
         url = urlsplit(endpoint)
         is_right = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # its port is no number, or too large
+    except ValueError:  # the port is not a number, or too large
         is_right = False
     if is_right and endpoint.isascii() and endpoint.isprintable() and " " not in endpoint:
         return ""
@@ -41,13 +41,13 @@ def endpoint_problem(endpoint: str) -> str:
 
 
 def check_environment(environment: Mapping[str, str]) -> list[str]:
-    """Check the variables that the exporter reads; an empty value is none.
+    """Check the variables that the exporter reads; empty values count as not set.
 
     Returns:
-        a line for each variable that is set and ignored.
+        A warning for each variable that is set but ignored.
 
     Raises:
-        ConfigError: a value cannot be used; names the variable and its limits.
+        ConfigError: a value is invalid; the text names the variable and its limits.
     """
     for name, value in environment.items():
         if not value:
@@ -59,7 +59,7 @@ def check_environment(environment: Mapping[str, str]) -> list[str]:
 
 
 def chosen(environment: Mapping[str, str], name: str) -> str:
-    """Return what a variable says for traces, else for all signals; empty: nothing."""
+    """Return a variable's value for traces, else its value for all signals; empty: not set."""
     return environment.get(_OF_TRACES + name) or environment.get(_PREFIX + name) or ""
 
 
@@ -88,7 +88,7 @@ def _file_problem(value: str) -> str:
 
 
 def _headers_problem(value: str) -> str:
-    """Headers may hold secrets, so a problem does not show them."""
+    """Return what is wrong with headers, without showing them: they may contain secrets."""
     for item in filter(str.strip, value.split(",")):
         name, separator, text = item.partition("=")
         name, text = unquote(name).strip().lower(), unquote(text).strip()

@@ -1,8 +1,8 @@
-"""Plain spans to OTLP's messages. Needs OpenTelemetry: imported only where spans are exported.
+"""Encodes spans as OTLP messages. Imports OpenTelemetry, so only the exporter imports it.
 
-What all spans have (ids, times) is laid out here as protobuf lays it out, and what most of them say
-again and again (names, attributes) is kept as bytes: serialized parts, one behind the other, are
-the message of all. To make each span of objects takes four times as long, which a router has not.
+Ids and times are packed into protobuf's byte format directly. Names and attributes, which repeat
+often, are encoded once and cached. Joining such encoded parts gives a valid message. Building an
+object for each span takes four times as long, which would slow down a router.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from baton.telemetry.spans import Attribute, Span
 from baton.version import __version__
 
-# Of a span: trace_id, span_id; kind, begin and end; each behind its tag.
+# Parts of a span with their tags: trace_id and span_id; kind, begin and end.
 _IDS = struct.Struct("<2s16s2s8s")
 _TIMES = struct.Struct("<BBBQBQ")
 _TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"
 _KIND, _BEGIN, _END = 0x30, 0x39, 0x41
-_FLAGS = OtlpSpan(flags=1).SerializeToString()  # sampled
-_SPAN = b"\x12"  # of a ScopeSpans
-_KEPT_CHARS = 64  # longer texts are seldom said twice
+_FLAGS = OtlpSpan(flags=1).SerializeToString()  # the trace is sampled
+_SPAN = b"\x12"  # tag of a span in ScopeSpans
+_KEPT_CHARS = 64  # longer texts rarely repeat, and are not cached
 
 
 def make_request(
     data: Sequence[tuple[Span, int]], resource: dict[str, str]
 ) -> ExportTraceServiceRequest:
-    """One message of many spans.
+    """Make one message of many spans.
 
     Args:
-        data: spans, each with the UNIX time at which its clock showed 0, in nanoseconds.
-        resource: attributes of the process that they are of.
+        data: spans, each with the UNIX time of its clock's 0, in nanoseconds.
+        resource: attributes of the spans' process.
     """
     parts = [_scope()]
     for span, zero_ns in data:
@@ -75,7 +75,7 @@ def _encode(span: Span, zero_ns: int) -> bytes:
 
 
 def _rest(span: Span, zero_ns: int) -> OtlpSpan:
-    """What few spans have."""
+    """Return a message with the fields that few spans have."""
     made = OtlpSpan(trace_state=span.context.state)
     for linked, how in span.links:
         made.links.add(

@@ -1,9 +1,9 @@
-"""SpanExporter: sends spans to an OpenTelemetry collector, from a thread of its own.
+"""SpanExporter: sends spans to an OpenTelemetry collector from a separate thread.
 
-Who has spans leaves them here and goes on. What a collector does not take in time is dropped and
-counted; nothing waits for it. The SDK sends (certificates, headers, compression and tries as
-OTEL_EXPORTER_OTLP_* say); that the messages are made here, of plain values, takes a fourth of what
-its own spans take (ADR 0050).
+Callers queue their spans and do not wait. Spans that the collector does not accept in time are
+dropped and counted. The SDK sends the messages, with certificates, headers, compression and retries
+as OTEL_EXPORTER_OTLP_* say. The messages are encoded here from plain spans, which takes a fourth of
+the time that the SDK's own spans take (ADR 0050).
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ from baton.version import __version__
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 2**15  # spans; some ten megabytes
-_MOST_AT_ONCE = 256  # made in a millisecond or two, in which nothing else of this process runs
+MAX_WAITING = 2**15  # spans; about ten megabytes
+# Spans in one message; encoding them blocks this process for a millisecond or two.
+_MOST_AT_ONCE = 256
 _INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 3.0
-_TELL_INTERVAL = 1000  # lost spans
+_TELL_INTERVAL = 1000  # log a warning once per this many dropped spans
 
 
 class SpanExporter:
-    """Of one process.
+    """Exports the spans of one process.
 
     Args:
-        endpoint: of the collector, ``http://host:port`` or ``https://host:port``.
-        service: name of this program, ``service.name``; OTEL_SERVICE_NAME goes before it.
-        resource: what else is true of all spans of this process.
+        endpoint: URL of the collector, ``http://host:port`` or ``https://host:port``.
+        service: name of this program (``service.name``); OTEL_SERVICE_NAME overrides it.
+        resource: more attributes for all spans of this process.
 
     Attributes:
-        num_exported, num_dropped: spans, since the start.
+        num_exported, num_dropped: spans since the start.
 
     Raises:
-        ConfigError: OpenTelemetry is not installed, the endpoint is no URL, or a variable of the
+        ConfigError: OpenTelemetry is not installed, the endpoint is not a URL, or an environment
+            variable has an invalid value.
             environment has a value that the exporter cannot use.
     """
 
@@ -66,13 +68,13 @@ class SpanExporter:
         self._told_dropped = 0
         self._has_failed = False
         self._waiting: deque[tuple[Sequence[Span], int]] = deque()
-        self._num_waiting = 0  # an estimate: threads do not wait for one another
+        self._num_waiting = 0  # an estimate: threads change it without a lock
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
     def take(self, spans: Sequence[Span], zero_ns: int) -> None:
-        """A `SpanSink`."""
+        """Queue spans to be sent; a `SpanSink`."""
         if self._num_waiting >= MAX_WAITING:
             self.num_dropped += len(spans)
             return
@@ -80,11 +82,11 @@ class SpanExporter:
         self._waiting.append((spans, zero_ns))
 
     def close(self) -> None:
-        """Send what waits, for some seconds at most."""
+        """Send the queued spans, for some seconds at most."""
         self._closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._waiting.clear()
-        self._sender.shutdown()  # it tries no more
+        self._sender.shutdown()  # ends its retries
         self._thread.join()
 
     def _run(self) -> None:
@@ -108,10 +110,10 @@ class SpanExporter:
                 logger.warning("%d spans are lost: the collector takes none", self.num_dropped)
 
     def _send(self, batch: list[tuple[Span, int]]) -> bool:
-        """Return whether the collector has taken them."""
+        """Send spans; return whether the collector accepted them."""
         try:
             return bool(self._sender.export(batch).value == 0)
-        except Exception:  # the top of this thread: what a collector answers may be anything
+        except Exception:  # the thread must survive any answer of a collector
             if not self._has_failed:
                 self._has_failed = True
                 logger.warning("spans could not be sent (told once)", exc_info=True)
@@ -119,9 +121,9 @@ class SpanExporter:
 
 
 def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
-    """The SDK's exporter, but for how messages are made."""
+    """Make the SDK's exporter with our own encoding of messages."""
     for name in [name for name, value in os.environ.items() if name[:5] == "OTEL_" and not value]:
-        del os.environ[name]  # an empty value is none, but the SDK reads it
+        del os.environ[name]  # the SDK would read an empty value; here it counts as not set
     from grpc import Compression
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import OTELResourceDetector
@@ -129,7 +131,7 @@ def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
     from baton.telemetry.export.otlp import make_request
 
     own = {"service.name": service, "service.version": __version__, **resource}
-    found = OTELResourceDetector().detect().attributes  # the environment's words go before ours
+    found = OTELResourceDetector().detect().attributes  # the environment overrides our values
     attributes = {key: str(value) for key, value in {**own, **found}.items()}
 
     class Sender(OTLPSpanExporter):

@@ -1,1 +1,1 @@
-"""Thoughts before answers: the marks around them, and where an output is in one."""
+"""Thoughts before answers: their marks, and an output's position in its thought."""

@@ -1,8 +1,8 @@
-"""Thoughts: the marks of a model's thoughts, and what an engine must know of them for one prompt.
+"""Thought marks: how a model marks thoughts, and what an engine needs to know for a prompt.
 
-prompt ... <|im_start|>assistant <think> | thought | </think> | answer     the prompt opens it
+prompt ... <|im_start|>assistant <think> | thought | </think> | answer     opened by the prompt
 prompt ... <|im_start|>assistant | <think> thought | </think> | answer     the model may open it
-prompt ... <|im_start|>assistant <think></think> | answer                  there is none
+prompt ... <|im_start|>assistant <think></think> | answer                  no thought
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 from baton.api.errors import InvalidRequestError
 from baton.api.thinking import Thinking
 
-if TYPE_CHECKING:  # `baton -h` reads this file, and must not wait for the library
+if TYPE_CHECKING:  # `baton -h` reads this file and must not wait for the library
     from baton.text.tokenizer import Tokenizer
 
 _PROMPT_END_TOKENS = 8
-_MAX_PROMPT_END_TOKENS = 8_192  # a millisecond
+_MAX_PROMPT_END_TOKENS = 8_192  # takes a millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """Texts around a family's thoughts.
+    """Texts around a model family's thoughts.
 
     Attributes:
-        open, close: mark a thought.
-        always_thinks: the model thinks without an opening mark, until the closing mark.
-        may_reopen: an output may have more than one thought.
-        role: stands between the closing mark and a call.
-        answer: stands between the closing mark, or ``role``, and the text of an answer.
-        within: special tokens that a thought, or what is around it, may have.
+        open, close: enclose a thought.
+        always_thinks: whether the model thinks from the start, without an opening mark.
+        may_reopen: whether an output may have several thoughts.
+        role: text between the closing mark and a call.
+        answer: text between the closing mark, or ``role``, and the answer.
+        within: special tokens that thoughts and their marks may contain.
     """
 
     open: str
@@ -42,7 +42,7 @@ class ThoughtMarks:
     within: tuple[str, ...] = ()
 
     def place_of(self, prompt_end: str) -> tuple[bool, bool]:
-        """Return whether a prompt's end leaves a thought open, and whether a thought is over."""
+        """Return whether a prompt's end leaves a thought open, and whether it has ended one."""
         begun = prompt_end.rfind(self.open)
         ended = max(prompt_end.rfind(mark) for mark in (self.close, self.answer or self.close))
         is_open = begun > ended or (self.always_thinks and ended < 0)
@@ -68,7 +68,7 @@ HARMONY = ThoughtMarks(
     answer="<|channel|>final<|message|>",
     within=("<|channel|>", "<|message|>", "<|constrain|>"),
 )
-# Marks, and texts of which a chat template of the family has one; the first that fits.
+# Marks with signs of the family in chat templates; the first match wins.
 _BY_SIGNS = (
     (HARMONY, ("<|channel|>",)),
     (SEED_THINK, ("<seed:think>",)),
@@ -77,9 +77,9 @@ _BY_SIGNS = (
 
 
 def find_marks(tokenizer: Tokenizer) -> ThoughtMarks:
-    """Find the marks of a checkpoint's thoughts by its chat template, or by its tokens.
+    """Return the marks of a checkpoint's thoughts, by its chat template or its tokens.
 
-    Raises InvalidRequestError when there are none.
+    Raises InvalidRequestError if there are none.
     """
     template = tokenizer.chat_template
     source = "" if template is None else template.source(with_tools=True)
@@ -93,24 +93,25 @@ def find_marks(tokenizer: Tokenizer) -> ThoughtMarks:
 
 
 class ThoughtFinder:
-    """Finds out where the output of a prompt stands in a thought.
+    """Find an output's position in a thought from its prompt.
 
     Args:
         tokenizer: the checkpoint's.
-        marks: those of the family.
+        marks: the family's marks.
     """
 
     def __init__(self, tokenizer: Tokenizer, marks: ThoughtMarks) -> None:
         self._tokenizer = tokenizer
         self._marks = marks
         inner = map(tokenizer.special_token_id, marks.within)
-        self._outer_ids = tokenizer.special_token_ids.difference(inner)  # no answer has them
+        # Tokens that no answer contains.
+        self._outer_ids = tokenizer.special_token_ids.difference(inner)
 
     def prompt_end(self, prompt: list[int]) -> str:
         """Return the part of a prompt that belongs to the answer: a mark, or a thought's beginning.
 
-        The answer begins behind the last special token that is no mark of the family. A prompt
-        without one, apart from its first token, has a few tokens of the answer at most.
+        The answer begins after the last special token that is no mark. A prompt without one, apart
+        from its first token, is taken to end with a few tokens of the answer.
         """
         start, first = len(prompt), max(len(prompt) - _MAX_PROMPT_END_TOKENS, 1)
         while start > first and prompt[start - 1] not in self._outer_ids:
@@ -127,11 +128,11 @@ class ThoughtFinder:
         must_open: bool = False,
         before_calls: bool = False,
     ) -> Thinking | None:
-        """Return what an engine must know of the thought; None where the prompt allows none.
+        """Return an engine's parameters for the thought, or None if the prompt allows none.
 
         Args:
             must_open: see `Thinking`.
-            before_calls: a grammar of calls in the family's own form follows, not an answer's text.
+            before_calls: whether a grammar of calls in the family's form follows, and no answer.
         """
         marks = self._marks
         is_open, is_over = marks.place_of(self.prompt_end(prompt))

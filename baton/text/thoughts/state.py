@@ -1,10 +1,10 @@
-"""ThoughtState: where an output is in the thought before its answer. Follows from tokens alone.
+"""ThoughtState: an output's position in the thought before its answer, from its tokens.
 
-    opening     the output may begin, or must begin, with an opening mark
-    open        tokens are free, until the closing mark comes or the budget is used up
-    behind      tokens that the form has between the closing mark and the answer
-    gap         the answer begins, perhaps behind a newline
-    over        the answer; or there is no thought
+    opening     the output may or must begin with an opening mark
+    open        any tokens, until the closing mark comes or the budget is used up
+    behind      fixed tokens between the closing mark and the answer
+    gap         the answer begins, perhaps after a newline
+    over        the answer, or no thought at all
 
 Knows no grammar, no vocabulary and no request.
 """
@@ -35,13 +35,13 @@ class ThoughtState:
     """Follow one output through its thought.
 
     Args:
-        thinking: with its marks filled in.
-        guides_answer: a grammar holds behind the thought. Then tokens before the answer must be
-            those of the form; else only a budget and `Thinking.must_open` limit any token.
+        thinking: parameters with marks filled in.
+        guides_answer: whether a grammar constrains the answer. Then tokens before the answer must
+            follow the form; otherwise only the budget and `Thinking.must_open` constrain tokens.
 
     Attributes:
-        phase: the part that the next token belongs to.
-        num_tokens: tokens of the thought so far, with those that may be part of its closing mark.
+        phase: phase of the next token.
+        num_tokens: tokens of the thought so far, including a possible part of the closing mark.
     """
 
     def __init__(self, thinking: Thinking, *, guides_answer: bool) -> None:
@@ -52,16 +52,24 @@ class ThoughtState:
         self._guides_answer = guides_answer
         self._thinking = thinking
         self._budget = NO_LIMIT if thinking.budget_tokens is None else thinking.budget_tokens
-        self._place = 0  # in the marks or in what comes behind them
+        self._place = 0  # position in the current mark or fixed tokens
         self._chosen: tuple[tuple[int, ...], ...] = thinking.open_marks
 
     def copy(self) -> ThoughtState:
-        """Return a state that advances by itself."""
+        """Return an independent copy."""
         return copy.copy(self)
 
     @property
+    def must_begin(self) -> bool:
+        """Return whether the next token must be the first one of the thought, and not its end."""
+        is_empty = self.phase is Phase.OPEN and not self.num_tokens
+        return self._thinking.must_open and is_empty and self._budget > 0
+
+    @property
     def num_free(self) -> int:
-        """Return how many of the next tokens need no mask, whatever they are."""
+        """Number of next tokens that need no mask."""
+        if self.must_begin:
+            return 0
         left = max(self._budget - self.num_tokens, 0)
         if self._guides_answer:
             return min(left, 1) if self.phase is Phase.OPEN else 0
@@ -79,7 +87,7 @@ class ThoughtState:
 
     @property
     def choices(self) -> Sequence[int]:
-        """Return the tokens of the form that may come next; none where tokens are free."""
+        """Fixed tokens that may come next; empty where any token may."""
         thinking = self._thinking
         match self.phase:
             case Phase.OPENING:
@@ -95,18 +103,18 @@ class ThoughtState:
 
     @property
     def closing_token_id(self) -> int:
-        """Return the token with which the closing mark begins, or goes on."""
+        """Next token of the closing mark."""
         return self._thinking.close_token_ids[self._place]
 
     @property
     def may_answer(self) -> bool:
-        """Return whether the next token may be the first one of the answer."""
+        """Whether the next token may be the first of the answer."""
         if self.phase is Phase.OPENING:
             return not (self._place or self._thinking.must_open)
         return self.phase in (Phase.GAP, Phase.OVER)
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token of the output; return False if the token is the answer's instead."""
+        """Advance by a token; return False if the token belongs to the answer."""
         match self.phase:
             case Phase.OPENING:
                 return self._accept_opening(token_id)
@@ -159,7 +167,7 @@ def _matched(mark: tuple[int, ...], num_matched: int, token_id: int) -> int:
     """Return how many leading tokens of a mark the output ends with.
 
     Args:
-        num_matched: leading tokens that the output ended with before this token.
+        num_matched: number of matched tokens before this token.
     """
     if num_matched < len(mark) and mark[num_matched] == token_id:
         return num_matched + 1

@@ -1,1 +1,1 @@
-"""Steps with prompts as CUDA graphs, one for each layer: their inputs, and their replay."""
+"""Steps with prompts as CUDA graphs, one per layer: their inputs, and their replay."""

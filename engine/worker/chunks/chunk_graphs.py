@@ -1,13 +1,13 @@
-"""CUDA graphs of steps with prompts: one for each layer, so that what follows a layer can begin.
+"""CUDA graphs of steps with prompts: one per layer, so that a layer's KV can be sent early.
 
-Python around the launches of a layer takes longer than a GPU does for a few hundred tokens. What
-such a step launches depends on nothing but its size, when attention finds its tiles where they
-always are; so a step is padded to the next size that was captured::
+For a few hundred tokens, launching a layer's kernels from Python takes longer than running them.
+The launches of such a step depend only on its size, provided that attention finds its tiles at a
+fixed place. So a step is padded to the next captured size::
 
     embedding, layer 0 | layer 1 | ... | layer n - 1 | last norm
                        ^         ^     ^             ^ callbacks: a layer's KV can go to peers
 
-Sampling, and steps with more tokens or requests, are launched kernel by kernel.
+Sampling, and steps with more tokens or requests, run eagerly.
 Refuses to know: requests, schedulers, how attention cuts its work.
 """
 
@@ -29,23 +29,23 @@ from engine.worker.input_batch import ModelInput
 from models.base import ForwardContext
 from models.parallel.group import Ranks
 
-# Runs a body once or more, which calls what it is given between two pieces; gives what computes
-# each piece again. They are computed again in their order.
+# Runs a body once or more; the body calls its argument between two pieces. Returns a function per
+# piece that computes the piece again; call these in order.
 CapturePieces = Callable[[Callable[[Callable[[], None]], None]], Sequence[Callable[[], None]]]
 
-LEAST_SIZE = 128  # tokens; a GPU takes as long for fewer
-MAX_NUM_REQUESTS = 16  # each is a tile at least, and a place for one costs time where there is none
+LEAST_SIZE = 128  # tokens; fewer take a GPU equally long
+MAX_NUM_REQUESTS = 16  # each takes a tile at least, and a spare tile costs time
 
 
 def chunk_sizes(most: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that are captured: every 128th up to ``most``, and that."""
+    """Return the captured numbers of tokens: every 128th up to ``most``, and ``most``."""
     return (*range(LEAST_SIZE, most, LEAST_SIZE), most)
 
 
 def reason_against_chunks(
     config: EngineConfig, device: torch.device, backend_names: BackendNames, ranks: Ranks
 ) -> str | None:
-    """Say why steps with prompts are not captured, as one phrase for the log; None: they are."""
+    """Return why steps with prompts are not captured, as a phrase for the log; None: they are."""
     if not config.cuda_graph_max_chunk:
         return "switched off"
     if ranks.everyone.size > 1:
@@ -56,26 +56,26 @@ def reason_against_chunks(
 
 
 class CapturedAttention(Protocol):
-    """What an attention backend whose steps can be captured before their requests are known has."""
+    """An attention backend whose steps can be captured before their requests are known."""
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """Plan a step whose lengths are told before each replay."""
+        """Plan a step whose lengths are given before each replay."""
         ...
 
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """Launch the copy that tells the captured step of so many tokens its lengths."""
+        """Launch the copy of lengths for the captured step of ``num_tokens`` tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A captured size: its pieces, and the layer behind each of them but the last."""
+    """A captured size: its pieces, and the layer that ends each piece except the last."""
 
     pieces: Sequence[Callable[[], None]]
     layers: Sequence[int]
-    hidden: Tensor  # [size, hidden_size], of the last replay
+    hidden: Tensor  # [size, hidden_size], output of the last replay
 
 
 class ChunkGraphs:
@@ -83,7 +83,7 @@ class ChunkGraphs:
 
     Args:
         context: the model and its cache.
-        inputs: what the graphs read.
+        inputs: the tensors that the graphs read.
         capture: records the pieces of a step.
     """
 
@@ -93,7 +93,7 @@ class ChunkGraphs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What is captured, rising."""
+        """Return the captured sizes, ascending."""
         return tuple(sorted(self._captured))
 
     @property
@@ -101,7 +101,7 @@ class ChunkGraphs:
         return [cast("CapturedAttention", backend) for backend in self._context.backends]
 
     def capture(self, size: int) -> None:
-        """Capture a size; larger ones before smaller ones, which live in their memory."""
+        """Capture a size; larger ones first, as smaller ones reuse their memory."""
         inputs, context = self._inputs, self._context
         metadata = inputs.metadata(size)
         backends = cast("Sequence[AttentionBackend]", context.backends)
@@ -131,15 +131,15 @@ class ChunkGraphs:
         self._captured[size] = _Captured(pieces, tuple(layers), hidden)
 
     def takes(self, inputs: ModelInput) -> bool:
-        """Say whether a step can be replayed."""
+        """Return whether a step can be replayed."""
         return self._inputs.size_for(inputs) in self._captured
 
     def replay(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:
-        """Launch a step that `takes` has said yes to.
+        """Launch a step for which `takes` is True.
 
         Args:
-            inputs: on the device, all token ids known.
-            after_layer: called with each layer's number when it has been launched.
+            inputs: inputs on the device, with all token ids known.
+            after_layer: called with each layer's number once the layer is launched.
 
         Returns:
             `[num_tokens, hidden_size]` after the last norm; overwritten by the next replay.

@@ -1,7 +1,7 @@
-"""ChunkInputs: the device tensors that captured chunks read, and how a step gets into them.
+"""ChunkInputs: the device tensors that captured chunks read; copies a step into them.
 
-A step with fewer tokens than were captured ends in padding: tokens of some step before, which go
-to no slot and are in no tile. Refuses to know: what a graph is, how a step's tensors were made.
+A step with fewer tokens than captured ends in padding: stale tokens without a slot, in no tile.
+Refuses to know: graphs, how a step's tensors were made.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _NO_SLOT = -1
 
 
 class ChunkInputs:
-    """Static inputs of all captured sizes, which are views of the largest one's.
+    """Static inputs of all captured sizes; smaller ones are views of the largest one's.
 
     Args:
-        sizes: captured numbers of tokens, rising.
-        max_num_requests: in one of these steps.
+        sizes: captured numbers of tokens, ascending.
+        max_num_requests: most requests in one of these steps.
         max_blocks: most blocks of one request in one group.
-        num_groups: of the KV cache.
+        num_groups: number of groups of the KV cache.
         max_seq_len: most tokens of one request.
-        device: where the model runs.
+        device: device of the model.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class ChunkInputs:
         self._block_tables = [
             zeros(max_num_requests, max_blocks, dtype=torch.int32) for _ in range(num_groups)
         ]
-        for slot_mapping in self._slot_mappings:  # captured steps are also computed
+        for slot_mapping in self._slot_mappings:  # capturing also computes the step
             slot_mapping.fill_(_NO_SLOT)
 
     def size_for(self, inputs: ModelInput) -> int | None:
-        """Return the captured size that a step is padded to; None: it has too many of something."""
+        """Return the captured size to pad a step to; None: too many tokens or requests."""
         first = inputs.groups[0]
         assert isinstance(first, AttentionMetadata)
         if first.num_requests > self._max_num_requests:
@@ -66,7 +66,7 @@ class ChunkInputs:
         return next((size for size in self.sizes if size >= first.num_tokens), None)
 
     def write(self, inputs: ModelInput, size: int) -> None:
-        """Launch the copies that make a step the one that the next replay of a size computes."""
+        """Launch the copies of a step into the inputs of the next replay of a size."""
         num_tokens = len(inputs.input_ids)
         to = [self._input_ids[:num_tokens], self._positions[:num_tokens]]
         source = [inputs.input_ids, inputs.positions]
@@ -86,17 +86,17 @@ class ChunkInputs:
         torch._foreach_copy_(to, source)
 
     def input_ids(self, size: int) -> Tensor:
-        """`[size]` int64, the same address for every size."""
+        """Return `[size]` int64, at the same address for every size."""
         return self._input_ids[:size]
 
     def positions(self, size: int) -> Tensor:
-        """`[size]` int64, likewise."""
+        """Return `[size]` int64, at the same address for every size."""
         return self._positions[:size]
 
     def metadata(self, size: int) -> tuple[AttentionMetadata, ...]:
-        """Return what a captured size tells attention, by KV cache group.
+        """Return a captured size's metadata, by KV cache group.
 
-        Lengths of requests are not known yet: see `TritonAttention.plan_captured`.
+        Lengths of requests are not known yet; see `TritonAttention.plan_captured`.
         """
         return tuple(
             AttentionMetadata(

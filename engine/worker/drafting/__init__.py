@@ -1,1 +1,1 @@
-"""Guesses of next tokens by what has weights, made where the model's steps are computed."""
+"""Drafters with weights, which make drafts where the model's steps are computed."""

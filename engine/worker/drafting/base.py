@@ -1,4 +1,4 @@
-"""Drafting: what a model runner needs of whoever guesses what comes behind its steps."""
+"""Drafting: what a model runner needs of a drafter."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Sampled = Mapping[str, tuple[int, ...]]
 
 
 class Drafting(Protocol):
-    """Guesses behind steps, each when it has been computed and its tokens are known.
+    """Makes drafts behind a step, once the step is computed and its tokens are known.
 
     Attributes:
-        chooser: draws the drafts.
+        chooser: samples the drafts.
     """
 
     chooser: DraftChooser
@@ -35,32 +35,31 @@ class Drafting(Protocol):
         sampled: Sampled,
         after_layer: Callable[[int], None] | None = None,
     ) -> Drafts:
-        """Guess what comes behind what a step sampled, by request id.
+        """Return drafts behind the sampled tokens of a step, by request id.
 
         Args:
-            states: `[num_tokens, ...]`, what the drafter reads of the model, of all tokens that the
-                step computed.
+            states: `[num_tokens, ...]`, the states of the model that the drafter reads, of all
+                computed tokens.
             sampled: see `ModelRunnerOutput.sampled_token_ids`.
-            after_layer: called with the number of each layer of the drafter, when nothing more is
-                written for it.
+            after_layer: called with the number of each layer of the drafter once its KV is written.
         """
 
 
 class DraftChooser:
-    """Draws drafts, and where they may be rejected by chance, remembers what they were drawn from.
+    """Samples drafts, and remembers their distributions if rejection sampling needs these.
 
-    Penalties and grammars are not looked at: where they change the draw, the draft is wrong.
+    Penalties and grammars are ignored: where they change the result, the draft is wrong.
 
     Args:
-        rejects: whether drafts are kept by rejection sampling (`engine/sampling/rejection.py`):
-            then they are drawn with noise of their own. Else with the noise that their positions'
-            tokens will be drawn with: a draft is that token wherever the two distributions are
-            near enough.
+        rejects: whether drafts are accepted by rejection sampling (`engine/sampling/rejection.py`).
+            If so, drafts are sampled with their own noise. If not, with the noise that their
+            position's token will be sampled with: a draft equals that token if the two
+            distributions are close enough.
     """
 
     def __init__(self, *, rejects: bool = False) -> None:
         self._rejects = rejects
-        # By row of the input batch: drafts from a position on, and their distributions.
+        # By row of the input batch and position: drafts and their distributions.
         self._drawn: dict[int, dict[int, tuple[int, Floats]]] = {}
 
     def choose(
@@ -70,17 +69,17 @@ class DraftChooser:
         rows: Sequence[int],
         positions: Ints,
     ) -> list[int]:
-        """Draw a draft per row of the logits.
+        """Sample a draft per row of the logits.
 
         Args:
             logits: `[n, vocab_size]`.
             parameters: `[n]` of `PARAMETERS`.
-            rows: `[n]`, of the input batch.
-            positions: `[n]`, where in their requests the drafts stand.
+            rows: `[n]`, rows of the input batch.
+            positions: `[n]`, positions of the drafts in their requests.
         """
         token_ids: list[int]
         if not parameters["temperature"].any():
-            # Nothing is drawn. On the host numpy takes a fraction of torch's time.
+            # No randomness is needed; numpy on the host takes a fraction of torch's time.
             host = logits.float().cpu().numpy()
             token_ids = host.argmax(axis=-1).tolist()
         else:
@@ -88,7 +87,7 @@ class DraftChooser:
             keys = counter_words(parameters["seed"], places)
             if self._rejects:
                 keys = salted(keys, DRAFT)
-            # NaN logits give an arbitrary draft: the model checks the draft, and does not keep it.
+            # NaN logits give an arbitrary draft, which the model will not accept.
             token_ids = choose(logits.float(), parameters, keys).clip(min=0).tolist()
         if self._rejects:
             drawn_from = probabilities(logits.float(), parameters)
@@ -98,9 +97,9 @@ class DraftChooser:
         return token_ids
 
     def take(self, step: DraftingStep) -> dict[int, Floats]:
-        """Take what the drafts that a step computes were drawn from, by row that it samples.
+        """Return the distributions of a step's drafts, by index of the sampled token.
 
-        Nothing is remembered of drafts that another node guessed.
+        Drafts that another node made are left out, as their distributions are unknown.
         """
         found: dict[int, Floats] = {}
         offset = sampled = 0
@@ -118,15 +117,15 @@ class DraftChooser:
         return found
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Drop what is remembered of rows that other requests have now."""
+        """Drop the drafts of rows that now belong to other requests."""
         for row in rows:
             self._drawn.pop(row, None)
 
 
 def accepted_end(step: DraftingStep, index: int, sampled: Sampled) -> int:
-    """Up to where, of a request, what the step computed is right: the position behind it.
+    """Return the position behind a request's computed tokens that are right.
 
-    Where the request samples, its newest token stands there, which nobody has computed.
+    If the request samples, this is the position of its newest token, which is not computed yet.
     """
     token_ids = sampled.get(step.request_ids[index])
     if token_ids is None:

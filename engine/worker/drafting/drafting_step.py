@@ -1,7 +1,7 @@
-"""DraftingStep: what of a step's plan is looked at by whoever guesses what comes behind it.
+"""DraftingStep: the part of a step's plan that a drafter reads.
 
-All of it is copied when the step is prepared: a later plan, which may be prepared before this step
-has been computed, gives rows to other requests.
+All values are copied when the step is prepared. A later plan may assign rows to other requests
+before this step has been computed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class DraftingStep:
     """One step, by request, in the order of the plan.
 
     Attributes:
-        num_drafts: how many to guess behind each token that is sampled last.
-        new_rows: that another request had before.
-        request_ids: see `StepPlan`, as are the next ones.
-        rows, starts, num_tokens, num_known: `[num_requests]`.
-        token_ids: of all requests, one behind the other.
-        behind: `[num_requests]`.
+        num_drafts: number of drafts to make behind each request's last sampled token.
+        new_rows: rows that belonged to another request before.
+        request_ids: ids of the requests.
+        rows, starts, num_tokens, num_known: `[num_requests]`; see `StepPlan.shares`.
+        token_ids: computed tokens of all requests; see `StepPlan`.
+        behind: `[num_requests]`; see `StepPlan`.
         parameters: `[num_requests]` of `PARAMETERS`.
-        block_tables: of each KV cache group, `[num_requests, max_blocks]`.
+        block_tables: one per KV cache group, `[num_requests, max_blocks]`.
         num_held: `[num_requests]`, tokens that the blocks have room for.
-        undrafted: rows that are not read, as nobody is to guess for them.
-        is_silent: every request computes its last known token alone, and nobody is to guess behind
-            it. What only guessing needs (parameters, block tables, room) is left out then.
+        undrafted: rows of requests that are not drafted for, hence not read.
+        is_silent: whether every request computes just its last known token and no drafts are
+            wanted; values that only drafting needs (parameters, block tables, room) are left out.
     """
 
     num_drafts: int
@@ -52,7 +52,7 @@ class DraftingStep:
     is_silent: bool = False
 
 
-# A step of rows that nobody is to guess for.
+# A step whose requests are not drafted for.
 FOR_NOBODY = DraftingStep(
     num_drafts=0, new_rows=frozenset(), request_ids=(), rows=(), starts=(), num_tokens=(),
     num_known=(), token_ids=(), behind=(), parameters=np.zeros(0, PARAMETERS), block_tables=(),

@@ -1,4 +1,4 @@
-"""HeadsDrafting: each draft from a head of its own over one state of the model. Keeps nothing."""
+"""HeadsDrafting: makes each draft with a separate head over one state. Keeps no KV."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from models.drafters.base import HeadsDrafter
 
 
 class HeadsDrafting:
-    """See `engine.worker.drafting.base.Drafting` for the contract.
+    """Drafts by heads; see `engine.worker.drafting.base.Drafting` for the contract.
 
     Args:
-        drafter: has the heads.
-        chooser: draws the drafts.
+        drafter: the heads.
+        chooser: samples the drafts.
     """
 
     def __init__(self, drafter: HeadsDrafter, chooser: DraftChooser) -> None:

@@ -1,15 +1,15 @@
-"""LayersDrafting: drafts one after the other, from a drafter that has KV of its own.
+"""LayersDrafting: makes drafts one by one, with a drafter that has its own KV.
 
-The drafter's KV lies in the blocks of the requests, beside the model's, and keeps up with it:
+The drafter's KV lies in the requests' blocks, beside the model's, and keeps up with it:
 
     model      computes   t0 t1 t2 | t3           step: samples t4
     drafter    reads      t0 t1 t2 | t3 t4        then t4 -> draft 1 -> draft 2 ...
-    or, where it goes on from the model's states (h):
+    or, for a drafter that continues from the model's states (h):
                reads      h0+t1 h1+t2 | h2+t3 h3+t4   then -> draft 1 -> draft 2 ...
 
-What it writes for drafts is written over when it is known what came in their place. Prompts are
-read in the step that computes them, so that their KV is whole when it travels or is cached. Of
-outputs it reads what came since it guessed last, when it is asked to guess again.
+KV written for drafts is overwritten once the right tokens are known. Prompts are read in the step
+that computes them, so that their KV is complete when it travels or is cached. Tokens of outputs
+are read later, when the drafter makes drafts again.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from engine.worker.drafting.drafting_step import DraftingStep
 from engine.worker.drafting.passes import MANY_TOKENS, Passes
 from models.drafters.base import GreedyDrafter, LayersDrafter
 
-# Tokens of an output that wait to be read, and the states that they keep in memory: older ones are
-# left out. Guesses are the worse for it, and nothing else.
+# Most unread tokens of an output, whose states take memory. Older ones are skipped, which only
+# makes drafts worse.
 MAX_UNREAD = 256
 
 
 @dataclass(slots=True)
 class _Row:
-    """How far the drafter has read one request.
+    """The drafter's progress in one request.
 
     Attributes:
-        position: of its KV that it writes next.
-        token_ids: that it has not read, from there on.
-        states: of these, where it reads states: tensors `[n, ...]`, one behind the other.
-        guessed: tokens that it has read behind ``position``, as guesses: their KV is there.
+        position: position of the next token to read.
+        token_ids: unread tokens from that position on.
+        states: the states of these tokens, if the drafter reads states: tensors `[n, ...]` in
+            order.
+        guessed: drafts read behind ``position``, whose KV is in the cache.
     """
 
     position: int
@@ -50,18 +51,18 @@ class _Row:
 
 
 class LayersDrafting:
-    """See `engine.worker.drafting.base.Drafting` for the contract.
+    """Drafts by layers; see `engine.worker.drafting.base.Drafting` for the contract.
 
     Args:
-        drafter: guesses.
-        passes: over its layers.
-        num_layers: of the model, whose numbers come before those of the drafter's.
-        max_model_len: positions that there are.
-        chooser: draws the drafts.
-        read_states: of the latest step, where the drafter goes on from states between the model's
-            layers; None: from those behind its last norm.
-        greedy: the drafter, where it is quick at guessing the most probable tokens of one request;
-            None: it is not, or drafts are kept by chance.
+        drafter: computes states and logits of drafts.
+        passes: makes the contexts of its passes.
+        num_layers: number of the model's layers; the drafter's layers are numbered after these.
+        max_model_len: number of positions.
+        chooser: samples the drafts.
+        read_states: returns states between the model's layers in the latest step, if the drafter
+            needs those; None: it uses the states after the last norm.
+        greedy: the drafter, if it has a fast way to make greedy drafts for one request; None: it
+            has none, or drafts are accepted by rejection sampling.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class LayersDrafting:
         self._shift = int(drafter.reads_states)
         self._greedy = greedy
         self._rows: dict[int, _Row] = {}
-        # Steps that have not been looked at: until somebody guesses, none needs to be.
+        # Steps that are read only once drafts are wanted again.
         self._unseen: deque[tuple[DraftingStep, Tensor, Sampled]] = deque(maxlen=MAX_UNREAD)
 
     def after_step(
@@ -115,10 +116,10 @@ class LayersDrafting:
     def _note(
         self, step: DraftingStep, states: Tensor, sampled: Sampled, gone: Set[int] = frozenset()
     ) -> list[int]:
-        """Keep what a step made known; returns the requests that are to be read now.
+        """Note what a step made known; return the requests to read now.
 
         Args:
-            gone: rows that another request has by now.
+            gone: rows that now belong to another request.
         """
         offset, wanted = 0, []
         for index, row_number in enumerate(step.rows):
@@ -145,21 +146,21 @@ class LayersDrafting:
     def _extend(
         self, row: _Row, start: int, end: int, known: Sequence[int], states: Tensor
     ) -> None:
-        """Put what came behind what is unread.
+        """Append a step's tokens and states to the unread ones.
 
         Args:
-            known: tokens from position ``start`` on: to ``end``, where the newest stands, or to
-                before it.
-            states: of the positions from ``start`` on.
+            known: tokens from position ``start`` on, up to the newest at ``end``, or up to before
+                ``end``.
+            states: states of the positions from ``start`` on.
         """
         shift = self._shift
         next_position = row.position + len(row.token_ids)
-        if start > next_position:  # steps in between were not kept
+        if start > next_position:  # some steps were not noted
             row.token_ids.clear()
             row.states.clear()
             row.guessed = []
             row.position = next_position = start + 1 - shift
-        if row.guessed:  # it has read what turned out to be right
+        if row.guessed:  # some drafts that were read turned out right
             num_right = 0
             for token_id, guess in zip(known[next_position - start :], row.guessed, strict=False):
                 if token_id != guess:
@@ -175,7 +176,7 @@ class LayersDrafting:
             self._skip(row)
 
     def _skip(self, row: _Row) -> None:
-        """Leave out the oldest unread token."""
+        """Skip the oldest unread token."""
         row.token_ids.popleft()
         row.position += 1
         if self._shift:
@@ -186,9 +187,9 @@ class LayersDrafting:
     # ------------------------------------------------------------------ passes
 
     def _guess(self, step: DraftingStep, wanted: list[int], sampled: Sampled) -> Drafts:
-        """Read what is unread, and go on from there."""
+        """Read all unread tokens, and make drafts behind them."""
         rows = [self._rows[step.rows[index]] for index in wanted]
-        # The newest token, which has no KV yet, may have no block either.
+        # The newest token has no KV yet, and may have no block either.
         lens = [
             min(len(row.token_ids), step.num_held[index] - row.position, self._room(row))
             for index, row in zip(wanted, rows, strict=True)
@@ -208,7 +209,7 @@ class LayersDrafting:
             for place, index in enumerate(wanted)
             if step.num_drafts
             and step.request_ids[index] in sampled
-            and not rows[place].token_ids  # all is read
+            and not rows[place].token_ids  # nothing is unread
         ]
         if not going:
             return {}
@@ -223,7 +224,7 @@ class LayersDrafting:
     def _may_guess_greedily(
         self, step: DraftingStep, index: int, row: _Row, num_unread: int, sampled: Sampled
     ) -> bool:
-        """Whether a request's drafts can be had in one call: all of them, and nothing is drawn."""
+        """Return whether one call can make all drafts of a request, without randomness."""
         end = row.position + num_unread + step.num_drafts - 1
         return (
             self._greedy is not None
@@ -235,7 +236,7 @@ class LayersDrafting:
         )
 
     def _guess_greedily(self, step: DraftingStep, index: int, row: _Row, num_unread: int) -> Drafts:
-        """`_guess` of one request: of many small calls Python takes most of the time."""
+        """Make drafts of one request in one call, as many small calls are slow in Python."""
         assert self._greedy is not None
         context = self._passes.in_a_row(
             step.block_tables, index, row.position, num_unread, step.num_drafts
@@ -274,12 +275,12 @@ class LayersDrafting:
     def _go_on(
         self, step: DraftingStep, wanted: list[int], rows: list[_Row], hidden: Tensor
     ) -> Drafts:
-        """Guess one token after the other: each is read for the next."""
+        """Make drafts one after the other; each is read for the next."""
         drafts: list[list[int]] = [[] for _ in wanted]
         going = list(range(len(wanted)))
         for num_done in range(step.num_drafts):
             logits = self._drafter.compute_logits(hidden)
-            # A draft stands behind the newest token, which stands at the end of what was read.
+            # The first draft follows the newest token, which is the last one read.
             positions = np.array([rows[p].position + self._shift + num_done for p in going])
             indices = [wanted[p] for p in going]
             token_ids = self.chooser.choose(

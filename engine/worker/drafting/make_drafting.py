@@ -1,4 +1,4 @@
-"""Makes what guesses in a worker: loads it, and joins it to the KV memory. Called at start."""
+"""Loads a worker's drafter, and connects it to the KV memory, at start."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def load_drafter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AnyDrafter | None:
-    """Load what the options name; None: nothing with weights guesses.
+    """Load the drafter that the options name; None: no drafter with weights.
 
     Raises:
         ModelLoadError: its folder is missing, incomplete or unsupported.
-        ConfigError: it does not fit the model.
+        ConfigError: the drafter does not fit the model.
     """
     if config.speculative_method not in METHODS:
         return None
@@ -51,7 +51,7 @@ def load_drafter(
         model=model,
         dtype=dtype,
         device=device,
-        # What is guessed changes no token: with batch_invariant rejection is refused.
+        # Drafts change no token, as batch_invariant refuses rejection sampling.
         packer=choose_packer(replace(config, batch_invariant=False), device, dtype),
         max_model_len=config.max_model_len,
     )
@@ -59,20 +59,20 @@ def load_drafter(
 
 
 def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineConfig:
-    """Ask for no more drafts than a drafter has heads; raises ConfigError where a user did."""
+    """Limit drafts to the number of heads; raises ConfigError if a user asked for more."""
     num_heads = getattr(drafter, "num_heads", None)
     if num_heads is None:
         return config
     if config.num_speculative_tokens > num_heads:
         raise ConfigError(
-            f"num_speculative_tokens: at most {num_heads}, as many as heads are there, got "
+            f"num_speculative_tokens: at most {num_heads}, the number of heads, got "
             f"{config.num_speculative_tokens}"
         )
     return replace(config, num_speculative_tokens=min(config.max_num_drafts, num_heads))
 
 
 def layers_of(drafter: AnyDrafter | None) -> tuple[LayerKV, ...]:
-    """What the layers of a drafter keep of the tokens before."""
+    """Return what the layers of a drafter keep of earlier tokens."""
     return () if drafter is None else tuple(getattr(drafter, "kv_layers", ()))
 
 
@@ -85,7 +85,7 @@ def make_drafting(
     *,
     rejects: bool = False,
 ) -> Drafting | None:
-    """Join a drafter to its model and to the KV memory, whose last layers are its own.
+    """Connect a drafter to its model and to the KV memory, whose last layers are the drafter's.
 
     Args:
         rejects: see `DraftChooser`.

@@ -1,8 +1,8 @@
-"""Passes: a drafter computes tokens of some requests, and attention needs to know which.
+"""Passes: makes the forward contexts in which a drafter computes tokens of some requests.
 
-A pass in which every request computes few tokens is made a decode step: each token a request of its
-own with the same blocks, as every layer writes the KV of all of them before any looks at it. So it
-is taped on a CPU.
+A pass with few tokens per request becomes a decode step: each token counts as a request with the
+same blocks. This works, as each layer writes the KV of all tokens before it reads any. On a CPU,
+such a step can be replayed from a tape.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from engine.worker.drafting.drafting_step import Ints
 from models.base import ForwardContext, LayerCache
 
-MANY_TOKENS = 33  # of one request in a pass, more than drafts can be: a prompt
-_MOST_ROWS = 64  # of a pass that is made a decode step, without prompts
+MANY_TOKENS = 33  # tokens of a request in a pass; more than any number of drafts
+_MOST_ROWS = 64  # most rows of a pass that becomes a decode step, without prompts
 
 
 class Passes:
-    """Builds the forward contexts of a drafter's passes.
+    """Makes the forward contexts of a drafter's passes.
 
     Args:
-        backends: attention, of each KV cache group of the cache.
-        layer_groups: of each layer of the drafter, its group.
-        layer_caches: of each layer of the drafter, its part of the cache.
-        block_size: tokens of a block.
-        device: of the cache.
+        backends: attention backend of each KV cache group.
+        layer_groups: group of each layer of the drafter.
+        layer_caches: part of the cache of each layer of the drafter.
+        block_size: tokens per block.
+        device: device of the cache.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Passes:
         starts: Sequence[int],
         lens: Sequence[int],
     ) -> ForwardContext:
-        """Describe a pass that computes tokens from ``starts`` on, one at least of each request.
+        """Describe a pass that computes tokens from ``starts`` on, at least one of each request.
 
         Args:
-            block_tables: of each group, `[num_requests, max_blocks]`.
-            requests: `[n]`, rows of these.
+            block_tables: one per group, `[num_requests, max_blocks]`.
+            requests: `[n]`, rows of the block tables.
             starts: `[n]`, positions of the first tokens.
-            lens: `[n]`, how many of each.
+            lens: `[n]`, numbers of tokens.
         """
         rows, first, counts = (np.array(column) for column in (requests, starts, lens))
         token_rows, positions, total = rows, first, len(rows)
@@ -116,14 +116,14 @@ class Passes:
         num_tokens: int,
         num_passes: int,
     ) -> ForwardContext:
-        """Describe passes over one request: some tokens, then one, and one again ...
+        """Describe passes over one request: first ``num_tokens`` tokens, then one token per pass.
 
         Args:
             block_tables: see `context`.
-            request: its row of these.
+            request: the request's row of the block tables.
             start: position of the first token.
-            num_tokens: of the first pass; there each is made a request of its own.
-            num_passes: with groups of their own, one behind the other.
+            num_tokens: tokens of the first pass, each of which counts as a request.
+            num_passes: number of passes; each has its own groups in the result, in order.
         """
         total = num_tokens + num_passes - 1
         positions = np.arange(start, start + total)

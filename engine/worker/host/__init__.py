@@ -1,1 +1,1 @@
-"""The machine that a worker computes on: which cores, how much memory. Knows no tensor."""
+"""The host of a worker: cores and memory. Refuses to know: tensors."""

@@ -1,6 +1,6 @@
-"""The cores of this process: how many threads compute, and where they may run.
+"""Cores of this process: number of computing threads, and where they may run.
 
-Refuses to know: what is computed.
+Refuses to know: the computation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from baton.kv_manifest import shard
 
 
 def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
-    """Pin this thread, and those it starts from now on, and set the number of threads.
+    """Pin this thread and those it starts, and set the number of computing threads.
 
     Args:
-        config: of all ranks together.
-        rank: this process's; ranks on one machine divide the cores and the threads.
-        num_ranks: how many there are.
+        config: options of all ranks together.
+        rank: this process's rank; ranks on one machine divide the cores and the threads.
+        num_ranks: number of ranks.
 
     Raises ConfigError when the machine does not let the process run on a wanted core.
     """
@@ -37,8 +37,8 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
         try:
             os.sched_setaffinity(0, cores)
         except (OSError, AttributeError) as error:
-            raise ConfigError(f"cpu_list: {config.cpu_list!r} cannot be had: {error}") from error
-        if os.sched_getaffinity(0) != cores:  # the kernel drops cores that are not there
+            raise ConfigError(f"cpu_list: {config.cpu_list!r} cannot be used: {error}") from error
+        if os.sched_getaffinity(0) != cores:  # the kernel silently drops missing cores
             allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(f"cpu_list: must be among {allowed}, got {config.cpu_list!r}")
     num_threads = config.num_threads or len(cores)
@@ -54,10 +54,10 @@ def allowed_cores() -> frozenset[int]:
 
 
 def cores_of_rank(config: EngineConfig, rank: int) -> frozenset[int]:
-    """Return where a rank computes if no option says it: on its share of what this process may use.
+    """Return a rank's share of the allowed cores, if no option sets the cores.
 
-    So that two ranks which wait for each other are never on one core. Empty: there are fewer cores
-    than ranks, or the option says it.
+    Separate cores keep ranks that wait for each other from sharing one. Empty if there are fewer
+    cores than ranks, or if the option is set.
     """
     allowed = allowed_cores()
     if config.cpu_list or len(allowed) < config.num_ranks:
@@ -66,14 +66,14 @@ def cores_of_rank(config: EngineConfig, rank: int) -> frozenset[int]:
 
 
 def bind(cores: frozenset[int]) -> None:
-    """Have this thread, and those it starts from now on, run there; if empty, as before."""
+    """Bind this thread, and those it starts later, to these cores; empty: change nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager
 def on_cores(cores: frozenset[int]) -> Iterator[None]:
-    """Have this thread, and those it starts meanwhile, run there; if empty, as before."""
+    """Bind this thread, and those it starts meanwhile, to these cores; empty: change nothing."""
     if not cores:
         yield
         return
@@ -86,9 +86,9 @@ def on_cores(cores: frozenset[int]) -> Iterator[None]:
 
 
 def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) -> frozenset[int]:
-    """Return the cores of a rank: those of one node, of several where there are fewer ranks.
+    """Return the cores of a rank: of one NUMA node, or of several if there are fewer ranks.
 
-    Ranks of one node divide its cores, if there is one for each; empty: the machine has no nodes.
+    Ranks on one node divide its cores, if there are enough. Empty: the machine has no NUMA nodes.
     """
     if not nodes:
         return frozenset()
@@ -99,7 +99,7 @@ def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) ->
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
-    """Return the cores of each NUMA node that this process may run on, in order."""
+    """Return the cores that this process may use, of each NUMA node, in order."""
     allowed = os.sched_getaffinity(0)
     files = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     found = [parse_cpu_list(path.read_text(encoding="ascii").strip()) & allowed for path in files]

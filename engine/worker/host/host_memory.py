@@ -1,4 +1,4 @@
-"""Host memory: how much of it this process may use, and the peak of what a call uses. Linux.
+"""Host memory: how much this process may use, and the peak of a call. Linux.
 
 Refuses to know: models, caches, devices other than the CPU.
 """
@@ -17,11 +17,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of memory.
+    """Sizes of memory, in bytes.
 
     Attributes:
-        total: the machine's, or the smallest limit of this process's control groups.
-        available: of it, what can still be had without swapping.
+        total: the machine's memory, or the smallest limit of this process's control groups.
+        available: memory that can still be allocated without swapping.
     """
 
     total: int
@@ -29,7 +29,7 @@ class HostMemory:
 
 
 def read_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory:
-    """What the machine and the control groups (version 1 or 2) leave to this process.
+    """Return the memory that the machine and control groups (version 1 or 2) leave this process.
 
     Args:
         proc: where procfs is mounted.
@@ -45,7 +45,7 @@ def read_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory
         if limit is None or used is None:
             continue
         statistics = _named_numbers(group / "memory.stat")
-        # The kernel gives file pages that nobody used lately up before it kills anybody.
+        # The kernel drops inactive file pages before it kills a process.
         reclaimable = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
         total = min(total, limit)
         available = min(available, max(limit - used + reclaimable, 0))
@@ -53,10 +53,10 @@ def read_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory
 
 
 def peak_growth(call: Callable[[], None], proc: Path = _PROC) -> int:
-    """Bytes by which the resident set, while ``call`` ran, was at most larger than before.
+    """Return by how many bytes the resident set grew, at most, while ``call`` ran.
 
-    The kernel's mark of the highest resident set is reset before (proc_pid_clear_refs(5)). Where
-    it forbids that, the mark is the highest since the process began, and the result an upper bound.
+    The kernel's peak of the resident set is reset before (proc_pid_clear_refs(5)). Where that is
+    forbidden, the peak counts from the process's start, and the result is an upper bound.
 
     Args:
         proc: where procfs is mounted.
@@ -74,7 +74,7 @@ def peak_growth(call: Callable[[], None], proc: Path = _PROC) -> int:
 
 
 def _memory_groups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """The process's control groups that may limit memory, with all those above them."""
+    """Return the control groups that may limit this process's memory, with all their parents."""
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -84,7 +84,7 @@ def _memory_groups(proc: Path, cgroups: Path) -> Iterator[Path]:
         if controllers and "memory" not in controllers.split(","):
             continue
         mount = cgroups / "memory" if controllers else cgroups
-        # Inside a container the path may be the host's, and only the mount itself be there.
+        # In a container, the path may be the host's, with only the mount itself visible.
         group = mount / path.strip("/")
         yield group
         while group != mount:
@@ -93,7 +93,7 @@ def _memory_groups(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _named_numbers(path: Path) -> dict[str, int]:
-    """Lines such as ``MemTotal:  100 kB`` or ``inactive_file 100``; empty when unreadable."""
+    """Read lines such as ``MemTotal:  100 kB`` or ``inactive_file 100``; empty if unreadable."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -103,7 +103,7 @@ def _named_numbers(path: Path) -> dict[str, int]:
 
 
 def _first_number(folder: Path, *names: str) -> int | None:
-    """Of the first of these files that holds a number; ``max`` is none."""
+    """Return the number in the first file that holds one; ``max`` is no number."""
     for name in names:
         try:
             text = (folder / name).read_text(encoding="utf-8").strip()

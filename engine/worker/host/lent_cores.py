@@ -1,12 +1,12 @@
-"""Cores of a machine that their node does not use just now, lent to its other nodes.
+"""Idle cores of a node, lent to other nodes on the machine.
 
-    0-7.busy    in a folder that the nodes share: locked by whose cores these are, while it has work
-    0-7.lent    locked by the one that computes there meanwhile
+    0-7.busy    in a shared folder: locked by the owner of the cores while it has work
+    0-7.lent    locked by the node that computes on the cores meanwhile
 
-Nobody waits. Who finds its cores lent computes at once, beside what still runs there: a layer of a
-prompt, or a decode step. Locks end with their process, so nothing is left behind by one that dies.
+No node waits. A node that finds its cores lent computes at once, beside what still runs there: a
+layer of a prompt, or a decode step. Locks end with their process, so a dead node leaves none.
 
-Refuses to know: what is computed, what nodes are.
+Refuses to know: the computation, nodes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ AfterLayer = Callable[[int], None]
 
 
 class LentCores:
-    """One node's part: its own cores, and those of others that it computes on.
+    """One node's part: its own cores, and other nodes' cores that it borrows.
 
-    Used by the thread that computes, whose team's size it sets. Its own cores are lent until the
-    first `borrow`.
+    Used by the thread that computes, whose number of threads it sets. The own cores are lent
+    until the first `borrow`.
 
     Args:
-        folder: of the machine's locks, which exists.
-        own: the node's cores, by the name that its locks get, such as ``0-7``.
-        ops: that place threads.
+        folder: the machine's folder of locks, which must exist.
+        own: the node's cores, also the name of their locks, such as ``0-7``.
+        ops: native kernels that place threads.
 
     Raises OSError when the folder cannot be written to.
     """
@@ -57,9 +57,9 @@ class LentCores:
         self._borrowed: list[_Share] = []
 
     def borrow(self) -> None:
-        """Say that there is work, and compute on the cores of nodes that have none."""
+        """Mark the own cores as busy, and compute on the cores of idle nodes as well."""
         if not self._is_busy:
-            self._is_busy = _lock(self._busy)  # else somebody looks just now
+            self._is_busy = _lock(self._busy)  # fails only while another node checks the lock
             self._find_others()
         if not self._may_borrow:
             return
@@ -68,7 +68,7 @@ class LentCores:
         self._use(kept + [share for share in new if share.take()])
 
     def rest(self) -> None:
-        """Say that there is nothing to compute: the own cores are lent, others' given back."""
+        """Lend the own cores, as there is nothing to compute, and give back borrowed ones."""
         self._use([])
         if self._is_busy:
             fcntl.flock(self._busy, fcntl.LOCK_UN)
@@ -82,7 +82,7 @@ class LentCores:
         return False
 
     def between_layers(self, after_layer: AfterLayer | None) -> AfterLayer:
-        """Return what calls `borrow` after each layer, and what is called there anyway."""
+        """Return a callback for after each layer: calls `borrow`, then ``after_layer``."""
 
         def borrow_too(layer: int) -> None:
             self.borrow()
@@ -92,7 +92,7 @@ class LentCores:
         return borrow_too
 
     def close(self) -> None:
-        """Give back and lend everything, for good."""
+        """Give back borrowed cores and lend the own ones, for good."""
         self.rest()
         os.close(self._busy)
         os.close(self._lent)
@@ -110,7 +110,7 @@ class LentCores:
         self._borrowed = shares
         lent = frozenset[int]().union(*(share.cores for share in shares))
         if lent and not self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent):
-            logger.warning("may not run on cores that are lent here: computing on its own alone")
+            logger.warning("may not run on borrowed cores: computing on its own cores only")
             for share in shares:
                 share.give_back()
             self._borrowed, self._may_borrow, lent = [], False, frozenset()
@@ -119,7 +119,7 @@ class LentCores:
     def _find_others(self) -> None:
         try:
             paths = list(self._folder.glob(f"*{_BUSY}"))
-        except OSError as error:  # no descriptor is left, or the folder is gone
+        except OSError as error:  # no descriptor left, or no folder
             if not self._has_failed:
                 self._has_failed = True
                 logger.warning("cannot look for nodes that lend cores (told once): %s", error)
@@ -130,7 +130,7 @@ class LentCores:
                 continue
             try:
                 share = _Share(self._folder, name)
-            except (ConfigError, OSError):  # no list of cores, or another user's
+            except (ConfigError, OSError):  # no list of cores, or another user's file
                 continue
             if share.cores.isdisjoint(self._own):
                 self._others[name] = share
@@ -151,14 +151,14 @@ class _Share:
             raise
 
     def is_busy(self) -> bool:
-        """Whether the one whose cores these are computes."""
+        """Return whether the owner of the cores computes."""
         if not _lock(self._busy, fcntl.LOCK_SH):
             return True
         fcntl.flock(self._busy, fcntl.LOCK_UN)
         return False
 
     def take(self) -> bool:
-        """Borrow them; False if they are busy, or somebody else has."""
+        """Borrow the cores; return False if they are busy or already borrowed."""
         return not self.is_busy() and _lock(self._lent)
 
     def give_back(self) -> None:
@@ -170,7 +170,7 @@ class _Share:
 
 
 def lent_cores(config: EngineConfig) -> LentCores | None:
-    """Return the part of a node that lends and borrows; None if it is not to, or cannot.
+    """Return a node's `LentCores`; None if lending is off or impossible.
 
     Raises ConfigError when the folder of the locks cannot be written to.
     """
@@ -194,9 +194,9 @@ def _open(path: Path) -> int:
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock a file unless another process has; return whether that worked. Lending needs a lock."""
+    """Lock a file; return False if another process holds the lock, or locking fails."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError:  # another process has the lock, or the kernel has no memory for one
+    except OSError:  # held by another process, or no kernel memory
         return False
     return True

@@ -1,6 +1,6 @@
-"""Before a model is loaded: does it fit into the memory that is there?
+"""Checks before loading whether a model fits into the available memory.
 
-Refuses to know: how it is loaded, GPUs.
+Refuses to know: loading, GPUs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from models.memory_needs import memory_needs
 def check_memory(
     model_folder: Path, config: EngineConfig, dtype: str, host_memory: HostMemory
 ) -> None:
-    """Raise ConfigError, one line, if weights and KV cache do not fit the memory of this machine.
+    """Raise ConfigError, one line, if weights and KV cache do not fit this machine's memory.
 
-    A KV cache whose size nobody gave is not counted: it gets what is left.
+    A KV cache without a configured size is not counted, as it gets the remaining memory.
 
     Args:
-        model_folder: of what is to be loaded on a CPU.
-        config: of its engine.
-        dtype: that it computes in.
-        host_memory: of this process.
+        model_folder: the model to load on a CPU.
+        config: options of its engine.
+        dtype: name of the dtype that it computes in.
+        host_memory: memory of this process.
     """
     if not config.check_memory:
         return
@@ -41,7 +41,7 @@ def check_memory(
     )
     kv_cache = config.kv_cache_bytes or 0
     if config.num_blocks is not None:
-        # Where layers have windows, a block may be of some of the layers alone.
+        # Where layers have windows, a block may belong to only some of the layers.
         kv_cache = (
             0
             if model.sliding_window or model.short_conv
@@ -54,8 +54,8 @@ def check_memory(
     smaller = f"; {smallest} take {_gib(needs.weights[smallest])}"
     raise ConfigError(
         f"weights: {config.weights} take {_gib(weights)} and the KV cache {_gib(kv_cache)}, but "
-        f"{_gib(host_memory.available)} of memory can be had"
-        f"{smaller if smallest != config.weights else ''}; --no-check-memory loads all the same"
+        f"{_gib(host_memory.available)} of memory is available"
+        f"{smaller if smallest != config.weights else ''}; --no-check-memory loads anyway"
     )
 
 

@@ -1,8 +1,8 @@
-"""PagesAhead: find memory for KV blocks that nobody has had yet, while a node idles.
+"""PagesAhead: populates memory of never-used KV blocks while a node is idle.
 
-The kernel gives a block its memory, and clears it, when it is first written. A prompt on such
-blocks takes up to a quarter longer, and on both sides of a hand-off.
-Refuses to know: who is given which block.
+The kernel allocates and clears a block's memory when it is first written. A prompt on such blocks
+takes up to a quarter longer, on both sides of a hand-off.
+Refuses to know: which block goes to which request.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from engine.worker.host.host_memory import read_host_memory
 
 logger = logging.getLogger(__name__)
 
-AHEAD_BYTES = 2**27  # at most, beyond the used blocks: a node that serves little stays small
-SHARE = 8  # at most this part of the memory that the machine has left
-STEP_BYTES = 2**21  # a huge page, a fraction of a millisecond
-_POPULATE_WRITE = 23  # of madvise, since Linux 5.14; Python's mmap does not name it
+AHEAD_BYTES = 2**27  # most bytes beyond the used blocks: a lightly used node stays small
+SHARE = 8  # at most this fraction of the machine's available memory
+STEP_BYTES = 2**21  # a huge page; takes a fraction of a millisecond
+_POPULATE_WRITE = 23  # of madvise, since Linux 5.14; missing in Python's mmap
 
 
 class PagesAhead:
-    """Find memory for one cache, whose blocks are given out for the first time in their order.
+    """Populates one cache's memory, whose blocks are first used in order of their ids.
 
     Args:
-        cache: `[num_blocks, ...]` as `allocate_kv_cache` gives it, from a page's beginning on.
+        cache: `[num_blocks, ...]` from `allocate_kv_cache`, aligned to a page.
     """
 
     def __init__(self, cache: Tensor) -> None:
         self._cache, self._block_bytes = cache, cache[0].nbytes
-        self._next = 0 if cache.is_cpu else cache.nbytes  # bytes before this offset have memory
+        self._next = 0 if cache.is_cpu else cache.nbytes  # bytes before this offset are populated
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def find(self, num_used: int) -> bool:
-        """Find memory for the next 2 MiB; return whether there is more to do now.
+        """Populate the next 2 MiB; return whether more is left to do now.
 
         Args:
-            num_used: blocks that any request has had.
+            num_used: number of blocks that were ever used.
         """
         used = num_used * self._block_bytes
         self._next = max(self._next, used // STEP_BYTES * STEP_BYTES)
@@ -49,7 +49,7 @@ class PagesAhead:
         if self._next - used >= read_host_memory().available // SHARE:
             return False
         if self._madvise(self._cache.data_ptr() + self._next, size, _POPULATE_WRITE):
-            logger.info("no memory is found ahead: madvise fails with %d", ctypes.get_errno())
+            logger.info("memory is not populated ahead: madvise failed with %d", ctypes.get_errno())
             self._next = self._cache.nbytes
             return False
         self._next += size

@@ -1,1 +1,1 @@
-"""The router's admin service: what operators may ask, and what they may change."""
+"""The router's admin service: what operators may ask and change."""

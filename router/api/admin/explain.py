@@ -1,4 +1,4 @@
-"""Explain: where a prompt would go if it came now, and what else there is. Places nothing."""
+"""Explain: where a prompt would be placed now, and the alternatives. Places nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.policies.base import Candidate, RouteQuery
 
 
 class _ListsAll(Protocol):
-    """A policy that can tell of every place, not only of those that it looks at."""
+    """A policy that can list every place, not only those it considers."""
 
     def explain(self, query: RouteQuery, fleet: Fleet) -> Sequence[Candidate]: ...
 
@@ -27,13 +27,13 @@ def explain_now(
     token_ids: Sequence[int] | None = None,
     cache_salt: bytes = b"",
 ) -> Decision:
-    """The decision on a prompt.
+    """Return the placement that a prompt would get now.
 
     Args:
-        token_ids: of the prompt; None: with nothing of it cached.
-        cache_salt: of whose prompt it would be.
+        token_ids: the prompt's; None: assume that nothing of it is cached.
+        cache_salt: selects whose cached blocks count.
 
-    Raises NodeUnavailableError when there is no place for it.
+    Raises NodeUnavailableError if there is no place.
     """
     pool = dispatcher.pool
 
@@ -59,7 +59,7 @@ def explain_now(
     candidates = placement.explain()
     if hasattr(dispatcher.placer.policy, "explain"):
         every = cast("_ListsAll", dispatcher.placer.policy).explain(query, fleet)
-        # (Stable: what was chosen, then by cost.)
+        # (Sorting is stable: the chosen one first, then by cost.)
         candidates = sorted(every, key=lambda one: (one.prefill, one.decode) != (prefill, decode))
     return Decision(
         request_id="",

@@ -1,6 +1,6 @@
-"""NodeCalls: what the router asks nodes for operators, over the links that the nodes opened.
+"""NodeCalls: asks nodes for operators, over the links that the nodes opened.
 
-The router dials no node: an address is what a node says of itself.
+The router never connects to a node: the address is only what the node claims.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from baton.telemetry.stack_sampler import MAX_SECONDS
 from baton.v1 import admin_pb2
 from router.fleet.node import Node
 
-TIMEOUT_S = 10.0  # a node answers between two steps
+TIMEOUT_S = 10.0  # nodes answer between two steps
 
 
 class NodeCalls:
-    """Calls of one operator.
+    """Ask nodes on behalf of one operator.
 
     Args:
-        operator: who asks, as nodes' audit logs name them.
-        timeout_s: for an answer; a profile has its own time on top.
+        operator: name for the nodes' audit logs.
+        timeout_s: limit for an answer; a profile's duration is added.
     """
 
     def __init__(self, operator: str = "", timeout_s: float = TIMEOUT_S) -> None:
@@ -54,11 +54,11 @@ class NodeCalls:
     async def _ask(
         self, node: Node, request: admin_pb2.NodeAdminRequest, *, more_s: float = 0.0
     ) -> admin_pb2.NodeAdminResponse:
-        """One call.
+        """Ask a node one thing.
 
         Raises:
-            NodeUnavailableError: the node does not answer, or not what was asked.
-            InvalidRequestError: the node refuses a value.
+            NodeUnavailableError: the node does not answer, or answers something else.
+            InvalidRequestError: the node rejects a value.
         """
         timeout_s = self._timeout_s + min(max(more_s, 0.0), MAX_SECONDS)
         call_id, answer = node.replies.begin()

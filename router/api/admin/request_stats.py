@@ -1,4 +1,4 @@
-"""Request stats: what a router's last requests were like, from its `RequestLog`. Judges nothing."""
+"""Request stats: figures of a router's last requests, from its `RequestLog`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Nearest ranks; zeros when there are no values."""
+    """Percentiles by nearest rank; zeros without values."""
 
     p50: float = 0.0
     p90: float = 0.0
@@ -35,7 +35,7 @@ class Percentiles:
 
 @dataclass(slots=True)
 class NodeFigures:
-    """Of one node in a window: prompts that it computed, outputs that it decoded."""
+    """One node's figures in a window: prompts computed there, outputs decoded there."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -47,10 +47,10 @@ class NodeFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowStats:
-    """Of the requests that finished in the last seconds and are still known.
+    """Figures of the requests that finished in a window and are still in the log.
 
     Attributes:
-        nodes: by name.
+        nodes: figures by node name.
     """
 
     window_s: float
@@ -62,7 +62,7 @@ class WindowStats:
 
 
 def window_stats(log: RequestLog, window_s: float) -> WindowStats:
-    """Figures of the last ``window_s`` seconds."""
+    """Return the figures of the last ``window_s`` seconds."""
     oldest = log.clock() - window_s
     ended = [
         record
@@ -106,7 +106,7 @@ def _count(record: RequestRecord, nodes: defaultdict[str, NodeFigures]) -> None:
 
 
 def _count_failures(record: RequestRecord, nodes: defaultdict[str, NodeFigures]) -> None:
-    """A failed attempt is counted on both: the log does not say whose fault it was."""
+    """Count failed attempts on both nodes, because the log does not say which one was at fault."""
     for attempt in record.attempts:
         if attempt.failed_s is not None:
             for name in filter(None, (attempt.prefill_node, attempt.decode_node)):

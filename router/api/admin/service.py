@@ -1,4 +1,4 @@
-"""Admin service: what operators ask and change. Protobuf in and out; every change is logged."""
+"""Admin service: serves operators' questions and changes. Logs every change."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _DEFAULT_MAX_TOKENS = 128
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Serves `Admin`.
+    """Serve `Admin`.
 
     Args:
-        dispatcher: of the router; has its pool, its policy and its logs.
+        dispatcher: the router's; has its pool, policy and logs.
         intake: tokenizes prompts.
-        model: name that the router was given.
-        policy: name of the dispatcher's.
-        overload: of the router.
-        on_policy: called with the name of a policy that was chosen.
+        model: name that clients use.
+        policy: name of the current routing policy.
+        overload: the router's overload state.
+        on_policy: called with the name of a newly chosen policy.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @property
     def policy(self) -> str:
-        """Name of the routing policy now."""
+        """Name of the current routing policy."""
         return self._policy
 
     # ------------------------------------------------------------------ nodes
@@ -88,7 +88,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNodes(  # gRPC's naming
         self, request: admin_pb2.ListNodesRequest, context: Context
     ) -> admin_pb2.ListNodesResponse:
-        """All joined nodes, how busy they are, and whom they reach; and those that are missing."""
+        """Return all joined nodes with load and peers, and missing nodes."""
         return admin_pb2.ListNodesResponse(
             nodes=[
                 *await describe_nodes(self._pool, self._pool.nodes),
@@ -100,7 +100,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetNode(  # gRPC's naming
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """One node; also one that went away by itself."""
+        """Return one node, joined or missing."""
         for registration in self._pool.lost:
             if request.node in (registration.node_name, registration.engine_id):
                 return describe_lost(registration)
@@ -109,7 +109,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Drain(  # gRPC's naming
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Have a node take nothing new and end what it has; returns at once."""
+        """Drain a node: it takes nothing new and finishes what it has. Returns at once."""
         node = self._find(request.node)
         _note(context, f"drain {node.name}")
         node.send(DrainCommand())
@@ -118,7 +118,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Resume(  # gRPC's naming
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Have a draining or drained node serve again."""
+        """Let a draining or drained node serve again."""
         node = self._find(request.node)
         _note(context, f"resume {node.name}")
         node.send(DrainCommand(resume=True))
@@ -127,7 +127,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Remove(  # gRPC's naming
         self, request: admin_pb2.RemoveRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Have a node drain and its process end; by force, part with it now and for good."""
+        """Drain a node and stop its process; by force, disconnect it now and for good."""
         if request.force:
             gone = self._pool.expel(request.node)
             _note(context, f"remove {gone.node_name} by force")
@@ -142,7 +142,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetStats(  # gRPC's naming
         self, request: admin_pb2.GetStatsRequest, context: Context
     ) -> admin_pb2.GetStatsResponse:
-        """Counts since the start, and latencies of the requests that finished lately."""
+        """Return counts since the start, and latencies of recently finished requests."""
         log = self._dispatcher.log
         window = window_stats(log, request.window_s or DEFAULT_WINDOW_S)
         response = describe_stats(log, window, self._dispatcher.admission.state())
@@ -153,7 +153,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListRequests(  # gRPC's naming
         self, request: admin_pb2.ListRouterRequestsRequest, context: Context
     ) -> admin_pb2.ListRouterRequestsResponse:
-        """The last requests of this router, the last one first."""
+        """Return the last requests of this router, newest first."""
         log, tenant = self._dispatcher.log, _whose(context, "", Role.LOOK)
         records = reversed(log.open) if request.open_only else log.latest()
         own = (one for one in records if tenant in (None, one.tenant))
@@ -163,14 +163,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Trace(  # gRPC's naming
         self, request: admin_pb2.TraceRequest, context: Context
     ) -> admin_pb2.RequestTrace:
-        """The life of one of the last requests."""
+        """Return the life of a recent request."""
         tenant = _whose(context, request.tenant, Role.LOOK)
         return describe_request(self._record(request.request_id, tenant))
 
     async def Explain(  # gRPC's naming
         self, request: admin_pb2.ExplainRequest, context: Context
     ) -> admin_pb2.ExplainResponse:
-        """Why a request of the past went where it went, or where a prompt would go now."""
+        """Return why a past request was placed where it was, or where a prompt would go now."""
         max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
         dispatcher, tenant = self._dispatcher, _whose(context, request.tenant, Role.LOOK)
         what = request.WhichOneof("what")
@@ -204,7 +204,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Abort(  # gRPC's naming
         self, request: admin_pb2.AbortRequest, context: Context
     ) -> admin_pb2.AbortResponse:
-        """End an open request, on its nodes too; its client gets CANCELLED."""
+        """Cancel an open request, also on its nodes; its client gets CANCELLED."""
         tenant = _whose(context, request.tenant, Role.OPERATE)
         why = "an operator ended the request" if tenant is None else "the request was ended"
         if not self._dispatcher.abort(request.request_id, why, tenant=tenant):
@@ -215,13 +215,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListQuarantine(  # gRPC's naming
         self, request: admin_pb2.ListQuarantineRequest, context: Context
     ) -> admin_pb2.ListQuarantineResponse:
-        """What is refused because nodes died of one like it."""
+        """Return the requests that are refused because equal ones crashed nodes."""
         return describe_quarantine(self._dispatcher.suspects)
 
     async def ReleaseQuarantine(  # gRPC's naming
         self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
     ) -> admin_pb2.ReleaseQuarantineResponse:
-        """Refuse it no longer."""
+        """Stop refusing some quarantined requests, or all."""
         num_released = self._dispatcher.suspects.release(request.fingerprint)
         _note(context, f"release {request.fingerprint or 'all'}: {num_released}")
         return admin_pb2.ReleaseQuarantineResponse(num_released=num_released)
@@ -231,13 +231,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetPolicy(  # gRPC's naming
         self, request: admin_pb2.GetPolicyRequest, context: Context
     ) -> admin_pb2.PolicyDescription:
-        """How requests are placed, and how they could be."""
+        """Return the routing policy in use, and those available."""
         return admin_pb2.PolicyDescription(policy=self._policy, known=POLICIES.names())
 
     async def SetPolicy(  # gRPC's naming
         self, request: admin_pb2.SetPolicyRequest, context: Context
     ) -> admin_pb2.PolicyDescription:
-        """Place requests in another way from now on; what is placed stays where it is."""
+        """Use another routing policy from now on; placed requests stay where they are."""
         try:
             policy = POLICIES.load(request.policy)()
         except ConfigError as error:
@@ -250,13 +250,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetRollout(  # gRPC's naming
         self, request: admin_pb2.GetRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
-        """Which revisions of nodes there are, and how much of the requests each gets."""
+        """Return the nodes' revisions and their shares of requests."""
         return describe_rollout(self._pool)
 
     async def ChangeRollout(  # gRPC's naming
         self, request: admin_pb2.ChangeRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
-        """Keep the shares of revisions as they are, undo one, or have them follow capacity."""
+        """Freeze revisions' shares, undo a revision, or let shares follow capacity."""
         rollout, revision = self._pool.rollout, ""
         match request.action:
             case admin_pb2.ROLLOUT_ACTION_PAUSE:
@@ -277,7 +277,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetVersion(  # gRPC's naming
         self, request: admin_pb2.GetVersionRequest, context: Context
     ) -> admin_pb2.GetVersionResponse:
-        """Of this router and its nodes."""
+        """Return the versions of this router and its nodes."""
         nodes = {node.name: node.registration.version for node in self._pool.nodes}
         return admin_pb2.GetVersionResponse(router=__version__, nodes=nodes)
 
@@ -286,13 +286,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNodeRequests(  # gRPC's naming
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
-        """Open requests of one node, of all routers."""
+        """Return one node's open requests, of all routers."""
         return await _calls(context).list_requests(self._find(request.node))
 
     async def Audit(  # gRPC's naming
         self, request: admin_pb2.AuditRequest, context: Context
     ) -> admin_pb2.AuditResponse:
-        """Who holds which blocks, on one node or on all."""
+        """Return which requests hold which blocks, on one node or all."""
 
         async def ask(node: Node) -> admin_pb2.NodeAudit:
             audit = admin_pb2.NodeAudit(node_name=node.name)
@@ -309,7 +309,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def FlushCache(  # gRPC's naming
         self, request: admin_pb2.AdminFlushCacheRequest, context: Context
     ) -> admin_pb2.AdminFlushCacheResponse:
-        """Empty the prefix cache of one node or of all."""
+        """Empty the prefix cache of one node or all."""
         nodes = self._chosen(request.node)
         _note(context, f"flush-cache {request.node or 'of all nodes'}")
 
@@ -326,7 +326,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def SetLogLevel(  # gRPC's naming
         self, request: admin_pb2.AdminSetLogLevelRequest, context: Context
     ) -> admin_pb2.SetLogLevelResponse:
-        """Of the router, or of one node."""
+        """Set the log level of the router or of one node."""
         if not request.node:
             return wire_admin.set_log_level(
                 admin_pb2.SetLogLevelRequest(level=request.level, module=request.module)
@@ -338,7 +338,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Profile(  # gRPC's naming
         self, request: admin_pb2.AdminProfileRequest, context: Context
     ) -> admin_pb2.ProfileResponse:
-        """What the router, or a node's engine, does in the next seconds."""
+        """Profile the router, or a node's engine, for some seconds."""
         node = self._find(request.node) if request.node else None
         _note(context, f"profile {node.name if node else 'the router'} for {request.seconds:g} s")
         if node is None:
@@ -357,7 +357,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         raise NotFoundError(f"there is no node {name!r}")
 
     def _chosen(self, name: str) -> list[Node]:
-        """One node, or all."""
+        """Return one node, or all if no name is given."""
         return [self._find(name)] if name else self._pool.nodes
 
     def _record(self, request_id: str, tenant: str | None) -> RequestRecord:
@@ -368,11 +368,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
 
 def _whose(context: Context, tenant: str, role: Role) -> str | None:
-    """The tenant whose requests a caller may mean; None: anybody's.
+    """Return the tenant whose requests a caller may access; None: every tenant's.
 
     Args:
-        tenant: that it asked for; empty: none.
-        role: with which it may mean those of others.
+        tenant: tenant that the caller named; empty: none.
+        role: role that allows access to other tenants' requests.
 
     Raises PermissionDeniedError.
     """
@@ -391,5 +391,5 @@ def _calls(context: Context) -> NodeCalls:
 
 
 def _note(context: Context, what: str) -> None:
-    """Every change is in the log, too: who reads there what a router did finds why."""
+    """Log a change together with what the router does because of it."""
     logger.info("admin %s %s: %s", context.address, context.principal.name, what)

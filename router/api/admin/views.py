@@ -1,4 +1,4 @@
-"""What operators see of nodes and requests: the router's objects as protobuf. Changes nothing."""
+"""Convert the router's nodes and requests to protobuf for operators. Changes nothing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from router.gate.overload import OverloadState
 
 
 def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
-    """A joined node, how busy it is, and whom it reaches."""
+    """Describe a joined node, its load and its peers."""
     description = _describe(node.registration)
     load = node.load
-    if load.has_beat:  # else it has said nothing of itself yet
+    if load.has_beat:  # otherwise it has not reported yet
         description.beat.CopyFrom(wire.beat_to_proto(node.beat))
     description.num_requests = len(node.legs)
     description.weight = load.weight
@@ -42,7 +42,8 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
         (peer.name, report)
         for engine_id, report in node.reports.items()
         if (peer := pool.node(engine_id)) is not None
-        and peer.load.revision == node.load.revision  # whom it is never to reach says nothing
+        # Nodes of other revisions are not expected to connect.
+        and peer.load.revision == node.load.revision
     ]
     for name, report in sorted(peers, key=lambda one: one[0]):
         description.peers.add(
@@ -56,7 +57,7 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
 
 
 async def describe_nodes(pool: NodePool, nodes: Iterable[Node]) -> list[admin_pb2.NodeDescription]:
-    """Describe them; between two, others have their turn: there may be 65,536 pairs and more."""
+    """Describe nodes, with pauses for other tasks: there may be 65,536 pairs."""
     described = []
     for node in nodes:
         described.append(describe_node(pool, node))
@@ -65,8 +66,8 @@ async def describe_nodes(pool: NodePool, nodes: Iterable[Node]) -> list[admin_pb
 
 
 def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
-    """Revisions, in the order in which they came."""
-    fleet = pool.fleet  # made first: what is told of revisions is told of the last fleet
+    """Describe the revisions, the newest last."""
+    fleet = pool.fleet  # first, because making the fleet updates the rollout
     views = pool.rollout.view((node.load for node in pool.nodes), fleet)
     names: dict[str, list[str]] = {}
     for node in pool.nodes:
@@ -89,7 +90,7 @@ def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
 
 
 def describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
-    """A node that went away by itself and did not come back."""
+    """Describe a node that went away by itself and did not come back."""
     description = _describe(registration)
     description.lost = True
     return description
@@ -112,7 +113,7 @@ def _describe(registration: NodeRegistration) -> admin_pb2.NodeDescription:
 
 
 def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
-    """A request's life, as far as it went."""
+    """Describe a request's life so far."""
     trace = admin_pb2.RequestTrace(
         request_id=record.request_id,
         tenant=record.tenant,
@@ -145,7 +146,7 @@ def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
 
 
 def describe_quarantine(suspects: Suspects) -> admin_pb2.ListQuarantineResponse:
-    """What is refused because nodes died of one like it."""
+    """Describe the requests that are refused because equal ones crashed nodes."""
     now = suspects.clock()
     return admin_pb2.ListQuarantineResponse(
         requests=[
@@ -168,7 +169,7 @@ def describe_quarantine(suspects: Suspects) -> admin_pb2.ListQuarantineResponse:
 def describe_stats(
     log: RequestLog, window: WindowStats, admission: AdmissionState
 ) -> admin_pb2.GetStatsResponse:
-    """Since the router's start, and of the requests that finished lately."""
+    """Describe counts since the start, and figures of recently finished requests."""
     records = log.open
     num_queued = sum(record.state == "queued" for record in records)
     response = admin_pb2.GetStatsResponse(
@@ -200,7 +201,7 @@ def describe_stats(
 
 
 def describe_overload(state: OverloadState) -> admin_pb2.OverloadDescription:
-    """How near the router is to its own limits."""
+    """Describe how close the router is to its own limits."""
     return admin_pb2.OverloadDescription(
         level=state.level.name.lower(),
         reason=state.reason,
@@ -222,7 +223,7 @@ def _describe_figures(name: str, figures: NodeFigures) -> admin_pb2.NodeStats:
 
 
 def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
-    """Where an attempt went, and what else there was."""
+    """Describe an attempt's placement and the alternatives."""
     return admin_pb2.DecisionDescription(
         placed_at=decision.placed_at,
         num_prompt_tokens=decision.num_prompt_tokens,

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API over HTTP: a chat in other words."""
+"""Anthropic's Messages API over HTTP, converted to and from chat requests."""

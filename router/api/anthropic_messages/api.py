@@ -1,4 +1,4 @@
-"""`POST /v1/messages`, `/v1/messages/count_tokens`: Anthropic's API; a chat in other words."""
+"""`POST /v1/messages`, `/v1/messages/count_tokens`: Anthropic's API on top of chats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from router.intake.parsers import NONE
 
 _CUT_SHORT = ApiError(500, "the output was cut short on a node")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Arguments that are no JSON of an object: the output ended in them, or the model wrote them wrong.
+# For arguments that are no JSON object, because the output was cut or the model erred.
 _NO_INPUT = msgspec.Raw(b"{}")
 
 
@@ -62,10 +62,10 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Tokens; those of the prompt that a cache had count by themselves.
+    """Token counts; cached prompt tokens are counted apart.
 
     Attributes:
-        output_tokens_details: tokens of steps that gave nothing but what was thought.
+        output_tokens_details: tokens of steps that gave nothing but reasoning.
     """
 
     input_tokens: int
@@ -76,7 +76,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class AnsweredMessage(msgspec.Struct, kw_only=True):
-    """An answer; a stream begins with one that is empty."""
+    """An answer; a stream begins with an empty one."""
 
     id: str
     model: str
@@ -100,10 +100,10 @@ class Event(AnswerEvent, omit_defaults=True):
 
 
 class MessageEvents:
-    """One answer as blocks, and as the events that tell how they grow.
+    """Build one answer as blocks, with the events of their growth.
 
-    A block is open until one of another kind begins, or the answer ends. Blanks begin no text:
-    templates have models write some between what they think, say and call.
+    A block stays open until one of another kind begins or the answer ends. White space does not
+    begin a text, because templates put some between reasoning, text and calls.
     """
 
     def __init__(self, model: str, call: Call) -> None:
@@ -141,7 +141,7 @@ class MessageEvents:
             yield self.fail(_CUT_SHORT)
             return
         message = self._message
-        if not message.content:  # an answer has a text, though it be empty
+        if not message.content:  # an answer has a text, even if empty
             yield from self._push_text(TextBlock, "text", self._blanks)
         yield from self._close()
         assert delta.receipt is not None
@@ -216,7 +216,7 @@ class MessageEvents:
         yield self._event("content_block_stop")
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        """Of the last block."""
+        """Make an event of the last block."""
         return Event(kind, index=len(self._message.content) - 1, **fields)
 
 
@@ -232,7 +232,7 @@ def _input(arguments: str) -> msgspec.Raw:
 async def messages(
     request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
-    """Raises what `web.middleware` turns into a response."""
+    """Answer a request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     given = await read_body(request, MessagesRequest, options)
     body = chat_request(given)
@@ -253,7 +253,7 @@ class TokenCount(msgspec.Struct):
 
 
 async def count_tokens(request: web.Request, intake: Intake, options: HttpOptions) -> TokenCount:
-    """Raises what `web.middleware` turns into a response."""
+    """Count a prompt's tokens; `web.middleware` turns raised errors into responses."""
     given = await read_body(request, CountTokensRequest, options)
     intake.check_key(request[PRINCIPAL])
     body = chat_request(given)
@@ -265,14 +265,15 @@ async def count_tokens(request: web.Request, intake: Intake, options: HttpOption
 def _note_thinking(
     request: web.Request, intake: Intake, given: MessagesRequest, body: ChatRequest
 ) -> None:
-    """Note what is said of thinking if the model cannot be told so."""
+    """Note fields about thinking as ignored if they cannot affect the model."""
     if given.thinking is None or given.thinking.type == "disabled":
         field = "output_config.effort" if given.thinking is None else "thinking"
         note_effort(request, intake, body, field)
         return
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     can_be_told = template is not None and "enable_thinking" in template.variables
-    if not can_be_told and intake.parsers.reasoning_parser == NONE:  # nor does it by itself
+    # Without a reasoning parser, the model does not think on its own either.
+    if not can_be_told and intake.parsers.reasoning_parser == NONE:
         note_ignored(request, ["thinking"])
     if given.output_config is not None:
         note_effort(request, intake, body, "output_config.effort")

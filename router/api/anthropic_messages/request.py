@@ -1,7 +1,7 @@
-"""Requests of Anthropic's Messages API: what clients may send, and the chat request that it means.
+"""Requests of Anthropic's Messages API: their fields, and conversion to chat requests.
 
-The messages of a chat have one role and one text each; here a user's message also has the results
-of calls, and an assistant's what it thought, said and called.
+A chat message has one role and one text. Here a user's message may also hold results of calls, and
+an assistant's message reasoning, text and calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from router.api.http.schema import (
 )
 from router.intake.texts import check_num_messages
 
-# What errors about the chat request call a field, and what the client did.
+# Client's field names for fields of the chat request, in errors.
 FIELD_NAMES = {
     "prompt": "messages",
     "chat": "messages",
@@ -46,20 +46,20 @@ _BLOCKS = {
     "assistant": "text, thinking or tool_use",
     "system": "text",
 }
-# Blocks of tools that run at Anthropic's.
+# Blocks of tools that Anthropic runs.
 _ELSEWHERE = {
     "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_use",
     "mcp_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result",
     "text_editor_code_execution_tool_result", "tool_search_tool_result", "container_upload",
 }  # fmt: skip
-# What else a block has, such as cache_control, signature and is_error, is passed over.
+# Other fields of blocks, such as cache_control, signature and is_error, are ignored.
 
 
 class Block(msgspec.Struct):
     """One block of a message; which fields it has depends on its type.
 
     Attributes:
-        content: of the result of a call.
+        content: a tool_result's content.
     """
 
     type: str
@@ -80,7 +80,7 @@ class Turn(msgspec.Struct):
 
 
 class MessagesTool(msgspec.Struct):
-    """A function that the model may call; tools of other types run at Anthropic's."""
+    """A function that the model may call; tools of other types are run by Anthropic."""
 
     name: str
     input_schema: dict[str, Any] | None = None
@@ -101,17 +101,17 @@ class OutputFormat(Constraint):
 
 
 class OutputConfig(msgspec.Struct):
-    """How the answer is to be: how much is thought, and what it must fit."""
+    """Effort of thinking, and format of the answer."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """Body of ``POST /v1/messages/count_tokens``: what decides the prompt.
+    """Body of ``POST /v1/messages/count_tokens``: the fields that decide the prompt.
 
     Attributes:
-        output_format: the name of ``output_config.format`` in the API's beta.
+        output_format: beta name of ``output_config.format``.
         chat_template_kwargs: vLLM's, as in chat completions.
     """
 
@@ -127,11 +127,11 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """Body of ``POST /v1/messages``. ``None`` is as if the field was not there.
+    """Body of ``POST /v1/messages``. None means that a field is absent.
 
     Attributes:
-        metadata: and the one after it: taken from clients that send them, without an effect.
-        seed: and those after it: Baton's and vLLM's, as in chat completions.
+        metadata: like the next field, accepted without effect.
+        seed: like the fields after it, Baton's and vLLM's, as in chat completions.
     """
 
     max_tokens: int
@@ -156,7 +156,7 @@ _SAME = (
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
-    """The chat request that has the same prompt, and the same answer; raises InvalidRequestError.
+    """Return the equivalent chat request; raises InvalidRequestError.
 
     An assistant's message at the end is the beginning of the answer.
     """
@@ -186,7 +186,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
 
 @dataclass(slots=True)
 class _Turn:
-    """A message that grows: blocks of one role that follow each other are one."""
+    """Collect consecutive blocks of one role into one message."""
 
     role: _Role
     texts: list[ContentPart] = field(default_factory=list)
@@ -222,7 +222,7 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
     match role, block.type:
         case "user", "tool_result":
             call_id = _needed(block.tool_use_id, f"{where}.tool_use_id")
-            content = _texts(block.content or "", f"{where}.content")
+            content = _texts(block.content or "", f"{where}.content", of_a_tool=True)
             found.append(Message(role="tool", content=content, tool_call_id=call_id))
         case _, "text":
             if block.text is None:
@@ -231,9 +231,9 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
         case "assistant", "thinking":
             _last(found, role).thoughts.append(block.thinking or "")
         case "assistant", "redacted_thinking":
-            pass  # nobody here can read it
+            pass  # encrypted for Anthropic
         case "assistant", kind if kind in _ELSEWHERE:
-            pass  # what it found is in the text behind it
+            pass  # its result is in the text that follows
         case "assistant", "tool_use":
             arguments = msgspec.json.encode(block.input or {}).decode()
             function = FunctionCall(_needed(block.name, f"{where}.name"), arguments)
@@ -247,7 +247,7 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
 
 
 def _last(found: list[_Turn | Message], role: _Role) -> _Turn:
-    """The turn that is the last one, if it is of this role; else a new one."""
+    """Return the last turn if it has this role, else a new one."""
     if found and isinstance(found[-1], _Turn) and found[-1].role == role:
         return found[-1]
     turn = _Turn(role)
@@ -261,10 +261,20 @@ def _needed(value: str | None, where: str) -> str:
     return value
 
 
-def _texts(content: str | list[ContentPart], where: str) -> str | list[ContentPart]:
-    """What has texts only."""
+def _texts(
+    content: str | list[ContentPart], where: str, *, of_a_tool: bool = False
+) -> str | list[ContentPart]:
+    """Return content that has texts only.
+
+    Args:
+        of_a_tool: other parts may be there, too, such as images; see `unseen_results`.
+
+    Raises InvalidRequestError naming the first part that is none.
+    """
     if not isinstance(content, str):
         for index, part in enumerate(content):
+            if of_a_tool and part.type != "text":
+                continue
             if part.type != "text" or part.text is None:
                 shown = part.type[:MAX_SHOWN_CHARS]
                 raise InvalidRequestError(
@@ -274,7 +284,7 @@ def _texts(content: str | list[ContentPart], where: str) -> str | list[ContentPa
 
 
 def dropped_tools(request: CountTokensRequest) -> list[str]:
-    """List the tools that have no effect, as headers name them: they run at Anthropic's."""
+    """List tools without effect, as headers name them: Anthropic runs them."""
     return [f"tools.{tool.type}" for tool in request.tools or () if not _runs_here(tool)]
 
 
@@ -315,7 +325,7 @@ def _effort(request: CountTokensRequest) -> str | None:
 
 
 def _thinking(request: CountTokensRequest) -> ThinkingSwitch | None:
-    """Return the switch; raises InvalidRequestError about its budget, as Anthropic's API does."""
+    """Return the thinking switch; raises InvalidRequestError for a bad budget."""
     switch = request.thinking
     if switch is None or switch.budget_tokens is None:
         return switch

@@ -1,4 +1,4 @@
-"""Inference service: the public gRPC API. Protobuf in, plain requests; deltas, protobuf out."""
+"""Inference service: the public gRPC API, on top of `Intake`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Serves all calls of `proto/baton/v1/inference.proto`.
+    """Serve all calls of `proto/baton/v1/inference.proto`.
 
     Args:
-        model: its name, for `ListModels`.
-        journal: keeps resumable requests.
-        max_timeout_s: a client's own deadline is at most this far away.
+        model: name for `ListModels`.
+        journal: keeps the streams of resumable requests.
+        max_timeout_s: upper limit of clients' deadlines.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # gRPC's naming
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Stream the completion of one prompt; the receipt comes in the trailers, too."""
+        """Stream the completion of one prompt; the receipt is also in the trailers."""
         async with contextlib.aclosing(await self._begin(request, context)) as deltas:
             async for delta in deltas:
                 context.entry.note_tokens(len(delta.token_ids))
@@ -65,7 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Resume(  # gRPC's naming
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Go on with a resumable request's stream."""
+        """Continue a resumable request's stream."""
         tenant = context.principal.tenant
         _name(context, request.request_id)
         kept = self._journal.read(request.request_id, request.next_output_index, tenant=tenant)
@@ -79,7 +79,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GenerateBatch(  # gRPC's naming
         self, request: inference_pb2.GenerateBatchRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Stream the outputs of several prompts as they come. All are checked before one begins."""
+        """Stream the outputs of several prompts as they come; all are checked before any begins."""
         n = request.n or 1
         check_num_outputs("prompts", n * len(request.prompts))
         prompts = [*map(_prompt_from_proto, request.prompts)]
@@ -102,7 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # gRPC's naming
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        """The tokens of a prompt as `Generate` would see them."""
+        """Return the tokens of a prompt as `Generate` would see them."""
         prompt = _prompt_from_proto(request.prompt)
         token_ids = await self._intake.tokenize_only(prompt, context.principal)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
@@ -110,7 +110,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def CountTokens(  # gRPC's naming
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
-        """How many tokens a prompt has."""
+        """Return the number of a prompt's tokens."""
         prompt = _prompt_from_proto(request.prompt)
         token_ids = await self._intake.tokenize_only(prompt, context.principal)
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
@@ -118,14 +118,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(  # gRPC's naming
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """The one model of this router."""
+        """Return the one model of this router."""
         model = inference_pb2.Model(name=self._model, max_model_len=self._intake.max_model_len)
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def _begin(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[TextDelta, None]:
-        """The stream of a request; of a resumable one that is kept already, the same again."""
+        """Return the stream of a new request, or of a resumable one that is kept already."""
         _name(context, message.request_id)
         prompt, terms = _prompt_from_proto(message), self._terms(message, context)
         params = _params_from_proto(message.sampling_params)
@@ -139,7 +139,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not self._journal.holds(request_id, content, tenant=tenant):
             call = await self._intake.accept(prompt, params, terms, request_id)
             _note_accepted(context, [call])
-            # Still not: checking takes time.
+            # Again, because checking takes time.
             if not self._journal.holds(request_id, content, tenant=tenant):
                 deltas = self._intake.stream(call)
                 self._journal.keep(request_id, content, deltas, tenant=tenant)
@@ -168,14 +168,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _name(context: Context, request_id: str) -> None:
-    """Have logs tell which request a call is of. (It is not checked yet.)"""
+    """Put the request id into log lines of this call, before it is checked."""
     context.entry.request_id = request_id[:MAX_REQUEST_ID_CHARS]
     structlog.contextvars.bind_contextvars(request_id=context.entry.request_id or None)
 
 
 def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1) -> None:
-    """Have logs tell what was accepted."""
-    _name(context, calls[0].request_id)
+    """Put id and prompt length of an accepted request into log lines."""
+    if calls[0].request_id != context.entry.request_id:
+        _name(context, calls[0].request_id)
     prompts = (call.prompt_token_ids for call in calls[::num_choices])
     context.entry.num_prompt_tokens = sum(map(len, prompts))
 

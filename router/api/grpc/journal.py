@@ -1,6 +1,6 @@
-"""Journal: streams of resumable requests, which outlive the calls that read them.
+"""Journal: keeps streams of resumable requests, which outlive the calls that read them.
 
-Keeps what they said, for who comes back. Bounded in streams and in bytes. Knows no gRPC.
+Stores their pieces for clients that reconnect, within limits. Knows no gRPC.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from baton.api.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.api.outputs import TextDelta, count_logprobs, join_deltas
 
-# Of one stream: each is told every piece. Who was cut off leaves one behind for a while.
+# Most calls that read one stream. A client that lost its connection leaves one for a while.
 MAX_READERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalOptions:
-    """Limits.
+    """Limits of the journal.
 
     Attributes:
-        grace_s: how long a stream that nobody reads is kept, running or at its end.
-        max_streams: of all tenants; one may have half of them.
-        max_bytes: the same; one stream may have a quarter.
+        grace_s: how long a stream without readers is kept, running or ended.
+        max_streams: limit for all tenants together; one tenant may use half.
+        max_bytes: limit for all tenants together; one tenant may use half, one stream a quarter.
     """
 
     grace_s: float = 10.0
@@ -32,12 +32,12 @@ class JournalOptions:
     max_bytes: int = 64 * 2**20
 
 
-_Key = tuple[str, str]  # tenant, request id: each tenant's ids are its own
+_Key = tuple[str, str]  # (tenant, request id): tenants may use equal ids
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    digest: bytes  # of what the client asked for
+    digest: bytes  # hash of the request's content
     task: asyncio.Task[None] | None = None
     deltas: list[TextDelta] = field(default_factory=list)
     is_done: bool = False
@@ -49,7 +49,7 @@ class _Stream:
 
 
 class Journal:
-    """All resumable requests of one router."""
+    """Keep all resumable requests of one router."""
 
     def __init__(self, options: JournalOptions | None = None) -> None:
         self._options = options or JournalOptions()
@@ -57,18 +57,18 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """About what is kept."""
+        """Approximate number of bytes kept."""
         return sum(stream.num_bytes for stream in self._streams.values())
 
     @property
     def num_streams(self) -> int:
-        """That are kept, running or at their end."""
+        """Number of streams kept, running or ended."""
         return len(self._streams)
 
     def holds(self, request_id: str, content: bytes, *, tenant: str = "") -> bool:
-        """Whether this request is kept; raises InvalidRequestError if the id is another one's.
+        """Return whether this request is kept; raises InvalidRequestError if its content differs.
 
-        One that failed is forgotten: who asks for it once more wants another try.
+        A failed request is forgotten, so that asking again tries again.
         """
         key = (tenant, request_id)
         stream = self._streams.get(key)
@@ -88,9 +88,9 @@ class Journal:
         *,
         tenant: str = "",
     ) -> None:
-        """Run a stream from now on, whoever of this tenant reads it.
+        """Run a stream from now on; any call of this tenant may read it.
 
-        Raises OverloadedError when full.
+        Raises OverloadedError if the journal is full.
         """
         self._make_room(tenant)
         key = (tenant, request_id)
@@ -101,10 +101,10 @@ class Journal:
     async def read(
         self, request_id: str, output_index: int, *, tenant: str = ""
     ) -> AsyncGenerator[TextDelta, None]:
-        """What a stream says from an index on; what is there already is one piece.
+        """Yield a stream's pieces from an index on; pieces that are there already come joined.
 
-        Raises InvalidRequestError for an id that is not kept, or an index where no piece ended;
-        OverloadedError when too many read it; and what the stream itself ended with.
+        Raises InvalidRequestError for an unknown id or an index within a piece, OverloadedError for
+        too many readers, and the stream's own error.
         """
         key = (tenant, request_id)
         stream = self._streams.get(key)
@@ -125,7 +125,7 @@ class Journal:
                     raise stream.error
                 elif stream.is_done:
                     assert stream.task is not None
-                    await stream.task  # raises what nobody expected
+                    await stream.task  # raises an unexpected error
                     return
                 else:
                     await stream.changed.wait()
@@ -154,7 +154,7 @@ class Journal:
             _note_change(stream)
 
     def _expect_reader(self, key: _Key, stream: _Stream) -> None:
-        """Forget a stream unless a reader comes in time."""
+        """Forget a stream unless a reader comes within the grace time."""
         if stream.num_readers == 0 and self._streams.get(key) is stream:
             loop = asyncio.get_running_loop()
             grace_s = self._options.grace_s
@@ -166,18 +166,18 @@ class Journal:
         if stream.expiry is not None:
             stream.expiry.cancel()
         if stream.task is not None:
-            stream.task.cancel()  # cancels the request on its nodes
+            stream.task.cancel()  # this cancels the request on its nodes
 
     def _make_room(self, tenant: str) -> None:
-        """Forget streams that have ended and that nobody reads, oldest first, if there must be.
+        """Forget ended streams without readers, oldest first, as far as room is needed.
 
-        A tenant that has its half makes room among its own; what others have is forgotten only if
-        all together have too much. So nobody keeps others from having any.
+        A tenant at its limit only loses its own streams. Others' streams are forgotten only if all
+        together exceed the limit, so no tenant can lock out others.
         """
         own = {key: stream for key, stream in self._streams.items() if key[0] == tenant}
         parts = (
             [(own, 2, "of this tenant")] if tenant else []
-        )  # without tenants there are no others
+        )  # (without tenants there are no others)
         for part, share, whose in (*parts, (self._streams, 1, "of all")):
             max_streams = max(self._options.max_streams // share, 1)
             max_bytes = self._options.max_bytes // share
@@ -197,12 +197,12 @@ class Journal:
 
 
 def _digest(content: bytes) -> bytes:
-    """In place of what may be megabytes."""
+    """Return a hash to keep instead of megabytes of content."""
     return hashlib.sha256(content).digest()
 
 
 def _position(deltas: Sequence[TextDelta], output_index: int) -> int:
-    """How many pieces lie before an index."""
+    """Return how many pieces lie before an index."""
     end = 0
     for position, delta in enumerate(deltas):
         if delta.output_index == output_index:

@@ -1,4 +1,4 @@
-"""NodeLink service: the router's end of each node's stream; messages become calls on the pool."""
+"""NodeLink service: the router's end of node streams. Turns messages into calls of the pool."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
-# Far more than a node that listens ever has before it.
+# Far more commands than ever wait for a node that reads its link.
 MAX_QUEUED_COMMANDS = 50_000
 
 _Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]
 
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
-    """Serves `Link`: one call per joined node, as long as the node lives."""
+    """Serve `Link`: one call per joined node, which lasts as long as the node is connected."""
 
     def __init__(self, pool: NodePool, access: Access | None = None) -> None:
-        """Args: access: hears who joined, left or was refused."""
+        """Args: access: logs which nodes joined, left or were refused."""
         self._pool = pool
         self._access = access or Access()
         self._long = LongMessages()
-        self._one_piece = asyncio.Lock()  # in each turn of the loop, of all links
+        # One piece of long messages per round of the loop, over all links.
+        self._one_piece = asyncio.Lock()
 
     async def Link(  # gRPC's naming
         self,
         request_iterator: _Messages,
         context: Context,
     ) -> AsyncIterator[node_pb2.RouterMessage]:
-        """The first message registers; then events come in and commands go out."""
+        """Register the node by its first message; then read its events and send it commands."""
         first = await _first(request_iterator)
         registration = (
             wire.registration_from_proto(first.register)
@@ -73,13 +74,13 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
         def send(command: RouterCommand) -> None:
             outgoing.put_nowait(command)
-            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # it talks and does not listen
+            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # the node sends but does not read
                 logger.warning("hung up on %s, which reads nothing of its link", node.name)
                 while not outgoing.empty():
                     outgoing.get_nowait()
-                call.cancel()  # the call waits for its reading, and for nothing else
+                call.cancel()  # the call only waits for commands, so cancelling it is safe
 
-        del first  # it would be kept as long as the link
+        del first  # else the message would be kept as long as the link
         node = Node(
             registration,
             send,
@@ -104,7 +105,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             await asyncio.gather(reader, return_exceptions=True)
 
     def _refusal(self, context: Context, registration: NodeRegistration) -> str:
-        """Why a node may not join as what it says, however it may; empty: it may."""
+        """Return why a certificate does not allow a node its role or name; empty if it does."""
         identity = certificate_identity(context)
         if identity is None:
             return ""
@@ -139,16 +140,16 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                 if problem:
                     self._pool.hang_up(node, problem)
                     return
-        except InvalidRequestError as error:  # it could not be read
+        except InvalidRequestError as error:  # the message could not be parsed
             self._pool.hang_up(node, str(error))
-        except Exception:  # else nobody would hear of it: a link just ends
+        except Exception:  # the link just ends: without this line nobody would see why
             logger.exception("the link of %s broke by what it said", node.name)
         finally:
             self._pool.remove(node)
             outgoing.put_nowait(None)
 
     def _take(self, node: Node, message: node_pb2.NodeMessage) -> str:
-        """Take what a message says; returns why it is not to be read, if it is not."""
+        """Pass a message's event to the pool; return why the message is invalid, or ""."""
         event, problem = read_event(message)
         if event is not None:
             self._pool.take(node, event)
@@ -159,12 +160,12 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         for piece in pieces:
             async with self._one_piece:
                 self._pool.take(node, piece, is_checked=True)
-                await asyncio.sleep(0)  # others' turn
+                await asyncio.sleep(0)  # let other tasks run
         return problem
 
 
 async def _first(messages: _Messages) -> node_pb2.NodeMessage | None:
-    """None when nothing comes, or not in time."""
+    """Return a link's first message, or None if none comes in time."""
     try:
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
             message = await anext(messages, None)

@@ -1,7 +1,7 @@
-"""LongMessages: what a node says at length is read in a thread, and handed over piece by piece.
+"""LongMessages: reads long messages of nodes in a thread, and passes them on in pieces.
 
-One message of a link may have 300,000 parts. To count and read them takes a second and more, and to
-hand them to the calls that wait for them a good part of one.
+One message may have 300,000 parts. Counting and reading these takes more than a second, and passing
+them to their calls nearly another.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from router.fleet.node import Node
 from router.fleet.node_claims import MAX_REGISTRATION_PARTS, Vocabulary, event_problem
 
 HEARD_INTERVAL_S = 0.1
-# Each is handed over in some milliseconds. A step of a node that does not cut it has fewer.
+# Each piece takes some milliseconds. Ordinary steps have less than one piece.
 ROWS_AT_ONCE, DELTAS_AT_ONCE = 2**13, 2**10
 
 
 class LongMessages:
-    """Of one router: one thread for the messages of all links, one of each link at a time."""
+    """Read long messages in one thread, at most one per link at a time."""
 
     def __init__(self) -> None:
-        # One: several would take most turns of the interpreter from the loop.
+        # More threads would take too much interpreter time from the event loop.
         self._thread = ThreadPoolExecutor(1, "long-link-messages")
 
     async def read(
         self, node: Node, message: Unread, vocabulary: Vocabulary
     ) -> tuple[list[NodeEvent], str]:
-        """What a message says, in pieces; or none, and why it cannot be read or cannot be.
+        """Return a message's events in pieces, or none and the reason why it is invalid.
 
-        What the node says behind it waits, the rest of the router does not.
+        Later messages of this node wait; the rest of the router does not.
         """
         reading = asyncio.get_running_loop().run_in_executor(
             self._thread, _read, message, node.registration, vocabulary
         )
         try:
             while not reading.done():
-                node.num_missed_beats = 0  # it is not silent; we are slow
+                node.num_missed_beats = 0  # the node is not silent, the router is slow
                 await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
         finally:
-            reading.cancel()  # of a link that ended; not begun yet, it will not be
+            reading.cancel()  # if its link ended, reading that has not begun is cancelled
         return reading.result()
 
 
 def read_registration(message: Unread) -> node_pb2.NodeMessage:
-    """The first message, which has few parts. Raises InvalidRequestError."""
+    """Read a link's first message, which must have few parts; raises InvalidRequestError."""
     num_parts = count_parts(message.data, node_pb2.NodeMessage, MAX_REGISTRATION_PARTS)
     if num_parts > MAX_REGISTRATION_PARTS:
         raise InvalidRequestError("registration", f"has more than {MAX_REGISTRATION_PARTS} parts")

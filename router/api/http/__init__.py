@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP API of the router: one more dressing of `router.intake.intake`."""
+"""The router's OpenAI-compatible HTTP API, a thin layer over `router.intake.intake`."""

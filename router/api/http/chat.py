@@ -21,6 +21,7 @@ from router.api.http.conversation import (
     open_formats,
     parser_context,
     takes_effort,
+    unseen_results,
 )
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
@@ -59,7 +60,7 @@ from router.served_names import NameDefaults
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What a piece of an output says; calls that began before have neither name nor id."""
+    """Hold the contents of a piece of output; calls begun earlier have no name and id here."""
 
     text: str
     reasoning: str
@@ -68,10 +69,10 @@ class _Said:
 
 
 def divide(parts: Iterable[Part], num_calls: int) -> _Said:
-    """Parts of one output as the fields of its message.
+    """Sort parts of one output into the fields of its message.
 
     Args:
-        num_calls: that began before them.
+        num_calls: number of calls begun before these parts.
     """
     texts: list[str] = []
     reasoning: list[str] = []
@@ -103,11 +104,11 @@ def _call_delta(index: int, begins: CallBegins | None, arguments: str) -> ToolCa
 
 
 class ChatDialect:
-    """Chat completions of one request.
+    """Word the chat completions of one request.
 
     Args:
         parsers: one per output.
-        texts: None when no logprobs are wanted.
+        texts: None if no logprobs are wanted.
     """
 
     id_prefix = "chatcmpl-"
@@ -119,7 +120,7 @@ class ChatDialect:
         self._texts = texts
         self._num_calls = [0] * len(parsers)
         self._begun = [False] * len(parsers)
-        self._parts: list[list[Part]] = [[] for _ in parsers]  # of outputs that are told as a whole
+        self._parts: list[list[Part]] = [[] for _ in parsers]  # of outputs returned whole
 
     def parser(self, index: int) -> OutputParser | None:
         return self._parsers[index]
@@ -176,14 +177,14 @@ class ChatDialect:
 
 
 def _parts(delta: TextDelta) -> tuple[Part, ...]:
-    assert isinstance(delta, DividedDelta)  # the dialect has a parser
+    assert isinstance(delta, DividedDelta)  # because the dialect has parsers
     return delta.parts
 
 
 async def chat_completions(
     request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
-    """Raises what `web.middleware` turns into a response."""
+    """Answer a chat request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     body = await read_body(request, ChatRequest, options)
     check_stream(body)
@@ -202,10 +203,10 @@ async def chat_completions(
 
 
 def note_effort(request: web.Request, intake: Intake, body: ChatRequest, field: str) -> None:
-    """Note the fields about thinking that have no effect, as the model does not think.
+    """Note fields about thinking as ignored if the model does not think.
 
     Args:
-        field: what the client calls the reasoning effort.
+        field: the client's name for the reasoning effort.
     """
     if intake.parsers.reasoning_parser != NONE:
         return
@@ -226,12 +227,12 @@ async def open_chat(
     received_at: float,
     grammars: Grammars | None = None,
 ) -> tuple[list[Call], ChatDialect]:
-    """The checked calls of a chat's outputs, and what words them.
+    """Return the checked calls of a chat's outputs, and their dialect.
 
     Args:
         grammars: see `conversation.Grammars`.
 
-    Raises InvalidRequestError and what tokenizing raises.
+    Raises InvalidRequestError, and what tokenizing raises.
     """
     if body.modalities not in (None, ["text"]):
         raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
@@ -239,7 +240,8 @@ async def open_chat(
         held = held_output(body, intake.parsers, grammars)
     if held is None:
         note_ignored(request, open_formats(body, grammars or {}))
-    intake.check_key(request[PRINCIPAL])  # before anything costs time
+    note_ignored(request, unseen_results(body))
+    intake.check_key(request[PRINCIPAL])  # before any expensive work
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
     prompt = await intake.tokenize(chat_prompt(body), request[PRINCIPAL])
@@ -284,7 +286,7 @@ async def open_chat(
 
 
 def _max_tokens(body: ChatRequest, room: int, named: NameDefaults) -> int:
-    """Return the most tokens of an output: as many as fit, if nobody says."""
+    """Return the most output tokens; by default, all that fit."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return named.num_tokens(asked, max(room, 1, body.min_tokens or 0))
 

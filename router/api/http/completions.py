@@ -31,19 +31,19 @@ from router.intake.intake import Intake
 from router.intake.parsers.base import OutputParser
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-# Of prompts in a response, once for each output: a prompt comes once, and could go out a hundred
-# times.
+# Most characters of echoed prompts in one response. A prompt is sent once but echoed with each
+# output, which may be a hundred times.
 MAX_ECHOED_CHARS = 2**23
 
 _Echo = tuple[list[int], str]  # a prompt's token ids and text
 
 
 class CompletionDialect:
-    """Completions of one request.
+    """Word the outputs of one completions request.
 
     Args:
-        calls: per output, its call,
-        echoes: and what comes before it: its prompt's token ids and text; or nothing.
+        calls: one per output.
+        echoes: per output, its prompt's token ids and text; empty if the prompt is not echoed.
     """
 
     id_prefix = "cmpl-"
@@ -73,11 +73,11 @@ class CompletionDialect:
         return self.choice(index, delta)
 
     def take(self, index: int, delta: TextDelta) -> None:
-        pass  # its text is the output's
+        pass  # an output's text comes with its deltas
 
     def choice(self, index: int, delta: TextDelta) -> CompletionChoice:
         echoed_ids, echoed_text = self._echoes[index]
-        self._echoes[index] = ([], "")  # once is enough
+        self._echoes[index] = ([], "")  # only the first chunk carries the echo
         reason = delta.finish_reason
         choice = CompletionChoice(
             index,
@@ -113,11 +113,11 @@ class CompletionDialect:
 async def completions(
     request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
-    """Raises what `web.middleware` turns into a response."""
+    """Answer a completions request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     body = await read_body(request, CompletionRequest, options)
     check_stream(body)
-    # The engine makes no output without a token: one is drawn, and left out of the answer.
+    # The engine cannot make an output without a token: one is drawn and left out of the answer.
     scores_only = bool(body.echo) and body.max_tokens == 0
     named = request[DEFAULTS]
     max_tokens = named.num_tokens(body.max_tokens, DEFAULT_MAX_TOKENS)
@@ -140,7 +140,7 @@ async def completions(
                 add_special_tokens=body.add_special_tokens is not False,
             )
         )
-        await asyncio.sleep(0)  # many prompts take long: others' tokens come in between
+        await asyncio.sleep(0)  # let other tasks run between prompts: tokenizing many takes long
     terms = terms_of(request, body, received_at)
     with as_client_wrote(body):
         calls = await accept_choices(intake, prompts, params, terms, request[REQUEST_ID])
@@ -161,7 +161,7 @@ async def completions(
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """The most that one of two fields asks for."""
+    """Return how many prompt logprobs are asked for, by either field, or None."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((num for num in asked if num is not None), default=None)
 
@@ -174,7 +174,7 @@ def _check_unsupported(body: CompletionRequest, num: int) -> None:
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts of all forms that OpenAI's API takes; raises InvalidRequestError."""
+    """Return the prompts in any form that OpenAI's API allows; raises InvalidRequestError."""
     if isinstance(given, str):
         return [given]
     if not given:
@@ -194,7 +194,7 @@ async def _echoes(
     given: Sequence[str | list[int]],
     body: CompletionRequest,
 ) -> list[_Echo]:
-    """What comes before each output; raises InvalidRequestError when it is too much."""
+    """Return each output's echo; raises InvalidRequestError if the echoes are too long."""
     echoes: list[_Echo] = []
     n = body.n or 1
     skips_special = body.skip_special_tokens is not False

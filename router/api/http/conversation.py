@@ -1,4 +1,4 @@
-"""A chat request's messages and tools, as chat templates and parsers of the answer expect them."""
+"""Convert a chat request's messages and tools for chat templates and output parsers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.api.errors import InvalidRequestError
-from baton.api.structured_output import StructuredOutput
+from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from baton.api.thinking import Thinking, check_budget
 from baton.text.chat_template import ChatTemplate
 from router.api.http.sampling import asked_format, asks_for_output
@@ -19,7 +19,7 @@ from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import AskedThinking, OutputParsers
 from router.intake.texts import ChatPrompt, check_num_messages
 
-# Most tokens of a thought by its level, for models whose template does not know levels.
+# Budget of thinking tokens by effort level, for models whose template knows no levels.
 EFFORT_BUDGETS: dict[str, int | None] = {
     "none": 0,
     "minimal": 512,
@@ -29,14 +29,14 @@ EFFORT_BUDGETS: dict[str, int | None] = {
     "xhigh": None,
     "max": None,
 }
-# What templates call the switch: Qwen's and most others; DeepSeek's and Granite's.
+# Template variables that switch thinking: Qwen's and most others', DeepSeek's and Granite's.
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT_VARIABLES = frozenset(("reasoning_effort", *_SWITCHES))
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
 def chat_prompt(request: ChatRequest) -> ChatPrompt:
-    """What the chat template is given; raises InvalidRequestError."""
+    """Return the input of the chat template; raises InvalidRequestError."""
     given = request.chat_template_kwargs or {}
     for name in _OURS:
         if name in given:
@@ -54,7 +54,7 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
 
 
 def _template_options(request: ChatRequest) -> dict[str, Any]:
-    """Variables of the template that have fields of their own."""
+    """Return the template variables that have request fields of their own."""
     options: dict[str, Any] = {}
     if request.continue_final_message:
         if request.add_generation_prompt:
@@ -74,21 +74,21 @@ def _template_options(request: ChatRequest) -> dict[str, Any]:
 
 
 def takes_effort(template: ChatTemplate | None) -> bool:
-    """Return whether a reasoning effort changes what the template makes of a conversation."""
+    """Return whether the reasoning effort changes the template's output."""
     return template is not None and not _EFFORT_VARIABLES.isdisjoint(template.variables)
 
 
 def asked_thinking(request: ChatRequest, template: ChatTemplate | None) -> AskedThinking:
-    """Read what a request says about the thought before the answer; raises InvalidRequestError.
+    """Return what a request says about thinking; raises InvalidRequestError.
 
     Args:
-        template: the checkpoint's. A level is no budget where the template knows levels.
+        template: the checkpoint's. If it knows levels, a level sets no budget.
     """
     budget_tokens, effort = _budget(request), effort_of(request)
     given = request.chat_template_kwargs or {}
     switches = [given[name] for name in _SWITCHES if isinstance(given.get(name), bool)]
     is_on = switches[0] if switches else _is_on(request)
-    # A level, as clients send one with every request, leaves the choice to the model.
+    # A mere level, which some clients always send, does not force a thought.
     must_think = is_on is True and bool(switches or budget_tokens or _is_enabled(request))
     knows_levels = template is not None and "reasoning_effort" in template.variables
     if budget_tokens is None and effort is not None and not knows_levels:
@@ -110,7 +110,7 @@ def _is_enabled(request: ChatRequest) -> bool:
 
 
 def _budget(request: ChatRequest) -> int | None:
-    """Return the most tokens of a thought, if the request gives a number."""
+    """Return the budget of thinking tokens, if the request gives a number."""
     given = {
         "thinking.budget_tokens": request.thinking.budget_tokens if request.thinking else None,
         "reasoning.max_tokens": request.reasoning.max_tokens if request.reasoning else None,
@@ -126,20 +126,20 @@ def _budget(request: ChatRequest) -> int | None:
 
 
 def effort_of(request: ChatRequest) -> str | None:
-    """Return the level of reasoning that a request asks for, if it names one."""
+    """Return the requested effort level, or None."""
     if request.reasoning is not None and request.reasoning.effort is not None:
         return request.reasoning.effort
     return request.reasoning_effort
 
 
 def effort_field(request: ChatRequest) -> str:
-    """Return the name of the field that has the level."""
+    """Return the name of the field with the effort level."""
     of_reasoning = request.reasoning is not None and request.reasoning.effort is not None
     return "reasoning.effort" if of_reasoning else "reasoning_effort"
 
 
 def _is_on(request: ChatRequest) -> bool | None:
-    """Return whether the request switches thinking on or off; None: it leaves that open."""
+    """Return whether the request switches thinking on or off; None: neither."""
     if request.thinking is not None:
         return request.thinking.type != "disabled"
     if request.reasoning is not None and request.reasoning.enabled is not None:
@@ -151,13 +151,13 @@ def _is_on(request: ChatRequest) -> bool | None:
 
 
 def offered_tools(request: ChatRequest) -> list[Tool]:
-    """Tools that the model is told of; none with ``tool_choice: "none"``."""
+    """Return the tools offered to the model; none with ``tool_choice: "none"``."""
     return [] if request.tool_choice == "none" else request.tools or []
 
 
 Grammars = Mapping[str, str]
-"""Lark grammars of the one text of tools, by the names of these; empty: the schema says all."""
-TEXT_ARGUMENT = "input"  # what the one parameter of such a tool is called
+"""Lark grammars for the text of tools that take one text, by tool name; empty: only the schema."""
+TEXT_ARGUMENT = "input"  # name of a text tool's only parameter
 
 
 def parser_context(
@@ -166,10 +166,10 @@ def parser_context(
     grammars: Grammars | None = None,
     thinking: Thinking | None = None,
 ) -> ParserContext:
-    """Collect what the parsers of the answer may know of the request."""
+    """Return what the output parsers may know of the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
     for name, grammar in (grammars or {}).items():
-        if grammar and name in tools:  # then the text is written as JSON in every form
+        if grammar and name in tools:  # models write a text tool's text as JSON in all forms
             tools[name] = {"type": "object", "properties": {TEXT_ARGUMENT: {}}}
     num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
     closes_by_token = thinking is not None and thinking.closes_by_token
@@ -178,13 +178,13 @@ def parser_context(
 
 @dataclass(frozen=True, slots=True)
 class HeldOutput:
-    """What holds the output of a chat that has tools.
+    """A constraint on the output of a chat with tools.
 
     Attributes:
         output: the grammar.
-        is_common_call: the output is one call, in the form that is no family's.
-        is_either: the output is an answer, or is calls.
-        is_free: the output may be any text before calls.
+        is_common_call: whether it allows only one call, in the common form.
+        is_either: whether it allows an answer or calls.
+        is_free: whether it allows any text before calls.
     """
 
     output: StructuredOutput
@@ -196,7 +196,7 @@ class HeldOutput:
 def held_output(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars | None = None
 ) -> HeldOutput | None:
-    """Make what holds the output to what the request says of its tools; None: nothing does.
+    """Return the constraint that the request's tools put on the output, or None.
 
     Raises InvalidRequestError.
     """
@@ -211,9 +211,9 @@ def held_output(
 def _forced_calls(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars
 ) -> HeldOutput | None:
-    """Make what holds the output to calls, if the request asks for that.
+    """Return a constraint to calls if the request forces them, else None.
 
-    Raises InvalidRequestError when the tool that must be called is not among the tools.
+    Raises InvalidRequestError if the forced tool is not among the tools.
     """
     choice = request.tool_choice
     if choice in (None, "none", "auto"):
@@ -229,18 +229,18 @@ def _forced_calls(
     if not tools:
         raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
     functions = [_function(tool, grammars, is_held=True) for tool in tools]
-    # Small models repeat a call, so several must be asked for.
+    # Small models repeat calls, so several are allowed only on request.
     several = request.parallel_tool_calls is True and not is_named
     grammar, is_common = parsers.forced_calls(functions, several=several)
-    return HeldOutput(StructuredOutput(grammar=grammar), is_common_call=is_common)
+    return HeldOutput(_grammar_of_calls(grammar), is_common_call=is_common)
 
 
 def _answer_or_calls(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars
 ) -> HeldOutput | None:
-    """Make what holds the output to calls, or to a text of the response format, if it may be both.
+    """Return a constraint to calls or an answer in the response format, or None.
 
-    A function that is ``strict`` is called with arguments that fit its schema.
+    Arguments of ``strict`` functions must fit their schemas.
     """
     tools, answer = offered_tools(request), asked_format(request)
     if request.tool_choice not in (None, "auto") or not tools or answer is None:
@@ -253,15 +253,15 @@ def _answer_or_calls(
         [_function(tool, grammars, is_held=bool(tool.function.strict)) for tool in tools],
         several=several,
     )
-    return HeldOutput(StructuredOutput(grammar=grammar), is_either=True) if grammar else None
+    return HeldOutput(_grammar_of_calls(grammar), is_either=True) if grammar else None
 
 
 def _text_or_calls(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars
 ) -> HeldOutput | None:
-    """Make what holds calls that may come in a text, if a tool has a grammar or is ``strict``.
+    """Return a constraint on calls within text, if a tool has a grammar or is ``strict``.
 
-    Raises InvalidRequestError when nothing can hold calls of ``strict`` functions.
+    Raises InvalidRequestError if calls of ``strict`` functions cannot be constrained.
     """
     tools = offered_tools(request)
     has_grammar = any(tool.function.name in grammars for tool in tools)
@@ -275,20 +275,32 @@ def _text_or_calls(
         raise InvalidRequestError(
             "tools", "must not be strict: no calls are looked for in this model's outputs"
         )
-    return HeldOutput(StructuredOutput(grammar=grammar), is_free=True) if grammar else None
+    return HeldOutput(_grammar_of_calls(grammar), is_free=True) if grammar else None
+
+
+def _grammar_of_calls(grammar: str) -> StructuredOutput:
+    """Return what holds an output to calls; raises InvalidRequestError of the tools' size."""
+    num_bytes = len(grammar.encode(errors="surrogatepass"))
+    if num_bytes > MAX_TEXT_BYTES:
+        raise InvalidRequestError(
+            "tools",
+            f"need a grammar of at most {MAX_TEXT_BYTES} bytes, got {num_bytes}: offer fewer "
+            "functions that are strict or must be called, or smaller parameters",
+        )
+    return StructuredOutput(grammar=grammar)
 
 
 def open_formats(request: ChatRequest, grammars: Grammars) -> list[str]:
-    """Name the formats of tools that the model is told, and that nothing holds it to."""
+    """Name the tools' formats that are only described to the model, not enforced."""
     names = (tool.function.name for tool in offered_tools(request))
     return [f"tools.{name}.format" for name in names if name in grammars]
 
 
 def _function(tool: Tool, grammars: Grammars, *, is_held: bool) -> Function:
-    """Return a tool as grammars of calls take it; raises InvalidRequestError.
+    """Convert a tool for grammars of calls; raises InvalidRequestError.
 
     Args:
-        is_held: the arguments are to fit the schema.
+        is_held: whether the arguments must fit the schema.
     """
     name = tool.function.name
     if grammars.get(name):
@@ -304,7 +316,7 @@ def _function(tool: Tool, grammars: Grammars, *, is_held: bool) -> Function:
 
 
 def _message(message: Message, field: str) -> dict[str, Any]:
-    # Templates know no developers: it is what OpenAI calls a system's message now.
+    # Templates do not know OpenAI's newer name for the system role.
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _text(message, field)}
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
@@ -330,13 +342,27 @@ def _text(message: Message, field: str) -> str:
         return message.content or ""
     texts = []
     for i, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
+        shown = part.type[:MAX_SHOWN_CHARS]
+        if message.role == "tool" and part.type != "text":
+            texts.append(f"[{shown}: not shown, because you read text only]")
+        elif part.type != "text" or part.text is None:
             raise InvalidRequestError(
-                f"{field}.content[{i}]",
-                f"must be of type text with a text, got {part.type[:MAX_SHOWN_CHARS]!r}",
+                f"{field}.content[{i}]", f"must be of type text with a text, got {shown!r}"
             )
-        texts.append(part.text)
+        else:
+            texts.append(part.text)
     return "\n".join(texts)
+
+
+def unseen_results(request: ChatRequest) -> list[str]:
+    """Name the kinds of parts in results of tools that the model does not see, such as images.
+
+    An agent sends a result again with each later request. A refusal would end the conversation,
+    so the model is told that the part is not shown.
+    """
+    contents = (message.content for message in request.messages if message.role == "tool")
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return sorted({f"messages.tool.{part.type}" for part in parts if part.type != "text"})
 
 
 def _without_none(tool: Tool) -> dict[str, Any]:

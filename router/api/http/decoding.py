@@ -1,6 +1,6 @@
-"""Decoding: a body of JSON as a request, and the names in it that nobody here knows.
+"""Decoding: parses JSON bodies into requests, and finds fields that Baton does not know.
 
-A wrong type is one line that names the field. What it costs to read a body is bounded first.
+A type error is one line that names the field. The cost of parsing is bounded beforehand.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton.api.errors import InvalidRequestError
 from router.api.http.schema import REFUSED, Constraint
 
 T = TypeVar("T")
-# What a body may cost to be read, in which time nothing else is served: some tenth of a second. A
-# million token ids, or some fifty thousand messages. (Bytes in texts count, too: it is a bound.)
+# Limit of a body's parsing cost, about 0.1 s during which nothing else is served: a million token
+# ids, or fifty thousand messages. (Signs inside strings count too: it is a bound.)
 MAX_READING_COST = 1_500_000
 _COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
@@ -32,16 +32,16 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """A request of its JSON, and its fields that have no effect.
+    """Parse a request; also return its fields without effect.
 
     Args:
-        strict: such a field is an error.
+        strict: whether such a field is an error.
 
-    Raises InvalidRequestError naming the field that is wrong, or that must not be passed over.
+    Raises InvalidRequestError naming the wrong or unknown field.
     """
     _check_reading_cost(body)
     with _in_one_line(body):
-        # Values are not looked at twice: this finds their ends.
+        # This finds the values' ends without parsing them.
         given = _decode_fields(body)
         unknown = [*_unknown(given, kind, strict=strict), *_unknown_within(given, kind)]
         if strict and unknown:
@@ -69,12 +69,12 @@ def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> I
             continue
         if name in REFUSED and bytes(value) not in _EMPTY:
             raise InvalidRequestError(name, REFUSED[name])
-        if strict or name not in REFUSED:  # (empty: it asks for nothing)
+        if strict or name not in REFUSED:  # (empty values ask for nothing)
             yield name
 
 
 def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[str]:
-    """Yield unknown fields of objects; raises for those that may constrain an output."""
+    """Yield unknown fields of nested objects; raises for those that may constrain outputs."""
     for name, inner_kind in _objects(kind).items():
         if name not in given or bytes(given[name])[:1] != b"{":
             continue
@@ -92,7 +92,7 @@ def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[st
 
 @contextmanager
 def _below(name: str) -> Iterator[None]:
-    """Have errors name a field by the object that it is in, too."""
+    """Prefix the fields in errors with the object that contains them."""
     try:
         yield
     except InvalidRequestError as error:
@@ -106,7 +106,7 @@ def _known(kind: type) -> frozenset[str]:
 
 @functools.cache
 def _objects(kind: type) -> dict[str, type]:
-    """Fields that are objects with fields of their own."""
+    """Return the fields that are objects with fields of their own."""
     return {
         field.encode_name: one
         for field in msgspec.structs.fields(kind)
@@ -117,7 +117,7 @@ def _objects(kind: type) -> dict[str, type]:
 
 @contextmanager
 def _in_one_line(body: bytes) -> Iterator[None]:
-    """Errors of the library, as ours."""
+    """Convert the library's errors."""
     try:
         yield
     except msgspec.ValidationError as error:
@@ -148,13 +148,13 @@ def _check_reading_cost(body: bytes) -> None:
 
 
 def _key_before(body: bytes, position: int) -> str:
-    """The key that a text at a place in a body belongs to, as far as one can see from there."""
+    """Return the key that a position in a body most likely belongs to."""
     keys = _KEY.findall(body, max(position - _KEY_WINDOW_BYTES, 0), position)
     return keys[-1].decode() if keys else "body"
 
 
 def _invalid(message: str) -> InvalidRequestError:
-    """The library's message, "Expected `int`, got `str` - at `$.n`", as one of ours."""
+    """Convert the library's message, such as "Expected `int`, got `str` - at `$.n`"."""
     found = _PATH.search(message)
     path = found[1] if found else ""
     problem = message[: found.start()] if found else message

@@ -1,4 +1,4 @@
-"""Errors as the API of their path words them: a status, and a body that its clients understand.
+"""Convert errors to HTTP: a status, and a body in the form of the path's API.
 
 OpenAI's:
     {"error": {"message": "max_tokens: must be 1 or more, got 0", "type": "invalid_request_error",
@@ -7,7 +7,7 @@ Anthropic's, on the paths of its messages:
     {"type": "error", "error": {"type": "invalid_request_error", "message": "max_tokens: ..."},
      "request_id": "..."}
 
-Status codes of our own errors are in the one table of `baton/api/errors.py`.
+Status codes of `BatonError` are in the table of `baton/api/errors.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TYPES = {
     504: "timeout_error",
 }
 
-# What clients act on: they wait and try again, ask for a key, or give up.
+# Codes that clients act on: retry later, ask for a key, or give up.
 _CODES = {
     401: "invalid_api_key",
     403: "permission_denied",
@@ -62,7 +62,7 @@ _CODES = {
 }
 
 MESSAGES_PATH = "/v1/messages"
-MESSAGES_REQUEST_ID_HEADER = "request-id"  # where its clients look for it
+MESSAGES_REQUEST_ID_HEADER = "request-id"  # where Anthropic's clients look for it
 _MESSAGE_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -76,11 +76,11 @@ _MESSAGE_TYPES = {
 
 
 class ApiError(Exception):
-    """An error of HTTP's own, such as a path that does not exist; gRPC has no word for it.
+    """An error that only HTTP has, such as an unknown path.
 
     Args:
-        status: of HTTP.
-        code: OpenAI's word for it, where it has one.
+        status: HTTP status.
+        code: OpenAI's error code, if there is one.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class MessageErrorBody(msgspec.Struct):
 
 
 def is_of_messages(request: web.BaseRequest) -> bool:
-    """Whether a client of this API waits for the answer, or the error."""
+    """Return whether the request's client uses Anthropic's API."""
     return request.path == MESSAGES_PATH or request.path.startswith(f"{MESSAGES_PATH}/")
 
 
@@ -136,12 +136,12 @@ def message_error(error: BatonError | ApiError) -> MessageError:
 
 
 def status_of(error: BatonError | ApiError) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     return error.status if isinstance(error, ApiError) else HTTP_STATUS_OF[status_name(error)]
 
 
 def error_code(error: BatonError | ApiError) -> str | None:
-    """Return OpenAI's word for an error that clients act on; None: OpenAI has none."""
+    """Return OpenAI's code for an error, or None if there is none."""
     if isinstance(error, ApiError) and error.code is not None:
         return error.code
     if isinstance(error, PromptTooLongError):
@@ -150,7 +150,7 @@ def error_code(error: BatonError | ApiError) -> str | None:
 
 
 def error_body(error: BatonError | ApiError) -> bytes:
-    """JSON of an error."""
+    """Return an error as JSON in the form of OpenAI's API."""
     param = None
     if isinstance(error, ApiError):
         param = error.param
@@ -162,7 +162,7 @@ def error_body(error: BatonError | ApiError) -> bytes:
 
 
 def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> web.Response:
-    """The response to a request that failed before anything was sent."""
+    """Return the response to a request that failed before anything was sent."""
     status = status_of(error)
     body = error_body(error)
     if is_of_messages(request):
@@ -170,14 +170,14 @@ def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> we
     headers = {}
     delay_s = None if isinstance(error, ApiError) else error.retry_delay_s
     if delay_s is not None:
-        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))  # HTTP knows whole seconds only
+        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))  # HTTP has whole seconds only
     if isinstance(error, UnauthenticatedError):
         headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def known_error(error: Exception) -> BatonError | ApiError:
-    """What a client is told of an error; of one that nobody expected, the log has the rest."""
+    """Return the error to show to the client; unexpected errors are logged."""
     if isinstance(error, BatonError | ApiError):
         return error
     logger.error("unexpected error in a request", exc_info=error)
@@ -186,19 +186,19 @@ def known_error(error: Exception) -> BatonError | ApiError:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> Any:
-    """Turns what a handler raises into a response: ours by the table, all else into 500."""
+    """Turn errors of handlers into responses; unexpected ones become 500."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         return error_response(request, _of_http(request, error))
-    except ConnectionError:  # the client went away: nobody reads this
+    except ConnectionError:  # the client disconnected and will not read this
         return web.Response(status=HTTP_STATUS_OF["CANCELLED"])
     except Exception as error:  # the interceptor of this API
         return error_response(request, known_error(error))
 
 
 def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
-    """aiohttp's own errors: no such path, wrong method, body too large."""
+    """Convert aiohttp's own errors: unknown path, wrong method, body too large."""
     if isinstance(error, web.HTTPNotFound):
         return ApiError(404, f"path: {request.path} does not exist", code="unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):

@@ -1,8 +1,8 @@
-"""One chat over an API whose answers are told as events: from its fields to the last event.
+"""EventExchange: one chat over an API whose answers are events.
 
     body -> ChatRequest -> a call -> ChatDialect's chunks -> AnswerEvents -> a stream, or the whole
 
-What such an API words in its own way is in `AnswerEvents` and `FieldNames`; all else is here once.
+`AnswerEvents` and `FieldNames` hold what differs between such APIs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from router.calls.call import Call
 from router.intake.intake import Intake
 
 FieldNames = Mapping[str, str]
-"""What errors about a chat request call a field, and what the client wrote."""
+"""Field names of a chat request in errors, and the names that the client used."""
 
 
 class AnswerEvent(msgspec.Struct):
-    """An event; it is sent under the name of its type."""
+    """An event, sent under the name of its type."""
 
     type: str
 
@@ -42,31 +42,31 @@ class AnswerEvents(Protocol):
     """How an API words one answer, as it comes."""
 
     def begin(self) -> Iterator[AnswerEvent]:
-        """The first token has come."""
+        """Yield the events at the first token."""
         ...
 
     def push(self, message: MessageDelta, num_tokens: int) -> Iterator[AnswerEvent]:
-        """The next part of the answer, of so many tokens."""
+        """Yield the events of the next part of the answer."""
         ...
 
     def finish(self, reason: str, delta: TextDelta) -> Iterator[AnswerEvent]:
-        """The answer is at its end, for a chat's reason; the last delta has what it cost."""
+        """Yield the last events; the delta has the receipt, ``reason`` is that of a chat."""
         ...
 
     def fail(self, error: BatonError | ApiError) -> AnswerEvent:
-        """It ends early: the last event."""
+        """Return the last event of an answer that fails."""
         ...
 
     def whole(self) -> Any:
-        """The answer without a stream, when it is at its end; raises ApiError if there is none."""
+        """Return the whole answer, for requests without stream; raises ApiError if it failed."""
         ...
 
 
 @contextmanager
 def as_fields(names: FieldNames) -> Iterator[None]:
-    """Have errors about fields of the chat request name those that the client wrote.
+    """Rename chat fields in errors to the fields that the client wrote.
 
-    Messages of the chat are not those of the client, who is told nothing of their numbers.
+    Indexes of chat messages are dropped, because the client does not know them.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def as_fields(names: FieldNames) -> Iterator[None]:
 
 
 def _named(names: FieldNames, field: str) -> str:
-    """Return what the client calls a field of the chat request."""
+    """Return the client's name for a field of the chat request."""
     for ours, theirs in names.items():
         if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
             return theirs + field[len(ours) :]
@@ -102,7 +102,7 @@ async def answer_in_events(
     make_events: Callable[[Call], AnswerEvents],
     grammars: Mapping[str, str] | None = None,
 ) -> web.StreamResponse:
-    """Answer a chat; raises what `web.middleware` turns into a response.
+    """Answer a chat; `web.middleware` turns raised errors into responses.
 
     Args:
         grammars: see `conversation.Grammars`.
@@ -122,7 +122,7 @@ async def answer_in_events(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventExchange:
-    """A checked request."""
+    """Hold a checked request and answer it."""
 
     request: web.Request
     intake: Intake
@@ -133,7 +133,7 @@ class EventExchange:
     names: FieldNames
 
     async def respond(self) -> web.StreamResponse:
-        """Run the call; ends it when the client goes away."""
+        """Run the call and return the response; ends the call if the client disconnects."""
         self.request[ENTRY].num_prompt_tokens = len(self.call.prompt_token_ids)
         if self.body.stream:
             return await respond_in_events(self.request, [self.call], self._send, self._fail)
@@ -155,7 +155,7 @@ class EventExchange:
         await stream.end()
 
     async def _run(self) -> AsyncGenerator[AnswerEvent, None]:
-        """From the first token on: what fails before it has a status of its own."""
+        """Yield events from the first token on; earlier errors have a status of their own."""
         has_begun = False
         with as_fields(self.names), as_client_wrote(self.body):
             stream = self.intake.stream(self.call, self.dialect.parser(0))

@@ -1,4 +1,4 @@
-"""One request over HTTP from its checked calls to the last byte: what both APIs share."""
+"""Exchange: one HTTP request from its checked calls to the last byte, for both OpenAI APIs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class HttpOptions:
     """Options of the HTTP API; see `baton router --help`.
 
     Attributes:
-        model_name: what clients call the model.
-        served: all names that they may call it, with defaults of requests; the one if empty.
-        strict_fields: a field that has no effect is an error.
+        model_name: name that clients use for the model.
+        served: all names of the model, with defaults of their requests; empty: only `model_name`.
+        strict_fields: whether a field without effect is an error.
     """
 
     model_name: str
@@ -56,12 +56,12 @@ class HttpOptions:
         return tuple(self.served) or (self.model_name,)
 
     def defaults_of(self, name: str | None) -> NameDefaults:
-        """Return the defaults of requests under a name; None: under the first one."""
+        """Return the defaults of requests under a name; None means the first name."""
         return self.served.get(name or self.model_name, NO_DEFAULTS)
 
 
 class Body(Protocol):
-    """A request's fields; one that names no model means the one that is served."""
+    """A request's fields; without a model name the served model is meant."""
 
     @property
     def model(self) -> str | None: ...
@@ -74,28 +74,28 @@ DEFAULTS = web.RequestKey("defaults", NameDefaults)
 NO_DEFAULTS = NameDefaults()
 PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
-SHORT_BODY_BYTES = 2**16  # which every connection may have
+SHORT_BODY_BYTES = 2**16  # bodies up to this size need no turn
 SESSION_ID_HEADER = "X-Session-Id"
-_MAX_SHOWN_CHARS = 100  # of a header that an error quotes
-# A body has so long, and so much longer as it comes at the slowest rate.
+_MAX_SHOWN_CHARS = 100  # most characters quoted of a header in errors
+# Time for a body to arrive, plus the time its bytes take at the slowest allowed rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
-# A client that takes nothing for so long after its deadline is cut off.
+# A client that reads nothing for this long after its deadline is disconnected.
 READ_GRACE_S = 30.0
-# Of all outputs of a response that is made as a whole: they take much memory, and time in which
-# nothing else is served.
+# Limit for all outputs of a response without stream: building many takes memory and blocks the
+# event loop.
 MAX_LOGPROBS_AT_ONCE = 300_000
-# Of prompts, once for each output, in a response.
+# Most prompt token ids in a response, counted once per output.
 MAX_RETURNED_TOKEN_IDS = 2**20
 
 
 class Dialect(Protocol):
-    """How one of the APIs words the outputs of one request.
+    """How an API writes the outputs of one request.
 
     Attributes:
-        id_prefix: of response ids.
-        object: of a whole response.
-        chunk_object: of a chunk.
+        id_prefix: prefix of response ids.
+        object: value of the field in a whole response.
+        chunk_object: value of the field in a chunk.
     """
 
     id_prefix: str
@@ -103,33 +103,33 @@ class Dialect(Protocol):
     chunk_object: str
 
     def parser(self, index: int) -> OutputParser | None:
-        """Return what divides an output; None: an output is one text."""
+        """Return the parser that divides an output; None: an output is one text."""
         ...
 
     def chunk(self, index: int, delta: TextDelta) -> Choice:
-        """The next piece of an output, with or without a text.
+        """Return the next piece of an output, even if it adds no text.
 
-        Each makes a chunk: clients take the time between two for that between tokens.
+        Each piece makes a chunk, because clients measure token times between chunks.
         """
         ...
 
     def take(self, index: int, delta: TextDelta) -> None:
-        """Read a piece of an output that is told as a whole: not all of it is read at once."""
+        """Read a piece of an output that is returned whole: reading all at once would block."""
         ...
 
     def choice(self, index: int, delta: TextDelta) -> Choice:
-        """A whole output, its deltas joined."""
+        """Return a whole output, given its joined deltas."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """A checked request.
+    """Hold a checked request and answer it.
 
     Attributes:
-        calls: one per output; those of one prompt next to each other.
+        calls: one per output, grouped by prompt.
         num_choices: outputs per prompt.
-        prompt_only: whether the client wants to know about its prompts and no output.
+        prompt_only: whether the client wants information on prompts but no output.
     """
 
     request: web.Request
@@ -142,7 +142,7 @@ class Exchange:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def respond(self) -> web.StreamResponse:
-        """Run the calls; ends them when the client goes away."""
+        """Run the calls and return the response; ends the calls if the client disconnects."""
         entry = self.request[ENTRY]
         of_prompts = self.calls[:: self.num_choices]
         entry.num_prompt_tokens = sum(len(call.prompt_token_ids) for call in of_prompts)
@@ -231,7 +231,7 @@ class Exchange:
         return choice
 
     def _add_prompt_ids(self, response: Response) -> None:
-        """Where there is one prompt; else each choice has its own."""
+        """Add the prompt's ids to a chat response; in completions each choice has its own."""
         if self.body.return_token_ids and isinstance(self.body, ChatRequest):
             response.prompt_token_ids = self.calls[0].prompt_token_ids
 
@@ -261,22 +261,22 @@ async def respond_in_events(
     send: Callable[[EventStream], Awaitable[None]],
     fail: Callable[[EventStream, BatonError | ApiError], Awaitable[None]],
 ) -> web.StreamResponse:
-    """Stream what calls say.
+    """Stream the events of some calls.
 
     Args:
-        send: sends all of it.
-        fail: tells, as the last event, why it ends early.
+        send: sends all events.
+        fail: sends an error as the last event.
     """
     events = EventStream(request)
     deadline_s = max(call.timeout_s for call in calls)
     try:
-        # A client that reads nothing holds up the calls' own deadlines.
+        # A client that does not read would outlast the calls' own deadlines.
         async with asyncio.timeout(deadline_s + READ_GRACE_S):
             await send(events)
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
-    except Exception as error:  # the interceptor, of what has begun to be sent
+    except Exception as error:  # the interceptor, for errors after streaming began
         if not events.begun or isinstance(error, ConnectionError):
             raise
         known = known_error(error)
@@ -286,7 +286,7 @@ async def respond_in_events(
 
 
 def terms_of(request: web.Request, body: SamplingRequest, received_at: float) -> Terms:
-    """What a client says in body and headers."""
+    """Return what the client set in body and headers."""
     return Terms(
         received_at=received_at,
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
@@ -302,7 +302,7 @@ def terms_of(request: web.Request, body: SamplingRequest, received_at: float) ->
 
 
 def check_num_returned(num_token_ids: int) -> None:
-    """Raise InvalidRequestError for more of prompts than one response may have."""
+    """Raise InvalidRequestError if the prompts have more token ids than one response may."""
     if num_token_ids > MAX_RETURNED_TOKEN_IDS:
         raise InvalidRequestError(
             "return_token_ids",
@@ -312,16 +312,16 @@ def check_num_returned(num_token_ids: int) -> None:
 
 
 async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
-    """The request's fields; notes those that have no effect.
+    """Return the request's fields; notes those without effect.
 
     Raises:
         InvalidRequestError: a field is wrong.
-        ApiError: it is no JSON, comes too slowly, or asks for another model.
+        ApiError: the body is not JSON, comes too slowly, or names another model.
     """
-    # (`request.content_type` takes seconds to read a header of thousands of semicolons.)
+    # (`request.content_type` takes seconds for a header with thousands of semicolons.)
     content_type, _, _ = request.headers.get(hdrs.CONTENT_TYPE, "no").partition(";")
     if content_type.strip().lower() != "application/json":
-        # Also keeps web pages of others out, which may send anything but this unasked.
+        # This also stops foreign web pages, which may not send JSON without asking.
         found = content_type.strip()[:_MAX_SHOWN_CHARS]
         raise ApiError(415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {found}")
     raw = await _read_in_turn(request)
@@ -334,7 +334,7 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
 
 
 def check_stream(body: SamplingRequest) -> None:
-    """Raise InvalidRequestError for options of a stream that is not asked for, or of none."""
+    """Raise InvalidRequestError for options that do not fit ``stream``."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is for stream: true only")
     if body.prompt_logprobs is not None and body.stream:
@@ -342,7 +342,7 @@ def check_stream(body: SamplingRequest) -> None:
 
 
 async def _read_in_turn(request: web.Request) -> bytes:
-    """The body; of long ones few of one caller come at once. Raises ApiError; see `HeldCalls`."""
+    """Return the body; long bodies of one caller take turns. Raises ApiError; see `HeldCalls`."""
     if 0 < (request.content_length or 0) <= SHORT_BODY_BYTES:
         return await _read_in_time(request)
     caller = request[PRINCIPAL].name or request.remote or ""
@@ -351,7 +351,7 @@ async def _read_in_turn(request: web.Request) -> bytes:
 
 
 async def _read_in_time(request: web.Request) -> bytes:
-    """The body; raises ApiError when it is too large or comes too slowly."""
+    """Return the body; raises ApiError if it is too large or too slow."""
     limit, declared = MAX_CLIENT_MESSAGE_BYTES, request.content_length or 0
     parts, num_bytes = [], 0
     try:
@@ -379,7 +379,7 @@ async def _read_in_time(request: web.Request) -> bytes:
 async def without_output(
     stream: AsyncGenerator[TextDelta, None],
 ) -> AsyncGenerator[TextDelta, None]:
-    """What an output of one token says of its prompt."""
+    """Yield the prompt's part of a one-token output, without the token."""
     async with contextlib.aclosing(stream) as deltas:
         async for delta in deltas:
             yield msgspec.structs.replace(
@@ -393,12 +393,12 @@ async def without_output(
 
 
 def _receipt_of(delta: TextDelta) -> Receipt:
-    """Of an output's last delta."""
+    """Return the receipt of an output's last delta."""
     assert delta.receipt is not None
     return delta.receipt
 
 
 def unknown_model(model: str, model_name: str) -> ApiError:
-    """Another model than the one that is served."""
+    """Return the error for a model that is not served."""
     message = f"model: {model[:MAX_SHOWN_CHARS]!r} does not exist here, {model_name!r} is served"
     return ApiError(404, message, param="model", code="model_not_found")

@@ -1,6 +1,6 @@
-"""Ignored fields: what of a request has no effect here, told in a header and once in the log.
+"""Ignored fields: report request fields without effect, in a header and once in the log.
 
-Names are a client's: they are shortened and only so many are told and remembered.
+Clients choose the names, so their length and number are limited.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def note_ignored(request: web.Request, names: Sequence[str]) -> None:
-    """Keep the names of fields that have no effect, for the header of the answer."""
+    """Store the names of fields without effect, for the response header."""
     if names:
         told = (*request.get(IGNORED_FIELDS, ()), *map(_shown, names[:MAX_TOLD]))
         num_more = len(names) - MAX_TOLD
@@ -30,19 +30,19 @@ def note_ignored(request: web.Request, names: Sequence[str]) -> None:
 
 
 def _shown(name: str) -> str:
-    """A name that can be in a header and in a log."""
+    """Return a name that is safe in headers and logs."""
     name = name[:MAX_NAME_CHARS]
     return name if _PLAIN.fullmatch(name) else "?"
 
 
 class IgnoredFieldsLog:
-    """Logs each name once: clients send the same fields with every request."""
+    """Log each name once, because clients send the same fields with every request."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
     def note(self, names: Sequence[str], request_id: str) -> None:
-        """Log the names that were not there before."""
+        """Log the names that were not logged before."""
         new = [name for name in names if name not in self._names]
         if new and len(self._names) < _MAX_REMEMBERED:
             self._names.update(new)

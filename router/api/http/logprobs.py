@@ -18,30 +18,30 @@ from router.api.http.responses import (
 
 
 class TokenTexts:
-    """Texts of tokens; a token that is a part of a character has replacement characters.
+    """Look up texts of tokens; partial characters become replacement characters.
 
     Args:
-        tokenizer: None for a checkpoint without one; texts are ``token_id:7`` then.
+        tokenizer: None for a checkpoint without one; texts are then like ``token_id:7``.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        # Of this one answer: a prompt has many times as many tokens as different ones.
+        # For one answer: prompts repeat tokens many times.
         self._texts: dict[int, str] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token."""
+        """Return the bytes of a token."""
         if self._tokenizer is None:
             return f"token_id:{token_id}".encode()
         return self._tokenizer.token_bytes(token_id)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a text shows it only if that is asked for."""
+        """Return whether a token is special, so that texts show it only on request."""
         return self._tokenizer is None or token_id in self._tokenizer.special_token_ids
 
     @property
     def pieces(self) -> OutputPieces | None:
-        """What tokens add to a text; None when that is not known of each."""
+        """Bytes that tokens add to a text; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return self._tokenizer.pieces(self._tokenizer.special_token_ids)
@@ -53,7 +53,7 @@ class TokenTexts:
         return text
 
     def chat(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """Logprobs of chat completions."""
+        """Return logprobs in the form of chat completions."""
         content = []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             spelling = self.token_bytes(token_id)
@@ -72,10 +72,10 @@ class TokenTexts:
         logprobs: Iterable[TokenLogprobs | None],
         offsets: TextOffsets,
     ) -> CompletionLogprobs:
-        """Logprobs of completions.
+        """Return logprobs in the form of completions.
 
         Args:
-            offsets: of the text that the tokens belong to, up to them.
+            offsets: state of the text before these tokens.
         """
         found = CompletionLogprobs([], [], [], [])
         for token_id, entry in zip(token_ids, logprobs, strict=True):
@@ -88,7 +88,7 @@ class TokenTexts:
     def prompt(
         self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]
     ) -> list[dict[str, PromptLogprob] | None]:
-        """Logprobs of a prompt as vLLM has them: by token id, the prompt's own token first."""
+        """Return a prompt's logprobs in vLLM's form: by token id, the prompt's own token first."""
         found: list[dict[str, PromptLogprob] | None] = []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             if entry is None:
@@ -103,24 +103,25 @@ class TokenTexts:
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         by_text: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            by_text.setdefault(self.text(token_id), logprob)  # of those with one text the best
+            # Of several tokens with equal text the likeliest counts.
+            by_text.setdefault(self.text(token_id), logprob)
         return by_text
 
 
 class TextOffsets:
-    """Where in a growing text its tokens begin, in characters.
+    """Compute where tokens begin in a growing text, in characters.
 
     token    "a " | E2 | 82 | AC | <special> | "b"
     text     "a "   €                          "b"
     offset   0      2    2    2    3           3
 
-    A token that goes on with a character begins where the character does, one without text where
-    the text goes on.
+    A token that continues a character begins where the character does; a token without text begins
+    where the text ends.
 
     Args:
         start: where the first token begins.
         shows_special: whether the text shows special tokens.
-        text: the whole of it, if it is known: it shows the special tokens that it shows.
+        text: the whole text, if known; it decides which special tokens are shown.
     """
 
     def __init__(
@@ -133,15 +134,15 @@ class TextOffsets:
         self._text = text
         self._has_begun = False
         self._num_to_strip = pieces.num_stripped if pieces is not None else 0
-        # As the detokenizer counts bytes that are part of no character.
+        # Count invalid bytes as the detokenizer does.
         has_byte_tokens = pieces is not None and pieces.has_byte_tokens
         errors = "surrogateescape" if has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
-        self._is_between = True  # between characters
+        self._is_between = True  # not within a character
         self._num_chars_of: dict[int, int] = {}  # of tokens that are whole characters
 
     def take(self, token_id: int) -> int:
-        """Where the next token begins."""
+        """Return where the next token begins."""
         begins_at = self._num_chars
         if self._is_between and self._has_begun and not self._num_to_strip:
             num_chars = self._num_chars_of.get(token_id)
@@ -162,7 +163,7 @@ class TextOffsets:
         first = self._decoder.decode(shown[:1])
         num_own = 0 if self._decoder.getstate()[0] else 1
         goes_on = 0x80 <= shown[0] < 0xC0 and len(first) < 2
-        # What was held and is no character is shown as such, before this token.
+        # Held bytes that turn out invalid are shown as such, before this token.
         num_broken = len(first) - num_own if num_held and not goes_on else 0
         begins_at = self._num_chars + num_broken
         text = first + self._decoder.decode(shown[1:])
@@ -171,7 +172,7 @@ class TextOffsets:
         return begins_at
 
     def _shown_bytes(self, token_id: int) -> bytes:
-        """What a token adds to the text."""
+        """Return the bytes that a token adds to the text."""
         if self._texts.is_special(token_id):
             spelling = self._texts.text(token_id)
             is_shown = self._shows_special
@@ -188,7 +189,7 @@ class TextOffsets:
         return first or b""
 
     def _num_stripped(self, text: str) -> int:
-        """How much of the next text is taken away from the whole one's beginning."""
+        """Return how many characters of the next text are stripped from the text's beginning."""
         number = 0
         while self._num_to_strip and number < len(text):
             if self._pieces is None or text[number] != self._pieces.stripped:
@@ -202,14 +203,14 @@ class TextOffsets:
 def as_many(
     logprobs: Sequence[TokenLogprobs | None], num_tokens: int
 ) -> Sequence[TokenLogprobs | None]:
-    """Logprobs of so many tokens; a node may give none."""
+    """Return this many logprobs; None for each if a node sent none."""
     return logprobs if len(logprobs) == num_tokens else [None] * num_tokens
 
 
 def with_top(
     logprobs: Sequence[TokenLogprobs | None], num_top: int
 ) -> Iterable[TokenLogprobs | None]:
-    """With so many of the most probable tokens each; they come with as many as anything asks."""
+    """Cut each entry to the wanted number of top tokens."""
     for entry in logprobs:
         if entry is None or len(entry.top) <= num_top:
             yield entry
@@ -218,7 +219,7 @@ def with_top(
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Logprobs of tokens that follow each other."""
+    """Join the logprobs of consecutive tokens."""
     return CompletionLogprobs(
         first.tokens + second.tokens,
         first.token_logprobs + second.token_logprobs,

@@ -1,4 +1,4 @@
-"""What is sent: the objects of OpenAI's API, as msgspec structs."""
+"""Response objects of OpenAI's API, as msgspec structs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Guesses of next tokens that a node computed: right ones, and others."""
+    """Counts of draft tokens that a node computed: accepted and rejected."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a request; those of a prompt with several outputs count once.
+    """Token counts of a request; a prompt with several outputs counts once.
 
     Attributes:
-        prompt_tokens_details: None before the output is at its end.
-        completion_tokens_details: likewise, and where nobody guessed.
+        prompt_tokens_details: None before the end of the output.
+        completion_tokens_details: unset before the end, and without drafts.
     """
 
     prompt_tokens: int
@@ -38,7 +38,7 @@ class Usage(msgspec.Struct):
 
 
 class Receipts(msgspec.Struct):
-    """Baton's own: the latency receipts of the choices that ended, in their order."""
+    """Baton's extension: latency receipts of the choices that ended, in order."""
 
     receipts: list[Receipt]
 
@@ -47,9 +47,9 @@ class Response(msgspec.Struct, kw_only=True):
     """A whole response, or one chunk of a stream.
 
     Attributes:
-        object: what it is, such as ``"chat.completion.chunk"``.
-        prompt_token_ids, prompt_logprobs: of a chat, where they were asked for.
-        usage: not there in chunks of a stream that has not asked for it.
+        object: kind of response, such as ``"chat.completion.chunk"``.
+        prompt_token_ids, prompt_logprobs: of a chat, if requested.
+        usage: unset in chunks unless the stream asks for it.
     """
 
     id: str
@@ -75,7 +75,7 @@ class ToolCallObject(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """The beginning of a call has its name, what follows only more of the arguments."""
+    """A piece of a call; only the first has the name."""
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -89,10 +89,10 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """One message.
+    """An assistant's message.
 
     Attributes:
-        reasoning_content: what the model thought first; ``reasoning`` is the same by its new name.
+        reasoning_content: the model's thought; ``reasoning`` is its newer name.
     """
 
     content: str | None
@@ -130,7 +130,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Aligned lists; the first prompt token of an echo has no logprob."""
+    """Lists aligned by token; the first prompt token of an echo has no logprob."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -139,10 +139,10 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct, gc=False):
-    """vLLM's.
+    """A prompt token's logprob, as vLLM writes it.
 
     Attributes:
-        rank: None of a token that is not among the most probable ones.
+        rank: None if the token is not among the listed top tokens.
     """
 
     logprob: float
@@ -151,7 +151,7 @@ class PromptLogprob(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """vLLM's fields of all choices, where they were asked for."""
+    """vLLM's fields of all choices, set if requested."""
 
     token_ids: list[int] | UnsetType = UNSET
 
@@ -171,7 +171,7 @@ class ChatChunkChoice(Choice):
 
 
 class CompletionChoice(Choice):
-    """Of a response and of a chunk."""
+    """A choice of a response or chunk of completions."""
 
     index: int
     text: str
@@ -203,7 +203,7 @@ class ModelList(msgspec.Struct):
 
 
 def usage_of(receipts: Iterable[Receipt], num_choices: int) -> Usage:
-    """The sum over the outputs of all prompts, those of one prompt next to each other."""
+    """Sum up the usage of all outputs, which are grouped by prompt."""
     prompt_tokens, completion_tokens, cached_tokens = 0, 0, 0
     receipts = list(receipts)
     for index, receipt in enumerate(receipts):
@@ -232,7 +232,7 @@ def _completion_tokens_details(
 
 
 def usage_up_to(num_prompt_tokens: int, delta: TextDelta) -> Usage:
-    """What one output has cost when a delta of it has come, as vLLM counts it."""
+    """Return the usage of one output up to a delta, as vLLM counts it."""
     num_tokens = delta.output_index + len(delta.token_ids)
     usage = Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
     if delta.receipt is not None:

@@ -1,4 +1,4 @@
-"""From the fields of a request to SamplingParams: OpenAI's defaults, vLLM's names for the rest."""
+"""Convert request fields to SamplingParams: OpenAI's defaults, vLLM's names for the rest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from router.api.http.schema import ResponseFormat, SamplingRequest, TypedGrammar
 
-TOGETHER = "cannot be together with "  # how an error begins that names another field
-# Names and meanings that OpenAI's or vLLM's requests and SamplingParams share.
+TOGETHER = "cannot be together with "  # begins errors that name another field
+# Fields with equal name and meaning in requests and in SamplingParams.
 _SAME = (
     "n",
     "temperature",
@@ -41,17 +41,17 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     structured_output: StructuredOutput | None = None,
 ) -> SamplingParams:
-    """The parameters of one output; raises InvalidRequestError.
+    """Return the parameters of one output; raises InvalidRequestError.
 
     Args:
-        defaults: of what the request does not say.
-        structured_output: what holds instead of ``response_format``, which is of texts: calls, or
-            calls beside such a text.
+        defaults: values of parameters that the request leaves out.
+        structured_output: constraint to calls, or to calls and an answer, which replaces
+            ``response_format``.
     """
     given: dict[str, Any] = dict(defaults or {})
     given.update({name: value for name in _SAME if (value := getattr(request, name)) is not None})
     if request.top_k is not None:
-        given["top_k"] = max(request.top_k, 0)  # -1 is off, too
+        given["top_k"] = max(request.top_k, 0)  # -1 means off, too
     with as_client_wrote(request):
         return SamplingParams(
             max_tokens=max_tokens,
@@ -64,7 +64,7 @@ def sampling_params(
 
 @contextmanager
 def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
-    """Have errors about a structured output name the field that it came in."""
+    """Name the request's own field in errors about structured outputs."""
     try:
         yield
     except InvalidRequestError as error:
@@ -80,7 +80,7 @@ def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
 
 
 def asked_format(request: SamplingRequest) -> StructuredOutput | None:
-    """Return what ``response_format`` asks for; raises InvalidRequestError."""
+    """Return the constraint that ``response_format`` asks for, or None."""
     if request.response_format is None:
         return None
     found = _of_response_format(request.response_format)
@@ -115,7 +115,7 @@ def _only_one(
 
 
 def _asked(request: SamplingRequest) -> dict[str, dict[str, Any]]:
-    """Collect the fields of a request that constrain its output, with arguments for each."""
+    """Return the request's fields that constrain outputs, with arguments for each."""
     asked: dict[str, dict[str, Any]] = {}
     if request.response_format is not None:
         asked.update(_of_response_format(request.response_format))
@@ -144,7 +144,7 @@ def _asked(request: SamplingRequest) -> dict[str, dict[str, Any]]:
     return asked
 
 
-# Fields of SGLang's, and of older versions of vLLM, that are what a `StructuredOutput` has.
+# Fields of SGLang and older vLLM versions, by their equivalent in `StructuredOutput`.
 _PLAIN = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -153,7 +153,7 @@ _PLAIN = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-# Types of response_format: what they ask for, and the fields that may say it.
+# Types of response_format: the constraint, and the fields that may hold its value.
 _FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "json_object": ("json_schema", ("schema", "json_schema", "value")),
     "json_schema": ("json_schema", ("json_schema", "schema", "value")),
@@ -191,14 +191,14 @@ def _of_response_format(given: ResponseFormat) -> dict[str, dict[str, Any]]:
 
 
 def _of_kind(kind: str, value: Any, field: str) -> Any:
-    """Return a value if it can be a schema, or a text; raises InvalidRequestError."""
+    """Return a value if it has the right type for its kind; raises InvalidRequestError."""
     if kind != "json_schema" and not isinstance(value, str):
         raise InvalidRequestError(field, "must be a text")
     return _unwrapped(value) if kind == "json_schema" else value
 
 
 def _unwrapped(schema: Any) -> Any:
-    """Take a schema out of OpenAI's wrapper, which has a name and more beside the schema."""
+    """Return the schema inside OpenAI's wrapper with name and description, if there is one."""
     wrapper = {"name", "schema", "strict", "description"}
     if (
         isinstance(schema, dict)

@@ -1,7 +1,7 @@
-"""What clients may send: the fields of OpenAI's requests, vLLM's and Baton's own, as structs.
+"""Fields that clients may send: OpenAI's, vLLM's and Baton's own, as structs.
 
-A field that is not here has no effect (`router/api/http/decoding.py` finds it); `REFUSED` are those
-of others whose effect would be missed.
+Other fields have no effect (`router/api/http/decoding.py` finds them). Fields in `REFUSED` are
+errors, because ignoring them would change the answer.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_SHOWN_CHARS = 256  # of what a client wrote, in an error about it
-# Fields of others' APIs without which the answer would not be the one that was asked for.
+MAX_SHOWN_CHARS = 256  # most characters quoted from a client in errors
+# Fields of other APIs that change the answer and are not supported.
 REFUSED = {
     "functions": "is not supported: use tools",
     "use_beam_search": "is not supported",
@@ -21,7 +21,7 @@ REFUSED = {
     "mcp_servers": "is not supported: give tools",
     "container": "is not supported",
     "prompt_embeds": "is not supported: give texts or token ids",
-    # What others let constrain an output; where a request knows such a field, it is enforced.
+    # Fields that constrain outputs elsewhere; where Baton knows one, it is enforced.
     **dict.fromkeys(
         (
             "response_format", "json_schema", "regex", "grammar", "ebnf", "format", "output_format",
@@ -35,12 +35,12 @@ REFUSED = {
 
 
 class StreamOptions(msgspec.Struct):
-    """How to stream.
+    """Options of a stream.
 
     Attributes:
-        include_usage: in a last chunk without a choice.
-        continuous_usage_stats: vLLM's; in every chunk what its choice has cost up to there.
-        include_obfuscation: of OpenAI's; it costs bandwidth and hides little here. Not done.
+        include_usage: whether a last chunk without choices has the usage.
+        continuous_usage_stats: vLLM's; whether every chunk has its choice's usage so far.
+        include_obfuscation: OpenAI's; ignored, since it costs bandwidth and hides little.
     """
 
     include_usage: bool | None = None
@@ -49,11 +49,11 @@ class StreamOptions(msgspec.Struct):
 
 
 class Constraint(msgspec.Struct):
-    """Base of objects that say what an output must be; a field that is unknown is an error."""
+    """Base of objects that constrain outputs; unknown fields in them are errors."""
 
 
 class JsonSchema(Constraint):
-    """A named JSON schema; always enforced, ``strict`` or not."""
+    """A named JSON Schema; always enforced, ``strict`` or not."""
 
     name: str = ""
     schema: dict[str, Any] | None = None
@@ -62,15 +62,15 @@ class JsonSchema(Constraint):
 
 
 class ResponseFormat(Constraint):
-    """OpenAI's way to ask for JSON, and those of others.
+    """A response format, in OpenAI's form and in those of other servers.
 
     Attributes:
-        schema: where llama.cpp, Together, Fireworks and the Responses API have it; with
-            ``json_object``, too.
-        value: text-generation-inference's, of the types ``json``, ``json_object`` and ``regex``.
-        pattern: Together's, of the type ``regex``.
-        grammar: Fireworks', of the type ``grammar``.
-        name: and those after it: of the schema, without an effect.
+        schema: the place of the schema for llama.cpp, Together, Fireworks and the Responses API;
+            also for ``json_object``.
+        value: text-generation-inference's, for ``json``, ``json_object`` and ``regex``.
+        pattern: Together's, for ``regex``.
+        grammar: Fireworks', for ``grammar``.
+        name: like the fields after it, describes the schema and has no effect.
     """
 
     type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar"]
@@ -85,10 +85,10 @@ class ResponseFormat(Constraint):
 
 
 class StructuredOutputs(Constraint):
-    """vLLM's way to ask for structured output, by its names.
+    """vLLM's structured outputs, by its names.
 
     Attributes:
-        disable_fallback: and the one after it: vLLM's, what is done here in any case.
+        disable_fallback: like the next field, vLLM's; always in effect here.
     """
 
     json: dict[str, Any] | str | None = None
@@ -101,30 +101,30 @@ class StructuredOutputs(Constraint):
 
 
 class TypedGrammar(Constraint):
-    """text-generation-inference's way to ask for structured output."""
+    """Structured output in text-generation-inference's form."""
 
     type: Literal["json", "json_schema", "regex"]
     value: dict[str, Any] | str
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
-    """What both kinds of requests have. ``None`` is as if the field was not there.
+    """Fields that completions and chat share. None means that a field is absent.
 
     Attributes:
-        guided_json: and those after it: older names of what ``structured_outputs`` has.
+        guided_json: like the fields after it, an older name of a field in ``structured_outputs``.
         json_schema: llama.cpp's and SGLang's; ``regex`` and ``ebnf`` are SGLang's.
         grammar: llama.cpp's, or text-generation-inference's.
         format: Ollama's; ``"json"`` or a schema.
-        skip_special_tokens: vLLM's; False: the text shows them.
-        include_stop_str_in_output: vLLM's; the text ends behind the stop string, not before it.
+        skip_special_tokens: vLLM's; False: the text shows special tokens.
+        include_stop_str_in_output: vLLM's; whether the text includes the stop string.
         return_token_ids: vLLM's; adds the ids of prompt and output.
-        prompt_logprobs: vLLM's; of the prompt's tokens, in a form of vLLM's own.
-        cache_salt: vLLM's; prompts with different ones share no cache.
+        prompt_logprobs: vLLM's; number of top logprobs per prompt token.
+        cache_salt: vLLM's; prompts with different salts share no cached blocks.
         include_receipt: Baton's; adds ``"baton": {"receipts": [...]}`` to the response.
-        session_id: Baton's; requests with the same one share a beginning. OpenAI's ``user`` is
-            somebody who may have many.
-        priority: vLLM's; where requests wait, smaller goes first.
-        user: and those after it: taken from clients that send them, without an effect.
+        session_id: Baton's; requests of one session share a prefix. (OpenAI's ``user`` may have
+            many sessions.)
+        priority: vLLM's; among waiting requests, smaller goes first.
+        user: like the fields after it, accepted without effect.
     """
 
     model: str
@@ -179,7 +179,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     """Body of ``POST /v1/completions``.
 
     Attributes:
-        add_special_tokens: vLLM's; False: those that the checkpoint adds to a text are left out.
+        add_special_tokens: vLLM's; False: omit the checkpoint's special tokens.
     """
 
     prompt: str | list[str | int | list[int]]
@@ -191,7 +191,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message's content; only text is understood."""
+    """A part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
@@ -211,7 +211,7 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """One message; what else responses carry, and clients send back, is passed over."""
+    """One message; other fields that clients send back from responses are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -226,7 +226,7 @@ class Function(msgspec.Struct):
     """A function that the model may call.
 
     Attributes:
-        parameters: a JSON schema.
+        parameters: JSON Schema of the arguments.
     """
 
     name: str
@@ -250,11 +250,11 @@ class NamedToolChoice(msgspec.Struct):
 
 
 class ThinkingSwitch(msgspec.Struct):
-    """Whether the model thinks before it answers, and for how many tokens at most.
+    """Whether the model thinks before the answer, and the budget in tokens.
 
     Attributes:
         type: as Anthropic's, DeepSeek's and Z.ai's clients send it; ``adaptive`` and
-            ``between_tools`` are as ``enabled``.
+            ``between_tools`` mean ``enabled``.
     """
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
@@ -262,10 +262,10 @@ class ThinkingSwitch(msgspec.Struct):
 
 
 class ReasoningConfig(msgspec.Struct):
-    """How much the model thinks: a level of OpenAI's, or OpenRouter's number of tokens.
+    """How much the model thinks: OpenAI's effort level, or OpenRouter's number of tokens.
 
     Attributes:
-        enabled: OpenRouter's; False is the level ``none``.
+        enabled: OpenRouter's; False means the level ``none``.
     """
 
     effort: str | None = None
@@ -277,15 +277,15 @@ class ChatRequest(SamplingRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``.
 
     Attributes:
-        modalities: of the answer; the model writes text.
-        reasoning_effort: a level, for the chat template or as a budget of thought tokens.
-        reasoning: the level, or the budget itself.
-        thinking: whether the model thinks, and the budget.
+        modalities: must be text.
+        reasoning_effort: a level, passed to the chat template or turned into a budget.
+        reasoning: the level, or a budget in tokens.
+        thinking: switches thinking, with a budget.
         thinking_token_budget: vLLM's name for the budget.
-        documents: for the chat template.
-        add_generation_prompt: vLLM's; False: the prompt ends behind the last message.
-        continue_final_message: vLLM's; the prompt ends with the last message's own text.
-        chat_template: vLLM's; the client's own, where the operator trusts them.
+        documents: passed to the chat template.
+        add_generation_prompt: vLLM's; False: the prompt ends after the last message.
+        continue_final_message: vLLM's; the output continues the last message's text.
+        chat_template: vLLM's; the client's own template, if the operator allows it.
     """
 
     messages: list[Message]

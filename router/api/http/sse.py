@@ -1,6 +1,6 @@
-"""EventStream: a response as server-sent events, at the pace of its reader.
+"""EventStream: sends a response as server-sent events, as fast as the client reads.
 
-Source of the format: https://html.spec.whatwg.org/multipage/server-sent-events.html
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from router.api.http.errors import ApiError, error_body
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # of nginx, which else collects events
+    "X-Accel-Buffering": "no",  # stops nginx from buffering events
 }
 _DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """Begins with the first event, so that what fails before it has a status of its own.
+    """Send events; the response begins with the first, so earlier errors get their own status.
 
     Attributes:
-        response: what the request's handler returns.
+        response: the response for the request's handler to return.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -36,27 +36,27 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, event: msgspec.Struct, *, kind: str = "") -> None:
-        """Send an object; waits while the client reads more slowly than we write.
+        """Send an object; waits while the client reads slowly.
 
         Args:
-            kind: what the event is called; empty: nothing.
+            kind: name of the event; empty: none.
 
-        Raises ConnectionError when the client is gone.
+        Raises ConnectionError if the client is gone.
         """
         name = f"event: {kind}\n".encode() if kind else b""
         await self._write(name + b"data: " + self._encoder.encode(event) + b"\n\n")
 
     async def finish(self) -> None:
-        """Say that this was all."""
+        """Send OpenAI's end mark, and end the response."""
         await self._write(_DONE)
         await self.end()
 
     async def end(self) -> None:
-        """End where the last event says that it is the last."""
+        """End the response without OpenAI's end mark."""
         await self.response.write_eof()
 
     async def fail(self, error: BatonError | ApiError) -> None:
-        """Say that the stream ends early, and why."""
+        """Send an error as the last event."""
         await self._write(b"data: " + error_body(error) + b"\n\n")
         await self.end()
 

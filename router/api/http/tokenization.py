@@ -1,4 +1,4 @@
-"""`POST /tokenize`, `/detokenize`: texts or conversations as token ids and back, as vLLM has it."""
+"""`POST /tokenize`, `/detokenize`: convert texts or chats to token ids and back, like vLLM."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from router.intake.intake import Intake, Prompt
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of ``POST /tokenize``: a prompt, or messages with what goes with them.
+    """Body of ``POST /tokenize``: a prompt, or messages with their options.
 
     Attributes:
-        add_special_tokens: those that the checkpoint adds to a text; as templates write their own,
-            of no effect on messages.
-        return_token_strs: whether the text of each token comes, too.
+        add_special_tokens: whether a text gets the checkpoint's special tokens. No effect on
+            messages, because templates write their own.
+        return_token_strs: whether to return each token's text.
     """
 
     model: str | None = None
@@ -55,7 +55,7 @@ class Detokenized(msgspec.Struct):
 
 
 async def tokenize(request: web.Request, intake: Intake, options: HttpOptions) -> Tokenized:
-    """Raises what `web.middleware` turns into a response."""
+    """Answer a request to tokenize; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, TokenizeRequest, options)
     intake.check_key(request[PRINCIPAL])
     token_ids = await intake.tokenize_only(
@@ -71,7 +71,7 @@ async def tokenize(request: web.Request, intake: Intake, options: HttpOptions) -
 
 
 async def detokenize(request: web.Request, intake: Intake, options: HttpOptions) -> Detokenized:
-    """Raises what `web.middleware` turns into a response."""
+    """Answer a request to detokenize; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, DetokenizeRequest, options)
     intake.check_key(request[PRINCIPAL])
     return Detokenized(await intake.decode(body.tokens))

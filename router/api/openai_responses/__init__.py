@@ -1,1 +1,1 @@
-"""OpenAI's Responses API over HTTP: a chat in other words, and nothing is stored."""
+"""OpenAI's Responses API over HTTP, converted to and from chat requests; stores nothing."""

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: items in, items out; a chat in other words, and nothing is stored."""
+"""`POST /v1/responses`: OpenAI's Responses API on top of chats; stores nothing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from router.api.openai_responses.tools import OfferedTools, read_tools
 from router.calls.call import Call
 from router.intake.intake import Intake
 
-_STATUS = {"length": "incomplete", "abort": "failed"}  # of what ends otherwise: completed
+_STATUS = {"length": "incomplete", "abort": "failed"}  # other reasons: completed
 _CUT_SHORT = {"code": "server_error", "message": "the output was cut short on a node"}
 
 
 class ResponseEvents:
-    """One answer as events of this API, numbered from 0."""
+    """Build the events of one answer, numbered from 0."""
 
     def __init__(self, head: ResponseHead, offered: OfferedTools) -> None:
         self._head = head
@@ -72,7 +72,7 @@ class ResponseEvents:
 async def responses(
     request: web.Request, intake: Intake, options: HttpOptions
 ) -> web.StreamResponse:
-    """Raises what `web.middleware` turns into a response."""
+    """Answer a request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     given = await read_body(request, ResponsesRequest, options)
     if given.store:

@@ -1,4 +1,4 @@
-"""Outputs of the Responses API: what a model says as items, and the events that tell how they grow.
+"""Outputs of the Responses API: an answer as items, with the events of their growth.
 
 deltas of a chat -> Items -> items of the answer, and events of a stream
 """
@@ -59,7 +59,7 @@ class CallItem(msgspec.Struct):
 
 
 class CustomCallItem(msgspec.Struct):
-    """A call of a custom tool: a text, and no JSON."""
+    """A call of a custom tool, whose input is a text and not JSON."""
 
     id: str
     call_id: str
@@ -108,16 +108,16 @@ class Event(AnswerEvent, omit_defaults=True):
 
 
 class Items:
-    """The items of one answer, as its parts come.
+    """Build the items of one answer, as its parts come.
 
-    An item is open until one of another kind begins, or the answer ends.
+    An item stays open until one of another kind begins or the answer ends.
 
     Args:
         offered: the tools that may be called.
 
     Attributes:
-        items: all that there are.
-        num_reasoning_tokens: of steps that said nothing else.
+        items: all items so far.
+        num_reasoning_tokens: tokens of steps that gave nothing but reasoning.
     """
 
     def __init__(self, offered: OfferedTools | None = None) -> None:
@@ -125,7 +125,7 @@ class Items:
         self.items: list[Item] = []
         self.num_reasoning_tokens = 0
         self._is_open = False
-        self._parts: list[str] = []  # the open item's text
+        self._parts: list[str] = []  # text of the open item
         self._call_index = -1
 
     def push(self, message: MessageDelta, num_tokens: int) -> Iterator[Event]:
@@ -144,8 +144,8 @@ class Items:
             yield from self._push_call(call)
 
     def finish(self, status: str) -> Iterator[Event]:
-        """The answer is at its end."""
-        if not self.items:  # an answer has a message, though it be empty
+        """End the answer."""
+        if not self.items:  # an answer has a message, even if empty
             yield from self._begin_text(MessageItem)
         yield from self._close(status)
 
@@ -170,7 +170,7 @@ class Items:
         if call.function.arguments:
             self._parts.append(call.function.arguments)
             if isinstance(self.items[-1], CustomCallItem):
-                return  # a text within JSON, which is read at its end
+                return  # text within JSON, which is parsed at its end
             yield self._event(
                 "response.function_call_arguments.delta", delta=call.function.arguments
             )
@@ -225,7 +225,7 @@ class Items:
         return f"response.{kind}"
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        """Of the open item."""
+        """Make an event of the open item."""
         return Event(kind, output_index=self._index, item_id=self.items[-1].id, **fields)
 
     def _text_event(self, kind: str, **fields: Any) -> Event:
@@ -238,22 +238,22 @@ class Items:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the text that a custom tool is called with; all that was written if there is none."""
+    """Return the input text of a custom tool's call, or the raw text if it has none."""
     found = read_arguments(arguments).get(INPUT)
     return found if isinstance(found, str) else arguments
 
 
 def _copy(item: Item) -> Item:
-    """As it is now: an event does not change with what comes after it."""
+    """Copy an item, so that later changes do not affect an event."""
     return msgspec.structs.replace(item)
 
 
 class ResponseHead:
-    """What all of an answer's objects say of its request.
+    """Hold the fields of the request that every response object repeats.
 
     Args:
-        request_id: names the answer.
-        params: what it is sampled with, defaults included.
+        request_id: becomes the answer's id.
+        params: the sampling parameters, defaults included.
     """
 
     def __init__(self, request: ResponsesRequest, request_id: str, params: SamplingParams) -> None:
@@ -294,7 +294,7 @@ class ResponseHead:
         usage: ResponseUsage | None = None,
         error: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """The answer's object, of a status."""
+        """Return the response object with a status."""
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self._fields,
@@ -314,7 +314,7 @@ def _format_of(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
-    """A chat's usage in the words of this API."""
+    """Convert a chat's usage."""
     details = usage.prompt_tokens_details
     return ResponseUsage(
         usage.prompt_tokens,

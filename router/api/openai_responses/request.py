@@ -1,6 +1,6 @@
-"""Requests of the Responses API: what clients may send, and the chat request that it means.
+"""Requests of the Responses API: their fields, and conversion to chat requests.
 
-The conversation comes with every request: nothing is stored here, so nothing can be referred to.
+Every request carries the whole conversation, because nothing is stored.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from router.intake.texts import check_num_messages
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ITEMS = "message, function_call, function_call_output or reasoning"
-# Items of tools that run at OpenAI's, and of what its servers keep.
+# Items of tools that OpenAI runs, and of what its servers store.
 _ELSEWHERE = {
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
     "computer_call", "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request",
     "mcp_approval_response", "tool_search_call", "tool_search_output", "compaction",
     "ghost_snapshot",
 }  # fmt: skip
-# What errors about the chat request call a field, and what the client did.
+# Client's field names for fields of the chat request, in errors.
 FIELD_NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -50,7 +50,7 @@ FIELD_NAMES = {
 
 
 class ItemPart(msgspec.Struct):
-    """A part of an item; only texts are understood."""
+    """A part of an item; only texts are supported."""
 
     type: str
     text: str | None = None
@@ -60,7 +60,7 @@ class ItemPart(msgspec.Struct):
 class InputItem(msgspec.Struct):
     """One item of the conversation; which fields it has depends on its type.
 
-    What else earlier answers carry, such as ids, is passed over.
+    Other fields from earlier answers, such as ids, are ignored.
     """
 
     type: str = "message"
@@ -80,7 +80,7 @@ class ToolChoice(msgspec.Struct):
     """One tool, or some of them.
 
     Attributes:
-        mode: and the one after it: of the type ``allowed_tools``.
+        mode: like the next field, for the type ``allowed_tools``.
     """
 
     type: str = "function"
@@ -91,7 +91,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class TextFormat(Constraint):
-    """OpenAI's way to ask for JSON; a schema's fields are those of the format."""
+    """OpenAI's way to ask for JSON; a schema's fields are inlined."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -105,14 +105,14 @@ class TextConfig(msgspec.Struct):
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """Body of ``POST /v1/responses``. ``None`` is as if the field was not there.
+    """Body of ``POST /v1/responses``. None means that a field is absent.
 
     Attributes:
-        previous_response_id: and the two after it: they name what would have to be stored.
-        background: True: the answer is fetched later, which nobody could.
-        store: False is what is done.
-        user: and those after it: taken from clients that send them, without an effect.
-        top_k: and those after it: as in chat completions.
+        previous_response_id: like the next two, refers to stored data and is refused.
+        background: True is refused, since an answer cannot be fetched later.
+        store: always treated as False.
+        user: like the fields after it, accepted without effect.
+        top_k: like the fields after it, as in chat completions.
     """
 
     model: str
@@ -165,7 +165,7 @@ _SAME = (
 
 
 def chat_request(request: ResponsesRequest, offered: OfferedTools | None = None) -> ChatRequest:
-    """Make the chat request that has the same answer; raises InvalidRequestError.
+    """Return the equivalent chat request; raises InvalidRequestError.
 
     Args:
         offered: the request's tools; read here if not given.
@@ -209,7 +209,7 @@ def _messages(request: ResponsesRequest) -> list[Message]:
 
 
 def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
-    """Add a message, or what belongs to the assistant's last one."""
+    """Add a message, or add an item to the assistant's last message."""
     match item.type:
         case "message":
             if item.role is None:
@@ -222,7 +222,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
                 messages.append(Message(role=item.role, content=content))
         case "reasoning":
             parts = item.content if isinstance(item.content, list) else None
-            # (Of other servers it may come encrypted, without a text.)
+            # (Other servers may send it encrypted, without text.)
             if text := "\n".join(_texts(parts or item.summary or [], f"{field}.content")):
                 messages.append(Message(role="assistant", reasoning_content=text))
         case "function_call" | "custom_tool_call" | "local_shell_call":
@@ -230,10 +230,10 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             if not item.call_id:
                 raise InvalidRequestError(f"{field}.call_id", "is needed")
-            content = _content(item.output, f"{field}.output")
+            content = _output(item.output, f"{field}.output")
             messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
         case other if other in _ELSEWHERE:
-            pass  # what it found is in the message behind it
+            pass  # its result is in the message that follows
         case other:
             raise InvalidRequestError(
                 f"{field}.type", f"must be {_ITEMS}, got {other[:MAX_SHOWN_CHARS]!r}"
@@ -261,7 +261,7 @@ def _add_call(messages: list[Message], item: InputItem, field: str) -> None:
 
 
 def _open_turn(messages: list[Message]) -> Message | None:
-    """The assistant's message that is the last one: what it thought, said and called is one."""
+    """Return the last message if it is the assistant's, so that items can be added to it."""
     return messages[-1] if messages and messages[-1].role == "assistant" else None
 
 
@@ -273,21 +273,35 @@ def _content(content: str | list[ItemPart] | None, field: str) -> str | list[Con
     return [ContentPart("text", text) for text in _texts(content, field)]
 
 
+def _output(output: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:
+    """Return a tool's result; parts that are no texts keep their type (`unseen_results`)."""
+    if not isinstance(output, list):
+        return _content(output, field)
+    return [
+        ContentPart("text", _text(part, f"{field}[{index}]"))
+        if part.type in _TEXT_PARTS
+        else ContentPart(part.type)
+        for index, part in enumerate(output)
+    ]
+
+
 def _texts(parts: list[ItemPart], field: str) -> Iterator[str]:
     for index, part in enumerate(parts):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in _TEXT_PARTS or text is None:
-            raise InvalidRequestError(
-                f"{field}[{index}]",
-                f"must be of type input_text with a text, got {part.type[:MAX_SHOWN_CHARS]!r}",
-            )
-        yield text
+        yield _text(part, f"{field}[{index}]")
+
+
+def _text(part: ItemPart, field: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in _TEXT_PARTS or text is None:
+        shown = part.type[:MAX_SHOWN_CHARS]
+        raise InvalidRequestError(field, f"must be of type input_text with a text, got {shown!r}")
+    return text
 
 
 def _chosen(
     choice: Literal["none", "auto", "required"] | ToolChoice | None, offered: OfferedTools
 ) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | NamedToolChoice | None]:
-    """Return the tools that may be called, and which must be."""
+    """Return the tools that may be called, and the tool choice."""
     if not isinstance(choice, ToolChoice):
         return offered.tools, choice
     if choice.type in ("function", "custom"):

@@ -1,10 +1,10 @@
-"""Tools of the Responses API: which of them a model is offered, and as what.
+"""Tools of the Responses API, and how they are offered to the model.
 
 function   -> a function
-custom     -> a function with one text, ``input``; a regex that the text must match is its pattern,
-              a grammar in Lark holds the text where the model calls the tool
-namespace  -> its functions, each under a name that has both names
-all others -> nothing: they run at OpenAI's, or in a client that knows its own model
+custom     -> a function with one text, ``input``. A regex becomes the text's pattern; a Lark
+              grammar constrains the text when the model calls the tool
+namespace  -> its functions, under names that join both names
+all others -> dropped: OpenAI runs them, or a client that knows its own model
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from baton.api.errors import InvalidRequestError
 from router.api.http.conversation import TEXT_ARGUMENT
 from router.api.http.schema import Function, Tool
 
-INPUT = TEXT_ARGUMENT  # what the one parameter of a custom tool is called
-_BETWEEN = "__"  # a namespace and a name
+INPUT = TEXT_ARGUMENT  # name of a custom tool's only parameter
+_BETWEEN = "__"  # between namespace and name
 
 
 class ToolFormat(msgspec.Struct):
-    """What the input of a custom tool must be: any text, or one of a grammar."""
+    """The form of a custom tool's input: any text, or one that fits a grammar."""
 
     type: str
     syntax: str | None = None
@@ -50,14 +50,14 @@ class ResponsesTool(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """Tools as a chat offers them, and what its calls become.
+    """A request's tools as a chat offers them, and how to convert its calls back.
 
     Attributes:
         tools: functions; None: the request has no tools.
-        custom: names of those that are custom tools.
-        grammars: Lark grammars of custom tools' texts, by name; empty: the schema says all.
-        namespaces: namespace and name by the name that the model is told.
-        dropped: names of tools without effect, for the header that tells clients.
+        custom: names of custom tools.
+        grammars: Lark grammars of custom tools' texts, by name; "": only the pattern constrains it.
+        namespaces: (namespace, name) by the name that the model sees.
+        dropped: names of tools without effect, for the response header.
     """
 
     tools: list[Tool] | None = None
@@ -67,7 +67,7 @@ class OfferedTools:
     dropped: Sequence[str] = ()
 
     def told_as(self, name: str, namespace: str | None) -> str:
-        """Return the name of a function as the model is told it."""
+        """Return the name under which the model sees a function."""
         return f"{namespace}{_BETWEEN}{name}" if namespace else name
 
 
@@ -131,7 +131,7 @@ def _parameters_of(form: ToolFormat | None, where: str) -> dict[str, Any]:
 
 
 def _description(tool: ResponsesTool) -> str | None:
-    """Describe a tool; of a custom one with its grammar, which the model has to know."""
+    """Describe a tool; a custom tool's description includes its grammar."""
     form = tool.format if tool.type == "custom" else None
     if form is None or not form.definition:
         return tool.description

@@ -1,1 +1,1 @@
-"""The status page: what the router knows of its fleet and its requests, as HTML. Reads only."""
+"""The status page: the router's fleet and requests as HTML. Read-only."""

@@ -1,4 +1,4 @@
-"""Drawings: small pictures in SVG. Colours are the style sheet's; what is drawn is said, too."""
+"""Drawings: small SVG pictures with text labels; the style sheet sets colours."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WIDTH, _HEIGHT = 240.0, 40.0
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a request's life; times are seconds since it came.
+    """A part of a request's life; times are seconds since its arrival.
 
     Attributes:
-        kind: the style sheet knows its colour.
+        kind: class in the style sheet, which decides the colour.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Span:
 
 
 def sparkline(values: Sequence[float], what: str) -> Markup:
-    """Draw how a figure went; the last value is at the right edge."""
+    """Draw a figure's history; the last value is at the right edge."""
     top = max([*values, 1e-9])
     if len(values) < 2:
         points = f"0,{_HEIGHT:g} {_WIDTH:g},{_HEIGHT:g}"
@@ -50,7 +50,7 @@ def meter(share: float, what: str, *, kind: str = "") -> Markup:
     """Draw how full something is.
 
     Args:
-        kind: of what no share is too much; if not given, much is alarming.
+        kind: style class for values that are never too high; if empty, high values look alarming.
     """
     share = min(max(share, 0.0), 1.0)
     level = kind or ("high" if share >= 0.9 else "middle" if share >= 0.7 else "low")
@@ -80,10 +80,10 @@ def waterfall(spans: Sequence[Span], scale_s: float) -> Markup:
 
 
 def spans_of(trace: admin_pb2.RequestTrace, now_s: float) -> list[Span]:
-    """The parts of a request's life, as far as it went.
+    """Return the parts of a request's life so far.
 
     Args:
-        now_s: since it came: where what has not ended yet ends so far.
+        now_s: seconds since its arrival, where unfinished parts end.
     """
     ended_s = trace.ended_s if trace.HasField("ended_s") else now_s
     failed = [one for one in trace.attempts if one.HasField("failed_s")]

@@ -1,4 +1,4 @@
-"""History: how much the router did in each of the last intervals. Judges nothing."""
+"""History: rates of requests and tokens in each of the last intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_KEPT = 150  # five minutes
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What happened in one, per second; and what was open and waited at its end."""
+    """Rates within an interval, per second; and counts at its end."""
 
     requests_per_s: float
     failures_per_s: float
@@ -26,11 +26,11 @@ class Interval:
 
 
 class History:
-    """Of one router.
+    """Record the intervals of one router.
 
     Args:
-        log: what is counted.
-        num_queued: requests that wait at the gate now.
+        log: source of the counts.
+        num_queued: returns the number of requests that wait at the gate.
     """
 
     def __init__(self, log: RequestLog, num_queued: Callable[[], int]) -> None:
@@ -41,17 +41,17 @@ class History:
 
     @property
     def intervals(self) -> list[Interval]:
-        """Oldest first."""
+        """Recorded intervals, oldest first."""
         return list(self._intervals)
 
     async def run(self) -> None:
-        """Count on, for ever."""
+        """Record an interval at a time. Never returns."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             self.note()
 
     def note(self) -> None:
-        """End an interval."""
+        """End an interval and record it."""
         now, before = self._counts(), self._before
         self._before = now
         elapsed_s = max(now[0] - before[0], 1e-3)

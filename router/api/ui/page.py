@@ -1,4 +1,4 @@
-"""StatusPage: the router's state as HTML pages, made anew for each look. Reads only."""
+"""StatusPage: renders the router's state as HTML pages on each request. Read-only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FOLDER = Path(__file__).parent / "files"
 MAX_REQUESTS = 40
 MAX_NODES = 256
 MAX_PAIRS = 400
-# Nothing from elsewhere, nothing that is written into the page, and in nobody's frame.
+# Nothing from other sites, nothing inline, and no framing.
 _POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -62,13 +62,13 @@ _RATES = (
 
 
 class StatusPage:
-    """Serves ``/ui``, one page per request below it, and what they are drawn with.
+    """Serve ``/ui``, one page per request below it, and their style and script.
 
     Args:
-        dispatcher: of the router; has its pool and its logs.
-        model: name that clients call the model by.
-        policy: name of the routing policy now.
-        overload: of the router.
+        dispatcher: the router's; has its pool and logs.
+        model: name that clients use for the model.
+        policy: returns the name of the current routing policy.
+        overload: the router's overload state.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class StatusPage:
         )
 
     async def show_all(self, request: web.Request) -> web.Response:
-        """The page of the whole router."""
+        """Return the page of the whole router."""
         return self._html("ui.html.j2", **await self._state())
 
     async def show_request(self, request: web.Request) -> web.Response:
-        """The page of one of the last requests; raises NotFoundError."""
+        """Return the page of a recent request; raises NotFoundError."""
         request_id = request.match_info["request_id"]
         tenant = request.query.get("tenant")
         record = self._dispatcher.log.get(request_id, tenant)
@@ -121,7 +121,7 @@ class StatusPage:
         )
 
     async def show_file(self, request: web.Request) -> web.Response:
-        """What the pages are drawn with."""
+        """Return a style sheet or script."""
         name = request.match_info["name"]
         return web.Response(
             body=(FOLDER / name).read_bytes(), content_type=_STATIC[name], headers=_HEADERS
@@ -172,7 +172,7 @@ class StatusPage:
         }
 
     def _series(self) -> list[tuple[str, float, list[float]]]:
-        """Name, last value, and all values of what is drawn over time."""
+        """Return (name, last value, all values) of each figure drawn over time."""
         intervals = self.history.intervals
         series = []
         for title, name in _RATES:
@@ -182,17 +182,17 @@ class StatusPage:
 
 
 def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.PeerDescription]]:
-    """Each pair once, as its prefill node tells of it."""
+    """List each pair once, as its prefill node reports it."""
     prefills = (node for node in nodes if node.role == 1)
     return [(node.node_name, peer) for node in prefills for peer in node.peers]
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Decode nodes that one prefill node reaches by one transport, or for one reason does not.
+    """Decode nodes that a prefill node reaches by one transport, or fails to reach for one reason.
 
     Attributes:
-        decodes: names, and bytes per second (0: unknown).
+        decodes: names with bytes per second (0: unknown).
     """
 
     prefill: str
@@ -205,7 +205,7 @@ def _grouped(pairs: list[tuple[str, admin_pb2.PeerDescription]]) -> list[Reached
     groups: dict[tuple[str, str, str], Reached] = {}
     for prefill, peer in pairs:
         transport = peer.transport if peer.connected else "not connected yet"
-        # (What keeps two from being paired names both.)
+        # (A pairing problem names both nodes, so only its beginning is compared.)
         problem = peer.problem.partition(": ")[0] if peer.problem else ""
         key = (prefill, transport, problem)
         group = groups.setdefault(key, Reached(prefill, transport, peer.problem, []))
@@ -216,7 +216,7 @@ def _grouped(pairs: list[tuple[str, admin_pb2.PeerDescription]]) -> list[Reached
 def _by_transport(
     pairs: list[tuple[str, admin_pb2.PeerDescription]],
 ) -> list[tuple[str, int, float, float]]:
-    """Transport, how many pairs, and the lowest and the highest bandwidth that is known."""
+    """Return (transport, number of pairs, lowest and highest known bandwidth)."""
     counts: Counter[str] = Counter()
     rates: dict[str, list[float]] = {}
     for _, peer in pairs:
@@ -232,7 +232,7 @@ def _by_transport(
 
 
 def format_seconds(seconds: float) -> str:
-    """``12.3 ms``, ``4.56 s``, ``2 min 5 s``, ``3 h 4 min``."""
+    """Format a duration: ``12.3 ms``, ``4.56 s``, ``2 min 5 s``, ``3 h 4 min``."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 60:
@@ -244,7 +244,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """``0.32``, ``843``, ``12,340``, ``4.56M``."""
+    """Format a number: ``0.32``, ``843``, ``12,340``, ``4.56M``."""
     if number and abs(number) < 9.95 and not float(number).is_integer():
         return f"{number:.2g}"
     return f"{number:,.0f}" if abs(number) < 1e6 else f"{number / 1e6:,.3g}M"

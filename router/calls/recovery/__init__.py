@@ -1,1 +1,1 @@
-"""What becomes of a call after an attempt failed. Nearly no call needs any of it."""
+"""What follows a failed attempt: blame, retries and their limits, trials of suspect calls."""

@@ -1,4 +1,4 @@
-"""PairChoice: where a call's next attempt may go, after what went wrong on other nodes."""
+"""PairChoice: which nodes a call's next attempt prefers, after failures on others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from router.policies.base import Placement
 
 
 class PairChoice:
-    """What one call remembers of its failed attempts.
+    """Remember which nodes and pairs failed one call.
 
-    Nothing is ruled out for good: where nothing better is left, what failed is tried again.
+    Nothing is excluded for good: failed nodes are used again if nothing else is left.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,10 @@ class PairChoice:
     def note_failure(
         self, prefill: str, decode: str, item: LegDelta, silent: Set[str] = frozenset()
     ) -> None:
-        """An attempt on this pair of engine ids ended with an error.
+        """Note that an attempt on this pair of engine ids failed.
 
-        Nodes that are silent are at fault, whoever says what. One that is lost, dead or short of
-        memory is at fault alone. What else one of the two says is about what passes between them,
-        and so about the pair.
+        Silent nodes are blamed, whichever node reported the error. A node that is lost, broken or
+        out of memory is blamed alone. Any other error concerns the hand-off, so the pair is blamed.
         """
         error = item.delta.error
         assert error is not None
@@ -42,10 +41,10 @@ class PairChoice:
             self._failed_pairs.add((prefill, decode))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """The best part of ``fleet``; not empty if ``fleet`` is not.
+        """Return the best part of ``fleet``; empty only if ``fleet`` is.
 
-        The decode node of the last attempt comes first among those without fault: its prefix
-        cache has what had arrived.
+        Among nodes without failures, the last attempt's decode node is preferred: its prefix cache
+        has the KV that arrived.
         """
         if not (self._failed_nodes or self._failed_pairs):
             return fleet
@@ -55,7 +54,7 @@ class PairChoice:
         return fleet.only(decode=lambda node: node.engine_id == self._last_decode) or fleet
 
     def has_failed(self, placement: Placement) -> bool:
-        """Whether a pair, or one of its nodes, failed this call before."""
+        """Return whether this pair, or one of its nodes, failed the call before."""
         prefill = placement.prefill.engine_id if placement.prefill else ""
         pair = (prefill, placement.decode.engine_id)
         return pair in self._failed_pairs or not self._failed_nodes.isdisjoint(pair)

@@ -1,5 +1,7 @@
-"""Recovery: what becomes of one call after an attempt failed: who is at fault, and when and where
-there is another one. Nearly no call needs any; knows neither tokens nor their order."""
+"""Recovery: decides after a failed attempt who is at fault, and when and where to retry.
+
+Most calls never need it. Knows neither tokens nor their order.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,17 @@ from router.policies.base import Placement
 
 logger = logging.getLogger(__name__)
 
-# A node that is gone, cannot reach its peer, or has an engine that cannot continue: another may.
+# A lost node, an unreachable peer or a broken engine: another node may succeed.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
-# Within it a silent node is heard again, or the router says that it is lost.
+# By then a silent node has been heard again, or the router has declared it lost.
 _VERDICT_S = 2.0
 
 
 class Recovery:
-    """Decide for one call whether it is tried again, when and on which pair.
+    """Decide whether one call is retried, when and on which nodes.
 
     Args:
-        remaining_s: seconds until its deadline; raises the error of a call that was ended.
+        remaining_s: returns the seconds until the deadline; raises if the call was ended.
     """
 
     def __init__(
@@ -56,12 +58,12 @@ class Recovery:
         self._remaining_s = remaining_s
         self._retries = CallRetries(options, budget)
         self._choice = PairChoice()
-        self._suspicion: Suspicion | None = None  # since the first loss of a node
+        self._suspicion: Suspicion | None = None  # set at the first loss of a node
 
     # ------------------------------------------------------------------ an attempt failed
 
     def note_failure(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
-        """Count a failed attempt; raises its error if there must be no other."""
+        """Count a failed attempt; raises its error if the call must not be retried."""
         self._blame(attempt, item, error)
         if error.code not in (*_RETRYABLE, "PREEMPTED"):
             raise error_of(error)
@@ -71,9 +73,9 @@ class Recovery:
         self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
 
     async def wait_for_turn(self, attempt: Attempt, error: RequestError) -> None:
-        """Wait until a silent node is known to be lost, or not, and the budget has a retry left.
+        """Wait until silent nodes are known to be lost or alive, and the budget allows a retry.
 
-        What a silent node cannot have begun to compute does not wait for that: it is no suspect.
+        A call whose work a silent node cannot have begun is no suspect, and does not wait for that.
         """
         pool, budget = self._pool, self._budget
         loop = asyncio.get_running_loop()
@@ -97,18 +99,18 @@ class Recovery:
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
 
     async def pause(self) -> None:
-        """Back off, the longer the more often this call failed; not past the deadline."""
+        """Back off, longer after each failure of this call, but not past the deadline."""
         options = self._options
         exponent = min(self._retries.num_failed, 16) - 1
         pause_s = min(options.first_pause_s * 2**exponent, options.longest_pause_s)
-        # Not all at once: those that were preempted together would be so again.
+        # With jitter: calls that were preempted together must not all return together.
         pause_s *= 0.5 + secrets.randbelow(512) / 1024
         await asyncio.sleep(min(pause_s, self._remaining_s()))
 
     # ------------------------------------------------------------------ the next one
 
     async def wait_to_be_tried(self) -> None:
-        """Wait while a suspect is not to be placed yet; raises PoisonRequestError."""
+        """Wait while a suspect must not be placed yet; raises PoisonRequestError."""
         if self._suspicion is not None:
             while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # its end is a time
                 await asyncio.sleep(min(wait_s, self._remaining_s()))
@@ -131,16 +133,16 @@ class Recovery:
         return max(trial_s, pool.awaited_until(options.return_timeout_s) - pool.clock(), 0.0)
 
     def has_failed(self, placement: Placement) -> bool:
-        """Whether a pair, or one of its nodes, failed this call before."""
+        """Return whether this pair, or one of its nodes, failed the call before."""
         return self._choice.has_failed(placement)
 
     def begin(self, placement: Placement) -> None:
-        """An attempt begins there."""
+        """Note that an attempt begins at this placement."""
         if self._suspicion is not None:
             self._suspicion.begin(placement)
 
     def note_progress(self, attempt: Attempt) -> None:
-        """Its tokens came."""
+        """Note that tokens of an attempt came."""
         if self._suspicion is not None:
             self._suspicion.note_progress(attempt)
 
@@ -152,7 +154,7 @@ class Recovery:
     # ------------------------------------------------------------------ whose fault it is
 
     def _silent_of(self, attempt: Attempt) -> set[str]:
-        """Engine ids of an attempt's nodes of which nothing is heard, and not known to be lost."""
+        """Return the engine ids of an attempt's nodes that are silent but not declared lost."""
         pool = self._pool
         return {
             node.engine_id
@@ -161,7 +163,7 @@ class Recovery:
         }
 
     def _is_loss(self, attempt: Attempt, item: LegDelta) -> bool:
-        """Whether an attempt failed because one of its nodes is gone or silent, whoever said so."""
+        """Return whether an attempt failed because one of its nodes is gone or silent."""
         error, pool = item.delta.error, self._pool
         is_gone = any(
             pool.node(node.engine_id) is not node or node.is_stuck or node.is_silent
@@ -173,14 +175,15 @@ class Recovery:
         return any(begun_on(attempt, engine_id) for engine_id in self._silent_of(attempt))
 
     def _suspect(self, attempt: Attempt) -> None:
-        """Note which nodes were lost under an attempt and did not come back."""
+        """Suspect the call if nodes were lost under an attempt, else close its trial."""
         pool, suspects = self._pool, self._suspects
         gone = {
             node.engine_id
             for node in attempt.nodes
             if node.is_stuck or pool.node(node.engine_id) is not node
         }
-        recent = pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)  # not stopped by an operator
+        # Nodes that an operator stopped are not among the losses.
+        recent = pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)
         losses = [loss for loss in recent if loss.engine_id in gone]
         if losses:
             if self._suspicion is None:
@@ -191,10 +194,10 @@ class Recovery:
             self._suspicion.close()
 
     def _blame(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
-        """Tell the health of the nodes that an attempt failed.
+        """Tell the nodes' health records that an attempt failed.
 
-        One whose engine cannot continue is at fault alone; what else is wrong may be the other's
-        fault. One that is lost is gone anyway, and being short of memory is no fault.
+        A node with a broken engine is blamed alone. For other errors either node may be at fault.
+        Lost nodes are gone anyway, and being out of memory is no fault.
         """
         prefill, decode = attempt.prefill, attempt.decode
         if error.code not in _RETRYABLE or self._is_loss(attempt, item):

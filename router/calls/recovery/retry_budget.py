@@ -1,9 +1,9 @@
-"""How often a call, and all calls together, may be tried again. Knows neither nodes nor placing.
+"""Retry limits of one call, and of all calls together. Knows neither nodes nor placing.
 
-a node of the attempt is lost, or silent     tried again at once, `max_losses` times
-anything else, and the budget has some left  tried again at once, `max_attempts` in all
-anything else, and the budget is spent       waits for its turn
-the turn would come too late: a storm        ends
+a node of the attempt is lost or silent            retry at once, `max_losses` times
+another failure, and the budget allows a retry     retry at once, `max_attempts` in all
+another failure, and the budget is spent           wait for the budget
+another failure, and the wait would be too long    fail: a retry storm
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.api.errors import ConfigError, NodeUnavailableError, OverloadedError
 from baton.link.words import RequestError
 
 WINDOW_S = 10.0
-# Calls that wait for a retry hold their prompts, and their clients: so many, and so long.
+# Waiting calls hold their prompts and clients: limit their number and their wait.
 MAX_WAITING = 1024
 PATIENCE_S = 60.0
 
@@ -28,19 +28,19 @@ class RetryOptions:
     """Limits of one call.
 
     Attributes:
-        max_attempts: that fail before the call does; those that end in a preemption, or because a
-            node is gone, do not count.
-        failing_for_s: a call whose attempts fail as nodes do not reach each other ends only when
-            the first of them did so long ago.
-        max_preemptions: after so many the call fails.
-        max_losses: of attempts that end because a node is gone; with one more the call fails.
-        trial_pause_s: what a node had begun to compute when it was lost is tried again when no node
-            was lost for so long, where nothing else of that kind is (see `suspects.py`).
-        pair_timeout_s: how long an attempt waits for a pair of nodes when there is none.
-        return_timeout_s: how long a call waits for a node that went away by itself, if there is no
-            pair without that node.
-        first_pause_s: before an attempt that has to use again what has just failed; doubles.
-        longest_pause_s: of those pauses.
+        max_attempts: failed attempts after which the call fails. Preemptions and losses of a node
+            do not count.
+        failing_for_s: while nodes cannot reach each other, the call fails only if its first failure
+            was this long ago.
+        max_preemptions: after more preemptions than this the call fails.
+        max_losses: after more attempts than this end by the loss of a node, the call fails.
+        trial_pause_s: a suspect call is tried once no node was lost for this long, and no similar
+            call is on trial (see `suspects.py`).
+        pair_timeout_s: how long an attempt waits for nodes if there are none.
+        return_timeout_s: how long a call waits for a crashed node to return if no other nodes can
+            serve the call.
+        first_pause_s: pause before an attempt on nodes that just failed; doubles each time.
+        longest_pause_s: the longest such pause.
     """
 
     max_attempts: int = 3
@@ -63,17 +63,16 @@ class RetryOptions:
 
 
 class RetryBudget:
-    """Keeps retries from multiplying the load of a cluster that is ill anyway.
+    """Keep retries from multiplying the load of a cluster in trouble.
 
-    Of all calls of the last 10 s one in five may be tried again, and 10 more however few they are.
-    More than that wait: what fails for a moment costs a pause. Where so many wait that the next one
-    would have its turn too late, nothing is better for waiting.
+    In any 10 s, one retry per five calls is allowed, and 10 more. Further retries wait, which rides
+    out short failures. If so many wait that the next one would come too late, it fails.
 
     Args:
         clock: seconds; tests bring their own.
 
     Attributes:
-        num_waiting: calls that wait for their turn.
+        num_waiting: calls that wait for a retry.
     """
 
     def __init__(
@@ -87,14 +86,14 @@ class RetryBudget:
         self._floor = floor
         self.clock = clock
         self.num_waiting = 0
-        self._seconds: deque[list[int]] = deque()  # [second, calls, retries], oldest first
+        self._seconds: deque[list[int]] = deque()  # [second, calls, retries] each, oldest first
 
     def note_call(self) -> None:
         """A new call came."""
         self._now()[1] += 1
 
     def take(self) -> bool:
-        """Whether one more retry may be made; it counts as made."""
+        """Count one more retry if the budget allows it, and return whether it does."""
         now = self._now()
         if sum(second[2] for second in self._seconds) >= self._allowance():
             return False
@@ -102,14 +101,14 @@ class RetryBudget:
         return True
 
     def is_storm(self, patience_s: float) -> bool:
-        """Whether one more that waits would not have its turn within so many seconds."""
+        """Return whether one more waiting call would get no retry within ``patience_s`` seconds."""
         self._now()
         could_begin = self._allowance() / WINDOW_S * min(patience_s, PATIENCE_S)
         return self.num_waiting >= min(could_begin, MAX_WAITING)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the wait of one call."""
+        """Count one waiting call inside this context."""
         self.num_waiting += 1
         try:
             yield
@@ -117,7 +116,7 @@ class RetryBudget:
             self.num_waiting -= 1
 
     def _allowance(self) -> int:
-        """Retries within the window."""
+        """Return the number of retries allowed within the window."""
         return self._floor + int(self._ratio * sum(second[1] for second in self._seconds))
 
     def _now(self) -> list[int]:
@@ -130,11 +129,11 @@ class RetryBudget:
 
 
 class CallRetries:
-    """What one call has used up of its limits.
+    """Count one call's failures against its limits.
 
     Args:
         options: its limits.
-        budget: of all calls together.
+        budget: shared by all calls.
     """
 
     def __init__(self, options: RetryOptions, budget: RetryBudget) -> None:
@@ -142,28 +141,28 @@ class CallRetries:
         self._budget = budget
         self._num_preemptions = 0
         self._num_losses = 0
-        self._failures: list[Callable[[], bool]] = []  # that were no losses yet: are they now?
+        self._failures: list[Callable[[], bool]] = []  # each: was it a loss after all?
         self._failing_since = 0.0
-        self._latest: Callable[[], bool] | None = None  # None: a preemption
+        self._latest: Callable[[], bool] | None = None  # the last failure; None: a preemption
 
     @property
     def num_failed(self) -> int:
-        """Attempts that failed, for whatever reason."""
+        """Number of failed attempts, for any reason."""
         return self._num_preemptions + self._num_losses + len(self._failures)
 
     def note_failure(self, error: RequestError, was_loss: Callable[[], bool]) -> None:
-        """An attempt failed with an error that another one need not meet.
+        """Count a failed attempt that may be retried.
 
-        Losing a node is no fault of the call, and that each of a node's calls is tried once more
-        is no more load than there was: it counts less, and needs no budget.
+        Losing a node is not the call's fault, and retrying the lost node's calls adds no load: such
+        retries need no budget and have a higher limit.
 
         Args:
-            was_loss: whether it failed because a node is gone, or is silent. Asked again until it
-                says so: that a node is gone may be heard behind what the other one says of it.
+            was_loss: returns whether the attempt failed because a node is gone or silent. Asked
+                repeatedly, because the loss may be noticed after the peer's error.
 
         Raises:
-            OverloadedError: there were too many preemptions.
-            NodeUnavailableError: there must be no other attempt, for the reason that it says.
+            OverloadedError: too many preemptions.
+            NodeUnavailableError: too many losses or failures.
         """
         options = self._options
         if error.code == "PREEMPTED":
@@ -185,23 +184,23 @@ class CallRetries:
             )
 
     def may_begin(self) -> bool:
-        """Whether the next attempt may begin now; else this is to be asked again in a while."""
+        """Return whether the next attempt may begin now; if not, ask again later."""
         self._count_failures()
         return self._latest not in self._failures or self._budget.take()
 
     @property
     def needs_pause(self) -> bool:
-        """Whether it failed so often that the next attempt is not to begin at once."""
+        """Whether so many attempts failed that the next one must not begin at once."""
         return self._latest in self._failures and len(self._failures) >= self._options.max_attempts
 
     def _may_pass(self, error: RequestError) -> bool:
-        """Whether what is wrong is between nodes, and not for long."""
+        """Return whether nodes could not reach each other, for a short time so far."""
         if error.code != "UNAVAILABLE" or self._options.max_attempts == 1:
             return False
         return self._budget.clock() - self._failing_since < self._options.failing_for_s
 
     def _count_failures(self) -> int:
-        """Without those that turned out to be losses, which they then stay."""
+        """Return the number of failures, and count those that turned out to be losses as losses."""
         failures = [was_loss for was_loss in self._failures if not was_loss()]
         self._num_losses += len(self._failures) - len(failures)
         self._failures = failures

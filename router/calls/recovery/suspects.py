@@ -1,12 +1,12 @@
-"""Suspects: which requests may be why nodes die, and those that are refused for it.
+"""Suspects: track requests that may have crashed nodes, and refuse those that did.
 
-    a node is lost --> suspects: what it had begun to compute and had not computed well before
-    the same process joins again --> no request is suspected any more
-    a suspect is tried alone on a node, when no other node was lost for a while
-    that node dies     --> the suspect is ended, and its like refused for some minutes
-    the work goes well --> the suspect was a bystander
+    a node is lost                  its suspects: requests that it had begun and had not proven well
+    the same process joins again    nothing is suspected any more
+    no node was lost for a while    a suspect is tried alone on a node
+    that node dies                  the suspect fails, and equal requests are refused for minutes
+    the work goes well              the suspect is cleared
 
-Knows requests by a keyed hash of what they ask for (ADR 0027, ADR 0066).
+Requests are compared by a keyed hash of what they ask for (ADR 0027, ADR 0066).
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ logger = logging.getLogger(__name__)
 QUARANTINE_S = 300.0
 MAX_QUARANTINED = 1024
 MAX_HISTORIES = 4096
-# Of what one lost node had begun, so many are tried alone; it began the oldest first.
+# Most suspects of one lost node that are tried alone; the oldest come first.
 MAX_SUSPECTS_PER_LOSS = 16
-# Losses of so long ago say nothing of those of now.
+# Older losses do not count together with new ones.
 WINDOW_S = 10.0
-# If a node that a suspect had no part in died so recently, one trial proves nothing: two do. A
-# suspect may wait and be tried for so long, so such a death may meet the trial by chance.
+# If a node that a suspect had no part in died this recently, one failed trial is not enough: two
+# are. A trial with its wait may take this long, so another death may coincide by chance.
 BACKGROUND_S = 12.0
 MAX_OPEN_VERDICTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A request that was ended, and whose like is refused.
+    """Describe a request that was ended as poison; equal requests are refused.
 
     Attributes:
-        fingerprint: names it; no other router has the same one.
-        request_id: of the one that was ended.
-        principal: who had sent it.
+        fingerprint: keyed hash of the request; differs between routers.
+        request_id: the id of the request that was ended.
+        principal: name of the caller.
         engine_ids: nodes that were lost with it.
         expires_at: by the clock of `Suspects`.
-        loss: loss of the trial's node; nothing is refused any more once that node is back.
-        num_refused: since then.
+        loss: the loss during the trial; if that node returns, nothing is refused any more.
+        num_refused: equal requests refused since then.
     """
 
     fingerprint: str
@@ -67,7 +67,7 @@ class Quarantined:
 
 @dataclass(slots=True, eq=False)
 class Verdict:
-    """A node was lost while a request was on trial alone there.
+    """Record that a node was lost during a request's trial.
 
     Attributes:
         num_trials: trials that ended with a loss, this one included.
@@ -84,12 +84,12 @@ class Suspects:
 
     Args:
         pool: knows the lost nodes and the nodes for trials; its clock is used.
-        quarantine_s: how long the like of a request that was ended is refused.
+        quarantine_s: how long equal requests are refused.
 
     Attributes:
         rooms: nodes that are kept for trials.
-        num_ended_total: requests that were ended for this.
-        num_refused_total: that were refused because one like them had been.
+        num_ended_total: requests that were ended as poison.
+        num_refused_total: requests refused as equal to one of those.
     """
 
     def __init__(self, pool: NodePool, *, quarantine_s: float = QUARANTINE_S) -> None:
@@ -103,15 +103,16 @@ class Suspects:
         self._lost_with: OrderedDict[str, set[Loss]] = OrderedDict()  # by fingerprint
         self._num_suspects: Counter[Loss] = Counter()
         self._tried: Counter[str] = Counter()  # fingerprint -> trials now
-        self._open_verdicts: list[Verdict] = []  # of calls that ended before their verdict
+        # Of calls that ended before the node's fate was known.
+        self._open_verdicts: list[Verdict] = []
 
     # ------------------------------------------------------------------ quarantine
 
     def check(self, call: Call) -> None:
-        """Raise PoisonRequestError for what is like a request that was ended."""
+        """Raise PoisonRequestError if an equal request was ended as poison."""
         if self._open_verdicts:
             self._settle_verdicts()
-        if self._quarantined:  # else there is nothing to be compared with
+        if self._quarantined:  # else hashing the prompt is wasted
             self.check_fingerprint(self.fingerprint(call))
 
     def check_fingerprint(self, fingerprint: str) -> None:
@@ -133,7 +134,7 @@ class Suspects:
         )
 
     def quarantine(self, call: Call, fingerprint: str, loss: Loss) -> PoisonRequestError:
-        """Refuse the like of a request from now on; returns what its client is told."""
+        """Refuse requests equal to this one from now on, and return the error for its client."""
         losses = self._lost_with.get(fingerprint, set()) | {loss}
         engine_ids = tuple(sorted({one.engine_id for one in losses}))
         self._quarantined.pop(fingerprint, None)
@@ -164,7 +165,7 @@ class Suspects:
 
     @property
     def quarantined(self) -> list[Quarantined]:
-        """What is refused now, oldest first."""
+        """Requests that are refused now, oldest first."""
         self._settle_verdicts()
         now = self.clock()
         return [
@@ -174,7 +175,7 @@ class Suspects:
         ]
 
     def release(self, fingerprint: str) -> int:
-        """Refuse no longer what begins so; all if empty. Raises NotFoundError if there is none."""
+        """Stop refusing fingerprints with this prefix; all if empty. Raises NotFoundError."""
         found = [name for name in self._quarantined if name.startswith(fingerprint)]
         if fingerprint and not found:
             raise NotFoundError(f"nothing is quarantined as {fingerprint!r}")
@@ -184,7 +185,7 @@ class Suspects:
         return len(found)
 
     def fingerprint(self, call: Call) -> str:
-        """What a request is, whatever it is called: who sent it, its prompt and its parameters."""
+        """Return a keyed hash of sender, prompt and parameters, without the seed."""
         params = dataclasses.replace(call.sampling_params, seed=0)
         digest = hashlib.blake2b(key=self._key, digest_size=16)
         sender = call.terms.principal.tenant or call.terms.principal.name
@@ -203,7 +204,7 @@ class Suspects:
             self._lost_with.popitem(last=False)
 
     def forget_losses(self, fingerprint: str, losses: Iterable[Loss]) -> None:
-        """Forget losses that requests with this fingerprint did not cause: one was computed."""
+        """Forget losses that requests with this fingerprint did not cause."""
         if fingerprint in self._lost_with:
             self._lost_with[fingerprint].difference_update(losses)
             if not self._lost_with[fingerprint]:
@@ -240,7 +241,7 @@ class Suspects:
     def judge(self, verdict: Verdict) -> PoisonRequestError | None:
         """Quarantine a request whose trial killed a node; returns the error for its client.
 
-        Returns None if the death proves nothing yet, as other nodes died meanwhile.
+        Returns None if the death proves nothing, because other nodes died at about that time.
         """
         since = verdict.loss.at - BACKGROUND_S
         if verdict.num_trials < 2 and self.others_lost(verdict.fingerprint, since):
@@ -248,7 +249,7 @@ class Suspects:
         return self.quarantine(verdict.call, verdict.fingerprint, verdict.loss)
 
     def keep_open(self, verdict: Verdict) -> None:
-        """Judge a request later, as its call ended before the fate of the node was known."""
+        """Keep a verdict until the node's fate is known, because its call has ended already."""
         self._open_verdicts.append(verdict)
         del self._open_verdicts[:-MAX_OPEN_VERDICTS]
 

@@ -18,7 +18,7 @@ from router.policies.base import Placement
 
 # A request that had so many tokens on a node does not end nodes by being begun.
 PROVEN_TOKENS = 8
-# A suspect waits at most so long for a node of its own.
+# Longest time that a suspect waits for a node of its own.
 MAX_WAIT_S = 5.0
 POLL_S = 0.02
 _FEW_LOSSES = 2
@@ -35,8 +35,8 @@ class Suspicion:
     """Suspect one call of killing nodes, until its work has gone well.
 
     Args:
-        suspects: of the router.
-        pause_s: a suspect is tried once no node was lost for so long.
+        suspects: the router's suspects.
+        pause_s: time without a lost node before a suspect is tried.
     """
 
     def __init__(self, suspects: Suspects, call: Call, pause_s: float) -> None:

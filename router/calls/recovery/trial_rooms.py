@@ -1,4 +1,4 @@
-"""TrialRooms: keep nodes for one suspect at a time, so that each suspect is tried alone.
+"""TrialRooms: reserves nodes for one suspect at a time, so each suspect is tried alone.
 
     a suspect asks for a room    the least busy node is kept: new requests go elsewhere
     the node is still busy       its requests are moved elsewhere, as by a preemption
@@ -23,14 +23,14 @@ from router.fleet.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
-# How long requests on a node that becomes a room may take to end by themselves.
+# Time for a new room's requests to finish before they are moved.
 QUIESCE_S = 1.0
-# How long a room is kept for suspects, one after the other, at most.
+# Longest time that a room is kept, with all its suspects together.
 MAX_KEPT_S = 5.0
-# How long a node that was kept so long serves ordinary requests before it may be kept again. Else a
-# row of suspects would keep the only node for ever.
+# After that time, how long a node serves ordinary requests before it may be kept again. Otherwise a
+# series of suspects would keep the only node indefinitely.
 REST_S = 2.0
-# How long the next suspect may take to take over a room.
+# Time for the next suspect to take over a free room.
 HAND_OVER_S = 0.1
 
 

@@ -1,6 +1,6 @@
-"""PrefillForecast: what was expected of one prompt on its node, and what was measured.
+"""PrefillForecast: a prompt's expected times on its node, and the measured ones.
 
-Refuses to know: how either number comes about.
+Does not know how either is obtained.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 @dataclass(slots=True, eq=False)
 class PrefillForecast:
-    """One prompt's times in seconds, by the router's clock. Its `NodeLoad` alone writes here.
+    """Hold one prompt's times in seconds, by the router's clock. Only its `NodeLoad` writes here.
 
     Attributes:
-        num_tokens: expected to be computed.
-        wait_s: expected until the node begins with this prompt.
-        compute_s: expected from then until token 1.
+        num_tokens: tokens that the node is expected to compute.
+        wait_s: expected wait until the node begins this prompt.
+        compute_s: expected time from then until token 1.
         placed_at: by the router's clock.
         measured_wait_s: None until token 1 came.
         measured_compute_s: None until token 1 came. Prompts of one step share its time.
@@ -35,10 +35,10 @@ class PrefillForecast:
 
 @dataclass(slots=True)
 class RatioCounts:
-    """A histogram of expected / measured.
+    """Count ratios of expected to measured time, as a histogram.
 
     Attributes:
-        counts: by bucket of `RATIOS`, the last one above them all.
+        counts: per bucket of `RATIOS`; the last bucket is above all bounds.
         total: sum of the ratios.
     """
 
@@ -46,7 +46,7 @@ class RatioCounts:
     total: float = 0.0
 
     def note(self, expected_s: float, measured_s: float) -> None:
-        """Count one pair; a time of 0 says nothing."""
+        """Count one ratio; a measured time of 0 is skipped."""
         if measured_s > 0:
             ratio = expected_s / measured_s
             self.counts[bisect.bisect_left(RATIOS, ratio)] += 1
@@ -55,11 +55,11 @@ class RatioCounts:
 
 @dataclass(slots=True)
 class ForecastCounts:
-    """How good forecasts were, of all nodes of one router.
+    """Count how good one router's forecasts were, over all nodes.
 
     Attributes:
-        compute: of computing a prompt.
-        first_token: of waiting and computing together.
+        compute: for the time to compute a prompt.
+        first_token: for wait and computation together.
     """
 
     compute: RatioCounts = field(default_factory=RatioCounts)

@@ -1,10 +1,10 @@
-"""MeasuredLine: seconds of a prompt or of a step, as a base and so much per unit of its size.
+"""MeasuredLine: a linear model, fitted to measurements, of the seconds of a prompt or a step.
 
-    known before     the node's own step times, or the line that other nodes measured, or a guess
-    level            median of measured / known: one odd measurement does not move it
-    shape            least squares of relative errors around that level; far points have no leverage
+    prior    the node's own step times, or the line measured by other nodes, or a default
+    level    median of measured / prior, which one odd measurement does not move
+    slope    least squares of relative errors around that level; outliers are bounded
 
-The last measurements count, newer ones more. Refuses to know: what is measured, nodes, clocks.
+Only the last measurements count, newer ones more. Knows neither nodes nor clocks.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ Point = tuple[float, float]  # units, seconds
 _Weighted = tuple[float, float, float]  # units, seconds, weight
 
 NUM_KEPT = 16
-# Drawing a line takes as long as placing a request: once there are many, not for each measurement.
+# A fit costs as much as placing a request: with many measurements, not each gets one.
 DRAWN_EVERY = 8
-_OLDEST_WEIGHT = 0.2  # of the oldest measurement that is kept, where the newest one has 1
-_COLD_WEIGHT = 0.25  # of the first measurement: the node may still touch memory or compile
-# What is known before counts as so many measurements.
+_OLDEST_WEIGHT = 0.2  # weight of the oldest measurement kept, relative to the newest
+_COLD_WEIGHT = 0.25  # weight of the first measurement, which may include warm-up or compilation
+# The prior weighs as much as this many measurements.
 PROFILE_WEIGHT, SHARED_WEIGHT = 1.5, 0.5
-_LARGEST_ERROR = 0.5  # a measurement that is further off than this pulls no harder
+_LARGEST_ERROR = 0.5  # relative error beyond which a measurement pulls no harder
 _LEAST_S = 1e-6
 _SHARED_UNITS = (1.0, 256.0, 2048.0)
 
 
 class MeasuredLine:
-    """``seconds = base + per_unit * units``, neither below 0.
+    """Model ``seconds = base + per_unit * units``, with both coefficients at least 0.
 
     Args:
-        profile: times that the node measured at its start, by rising units.
-        shared: gets every measurement but the first; where there is no profile, its line is what
-            is known before.
-        guess: two points that hold while nothing is measured; needed without ``shared``.
-        num_kept: measurements that count.
-        shared_units: where the line of ``shared`` is looked at.
+        profile: times that the node measured at its start, sorted by units.
+        shared: receives every measurement but the first; its line is the prior if there is no
+            profile.
+        guess: two points used until something is measured; needed without ``shared``.
+        num_kept: number of measurements kept.
+        shared_units: units at which the line of ``shared`` is sampled.
 
     Attributes:
-        num_measured: measurements here, ever.
+        num_measured: measurements added here since the start.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class MeasuredLine:
         self._num_kept = num_kept
         self._faded = tuple(_OLDEST_WEIGHT ** (age / num_kept) for age in range(num_kept))
         self._shared_units = shared_units
-        self._num_drawn = self._num_shared = -1  # measurements, at the time of the last drawing
+        self._num_drawn = self._num_shared = -1  # measurements at the time of the last fit
         self.num_measured = 0
         self.base = self.per_unit = 0.0
         self.refresh()
 
     @property
     def is_known(self) -> bool:
-        """Whether the node measured anything, at its start or since."""
+        """Whether this node has measured anything, at its start or later."""
         return self.num_measured > 0 or self._has_profile
 
     def seconds(self, units: float) -> float:
-        """Return what so many units take by the line of now."""
+        """Return the seconds that the line predicts for this many units."""
         return self.base + self.per_unit * units
 
     def measure(self, units: float, seconds: float) -> None:
-        """Add a measurement; seen in the line after `refresh`."""
+        """Add a measurement; the line changes at the next `refresh`."""
         is_cold = self.num_measured == 0 and self._shared is not None
         units, seconds = max(units, 1.0), max(seconds, _LEAST_S)
         self._measured.append((units, seconds, _COLD_WEIGHT if is_cold else 1.0))
@@ -84,7 +84,7 @@ class MeasuredLine:
             self._shared.measure(units, seconds)
 
     def refresh(self) -> None:
-        """Draw the line through what is known now, if much has been measured since it was drawn."""
+        """Fit the line again if enough was measured since the last fit."""
         num_new = self.num_measured - self._num_drawn
         is_due = num_new > 0 if self.num_measured <= self._num_kept else num_new >= DRAWN_EVERY
         shared = self._follows
@@ -113,14 +113,14 @@ class MeasuredLine:
 
 
 def _through(points: Sequence[Point]) -> Point:
-    """Return base and slope of a line through the first and the last point, neither below 0."""
+    """Return base and slope of a line through the first and the last point, both at least 0."""
     (least, first_s), (most, last_s) = points[0], points[-1]
     per_unit = max(last_s - first_s, 0.0) / (most - least) if most > least else last_s / most
     return max(first_s - per_unit * least, 0.0), per_unit
 
 
 def _level(measured: Sequence[_Weighted], base: float, per_unit: float, weight: float) -> float:
-    """Return the weighted median of measured over known; ``weight`` is that of a ratio of 1."""
+    """Return the weighted median of measured / predicted; ``weight`` is for an added ratio of 1."""
     ratios = [(seconds / (base + per_unit * units), each) for units, seconds, each in measured]
     ratios.append((1.0, weight))
     ratios.sort()
@@ -136,7 +136,7 @@ def _fit(points: Sequence[_Weighted], near_base: float, near_slope: float) -> Po
     """Return base and slope by least squares of relative errors.
 
     Args:
-        near_base, near_slope: a line; errors are relative to it, and those far from it are bounded.
+        near_base, near_slope: a line; errors are relative to it, and large ones are bounded.
     """
     weight = x = y = xx = xy = 0.0
     for units, seconds, each in points:
@@ -153,5 +153,5 @@ def _fit(points: Sequence[_Weighted], near_base: float, near_slope: float) -> Po
         xy += each_x * seconds
     spread = weight * xx - x * x
     per_unit = (weight * xy - x * y) / spread if spread > 1e-9 * weight * xx else near_slope
-    per_unit = min(max(per_unit, 0.0), y / x)  # more would be a base below 0
+    per_unit = min(max(per_unit, 0.0), y / x)  # a larger slope would mean a negative base
     return max(y - per_unit * x, 0.0) / weight, per_unit

@@ -1,6 +1,6 @@
-"""Promises: by when what is on a decode node has to end, and how much later it may get there.
+"""Promises: deadlines of the requests on a decode node, and the delay they still allow.
 
-Knows deadlines and steps; nothing of prompts, memory, or of who may break a promise.
+Knows deadlines and steps, but neither prompts nor memory.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# As the gate: what would be just in time comes too late as often as not.
+# As in the gate: without a margin, half of the requests would finish too late.
 _MARGIN = 1.15
 
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """Of one request; times by the node's clock.
+    """Hold one request's deadline; times by the node's clock.
 
     Attributes:
-        num_steps: that it may take.
+        num_steps: decode steps that it may take.
         arrives_at: when its KV is expected.
-        ends_with: the node's step that is its last one; None until it has begun.
+        ends_with: number of the node's step that ends it; None until its first token.
     """
 
     finish_by: float
@@ -29,10 +29,10 @@ class Promise:
 
 
 class Promises:
-    """Of the requests on one decode node.
+    """Track the deadlines of the requests on one decode node.
 
     Attributes:
-        num_steps: that the node has made.
+        num_steps: steps that the node has made.
     """
 
     def __init__(self) -> None:
@@ -40,24 +40,24 @@ class Promises:
         self._open: set[Promise] = set()
 
     def open(self, finish_by: float, num_steps: float, arrives_at: float) -> Promise:
-        """Add that of a request that was placed; see `Promise`."""
+        """Add the promise of a request that was placed."""
         promise = Promise(finish_by, num_steps, arrives_at)
         self._open.add(promise)
         return promise
 
     def begin(self, promise: Promise) -> None:
-        """Count its steps from now on: its first token on this node came."""
+        """Count its steps from now on, because its first token came."""
         promise.ends_with = self.num_steps + promise.num_steps
 
     def close(self, promise: Promise) -> None:
-        """Drop it: the request ended; harmless when it is not there."""
+        """Drop the promise of a request that ended; harmless if it is unknown."""
         self._open.discard(promise)
 
     def slack_s(self, now: float, step_s: float) -> float:
-        """How long all steps may pause before the first promise is broken; below 0: one will be.
+        """Return how long all steps may pause until a deadline is missed; negative: one will be.
 
         Args:
-            step_s: of a step without prompts. O(requests).
+            step_s: duration of a step without prompts.
         """
         step_s *= _MARGIN
         slack_s = math.inf

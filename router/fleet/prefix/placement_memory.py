@@ -1,6 +1,6 @@
-"""PlacementMemory: where prompts were placed lately, for nodes that do not say what they cache.
+"""PlacementMemory: where prompts were placed recently, for nodes that do not report their caches.
 
-Two generations instead of a time on every entry: what is older than both is forgotten at once.
+Entries are kept in two generations instead of with a time each; the older one expires whole.
 
     note ->  [ newest ]   every lifetime_s / 2, or when it is full:  newest -> previous -> gone
 """
@@ -14,16 +14,16 @@ from baton.block_hash import ShortHash
 
 
 class PlacementMemory:
-    """Which nodes, as bits of a number, were sent a block's content.
+    """Remember which nodes were sent a block's content, as bits of an integer.
 
     Args:
-        max_blocks: most contents to remember.
-        lifetime_s: a placement is forgotten after this time, and remembered for half of it unless
-            there are too many.
-        clock: seconds that never go back.
+        max_blocks: most contents remembered.
+        lifetime_s: longest time that a placement is remembered; at least half of it, unless there
+            are too many.
+        clock: monotonic seconds.
 
     Attributes:
-        generation: grows with each change.
+        generation: counts how often a generation expired.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PlacementMemory:
 
     @property
     def num_blocks(self) -> int:
-        """Contents in memory; those of both generations count twice."""
+        """Contents remembered; those in both generations count twice."""
         return len(self._newest) + len(self._previous)
 
     def note(self, bit: int, hashes: Iterable[ShortHash]) -> None:
@@ -53,12 +53,12 @@ class PlacementMemory:
             self._newest[block_hash] = self._newest.get(block_hash, 0) | bit
 
     def get(self, block_hash: ShortHash, default: int) -> int:
-        """The nodes that were sent this content lately; ``default`` if there are none."""
+        """Return the nodes that recently got this content, as bits, or ``default`` if none."""
         newest = self._newest.get(block_hash, 0)
         return newest | self._previous.get(block_hash, 0) or default
 
     def has_forgotten(self, generation: int) -> bool:
-        """Whether nothing is left of what was noted up to this generation."""
+        """Return whether everything noted up to this generation is forgotten."""
         return self.generation >= generation + 2 or not self.num_blocks
 
     def expire(self) -> None:
@@ -66,7 +66,8 @@ class PlacementMemory:
         now = self._clock()
         if now < self._change_at:
             return
-        if now >= self._change_at + self._lifetime_s / 2:  # nobody asked for so long: both are old
+        # Not called for long: both generations are old.
+        if now >= self._change_at + self._lifetime_s / 2:
             self._change()
         self._change()
 

@@ -1,18 +1,18 @@
 """PrefixIndex: how much of a prompt each node has in its prefix cache.
 
-    block hash     nodes that hold it,       match: walk the prompt's blocks, keep the bits that
-                   as bits of a number       all so far have
+    block hash   nodes that hold the block,    to match, walk the prompt's blocks and keep
+                 as bits of an integer         the bits that all blocks so far have
        h0              1 1 0 1                   1 1 0 1
        h1              1 0 0 1                   1 0 0 1      node 2 has 1 block
        h2              0 0 1 1                   0 0 0 1      node 3 has 2, node 0 has 3
 
-Exact for nodes whose events come without a gap. For others it goes by where prompts were placed
-lately (`placement_memory.py`). An error costs a prompt computed again and nothing else: the node
-looks for itself. Refuses to know: nodes' load, and who gets a request.
+Exact for nodes whose events come without a gap; for others, recent placements count
+(`placement_memory.py`). An error only means that a prompt is computed again: the node checks its
+own cache. Knows neither load nor which node gets a request.
 
-With several KV cache groups a node tells of the first, which keeps most: full attention if the
-model has any. A window of another group may be gone, or the first one slide: then the node's hit is
-shorter, or longer, than said here.
+With several KV cache groups a node reports the first, which keeps most: full attention if the model
+has any. Blocks of another group may be evicted, or the first one's window may slide, so the node's
+hit may be shorter or longer than the index says.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ MAX_PLACED_BLOCKS = 2**18
 PLACEMENT_LIFETIME_S = 600.0
 SWEEP_BLOCKS = 2048
 _MAX_SHARED_SETS = 2**16
-MAX_KINDS = 8  # of names of blocks: every prompt is hashed for each of them
+MAX_KINDS = 8  # every prompt is hashed once per kind
 
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """One life of a node in the index; a snapshot begins another one.
+    """Hold what the index knows of a node since its last snapshot.
 
     Attributes:
-        bit: a 1 in the node's place.
-        blocks: what it holds, as far as there was room.
-        num_left_out: contents that it holds beyond these.
-        last_sequence: of its events; None: a snapshot is awaited.
-        was_placed: whether the placement memory has, or had, something of it.
-        generation: of the placement memory when this life ended.
+        bit: the node's bit in sets of nodes.
+        blocks: contents that it holds, as far as there was room.
+        num_left_out: contents held beyond these.
+        last_sequence: number of its last event; None: a snapshot is awaited.
+        was_placed: whether the placement memory may have entries with this bit.
+        generation: the placement memory's generation when the node left.
     """
 
     engine_id: str
@@ -62,22 +62,21 @@ class _Holder:
 
 
 class PrefixIndex:
-    """All nodes of one router. Belongs to the router's event loop.
+    """Index the prefix caches of one router's nodes, on its event loop.
 
     Args:
-        max_blocks: most pairs of a node and a block that it holds. What nodes hold beyond that is
-            left out, and for them placements count as well.
+        max_blocks: most (node, block) entries. What nodes hold beyond that is left out, and
+            placements count for them as well.
         max_placed_blocks: most blocks whose placement is remembered.
-        placement_lifetime_s: how long, at most.
-        sweep_blocks: what a node had that went away is dropped in parts of so many, so that
-            nobody's tokens wait for it.
-        clock: seconds that never go back.
+        placement_lifetime_s: longest time that a placement is remembered.
+        sweep_blocks: entries of removed nodes dropped at a time, so that the event loop is not
+            blocked.
+        clock: monotonic seconds.
 
     Attributes:
-        num_blocks: pairs of a node and a block; those of nodes that went away among them, until
-            they are swept.
-        num_left_out_total: pairs that found no room, since the start.
-        num_gaps_total: times that a node's events had a gap.
+        num_blocks: (node, block) entries, including those of removed nodes that are not swept yet.
+        num_left_out_total: entries that found no room, since the start.
+        num_gaps_total: gaps in nodes' events, since the start.
     """
 
     def __init__(
@@ -98,20 +97,21 @@ class PrefixIndex:
         self._placed = PlacementMemory(max_placed_blocks, placement_lifetime_s, clock)
         self._holders: dict[str, _Holder] = {}  # by engine id
         self._kinds: set[HashKind] = set()
-        self._places: list[_Holder | None] = []  # by place of the bit; None: free
-        self._leaving: deque[_Holder] = deque()  # have blocks to be dropped; oldest first
-        self._fading: deque[_Holder] = deque()  # have none; the placement memory has; oldest first
-        self._exact = 0  # bits of nodes whose events are complete up to now
+        self._places: list[_Holder | None] = []  # by bit; None: free
+        self._leaving: deque[_Holder] = deque()  # removed nodes with blocks to drop, oldest first
+        # Those left only in the placement memory, oldest first.
+        self._fading: deque[_Holder] = deque()
+        self._exact = 0  # bits of nodes whose events are complete
         self._guessed = 0  # bits of nodes for which placements count
-        # Equal sets of nodes are one object: little memory, and quick to find equal.
+        # Equal sets of nodes share one object, which saves memory and makes comparison cheap.
         self._shared_sets: dict[int, int] = {}
 
     # ------------------------------------------------------------------ nodes
 
     def add(self, engine_id: str, kind: HashKind) -> None:
-        """A node joined; until its snapshot comes, placements count.
+        """Add a node; placements count for it until its snapshot comes.
 
-        One whose kind is one too many is not here: nothing is known of its cache.
+        A node with one kind too many is left out: nothing is known of its cache.
         """
         self.remove(engine_id)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
@@ -120,7 +120,7 @@ class PrefixIndex:
         self._enter(engine_id, kind)
 
     def remove(self, engine_id: str) -> None:
-        """A node went away; harmless when it is not here."""
+        """Remove a node; harmless if unknown."""
         holder = self._holders.pop(engine_id, None)
         if holder is not None:
             self._exact &= ~holder.bit
@@ -130,16 +130,16 @@ class PrefixIndex:
             self._kinds = {holder.kind for holder in self._holders.values()}
 
     def take(self, engine_id: str, events: KVCacheEvents) -> bool:
-        """Take what a node said; returns whether it must be asked for a snapshot.
+        """Apply a node's events; return whether the node must send a snapshot.
 
-        Events behind a gap are of no use and dropped until that snapshot comes.
+        Events after a gap are dropped until the snapshot comes.
         """
         self._sweep()
         holder = self._holders.get(engine_id)
         if holder is None:
             return False
         if events.snapshot:
-            if holder.blocks:  # dropping them here could take long
+            if holder.blocks:  # a new entry, because dropping many blocks here would take long
                 self.remove(engine_id)
                 holder = self._enter(engine_id, holder.kind)
             holder.num_left_out = 0
@@ -161,14 +161,14 @@ class PrefixIndex:
         return False
 
     def is_exact(self, engine_id: str) -> bool:
-        """Whether `match` says of this node what it holds, and not only what it was sent."""
+        """Return whether `match` is exact for this node, and not from placements."""
         holder = self._holders.get(engine_id)
         return holder is not None and bool(holder.bit & self._exact & ~self._guessed)
 
     # ------------------------------------------------------------------ prompts
 
     def note_placement(self, engine_id: str, prompt: PromptHashes) -> None:
-        """A prompt is sent to a node; forgotten at once if the node tells what it holds."""
+        """Note that a prompt goes to a node, unless the node reports its cache exactly."""
         holder = self._holders.get(engine_id)
         if holder is not None and holder.bit & self._guessed:
             self._placed.expire()
@@ -176,10 +176,12 @@ class PrefixIndex:
             holder.was_placed = True
 
     def match(self, hashes: Sequence[ShortHash]) -> dict[str, int]:
-        """Blocks of the longest prefix that each node holds, by engine id; those with none are out.
+        """Return the longest prefix that each node holds, in blocks, by engine id.
+
+        Nodes that hold none are left out.
 
         Args:
-            hashes: of the prompt's blocks, the first one first.
+            hashes: hashes of the prompt's blocks, in order.
         """
         found = self._walk(self._held.get, hashes, self._exact)
         if self._guessed:
@@ -189,7 +191,7 @@ class PrefixIndex:
         return found
 
     def match_tokens(self, prompt: PromptHashes) -> dict[str, int]:
-        """The same in tokens, for nodes with blocks of any size; those with none are out."""
+        """Return the longest prefix that each node holds, in tokens, by engine id."""
         return {
             engine_id: length * kind.block_size
             for kind in self._kinds
@@ -200,12 +202,12 @@ class PrefixIndex:
     def _walk(
         self, get: Callable[[ShortHash, int], int], hashes: Sequence[ShortHash], candidates: int
     ) -> dict[str, int]:
-        """Who of the candidates has how many of the first blocks without a break."""
+        """Return how many blocks from the start each candidate holds without a gap."""
         found: dict[str, int] = {}
         last, length = candidates, 0
         for block_hash in hashes:
             held = get(block_hash, 0)
-            if held is not last:  # else it was looked at: sets are shared
+            if held is not last:  # sets are shared, so an equal one needs no second look
                 last = held
                 left = candidates & held
                 if left != candidates:
@@ -243,7 +245,7 @@ class PrefixIndex:
         assert sum(place is not None for place in self._places) == len(holders)
 
     def _enter(self, engine_id: str, kind: HashKind) -> _Holder:
-        """Give a node a place with nothing in it."""
+        """Give a node a free bit and an empty entry."""
         self._sweep()
         if None not in self._places:
             self._places.append(None)
@@ -293,7 +295,7 @@ class PrefixIndex:
         return self._shared_sets.setdefault(nodes, nodes)
 
     def _sweep(self) -> None:
-        """Drop a part of what nodes had that went away; free the places of those with nothing."""
+        """Drop some blocks of removed nodes, and free the bits of nodes that have none left."""
         room = self._sweep_blocks
         while self._leaving:
             holder = self._leaving[0]
@@ -304,7 +306,7 @@ class PrefixIndex:
             self.num_blocks -= num_dropped
             if holder.blocks:
                 break
-            holder.blocks = set()  # an emptied one keeps its memory
+            holder.blocks = set()  # an emptied set keeps its memory
             self._leaving.popleft()
             if holder.was_placed:
                 self._fading.append(holder)
@@ -312,7 +314,7 @@ class PrefixIndex:
                 self._free_place(holder)
         if self._fading:
             self._placed.expire()
-        # Placements of before may not count for the next node in this place.
+        # Old placements must not count for the next node with this bit.
         while self._fading and self._placed.has_forgotten(self._fading[0].generation):
             self._free_place(self._fading.popleft())
 

@@ -1,4 +1,4 @@
-"""PromptHashes: the names of a prompt's blocks as nodes compute them, made when first asked for."""
+"""PromptHashes: the hashes of a prompt's blocks, as nodes compute them, made on demand."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from baton.block_hash import BlockHash, BlockHasher, ShortHash, extra_keys_of, s
 
 
 class HashKind(NamedTuple):
-    """What makes the same prefix have the same names.
+    """Parameters that make equal prefixes have equal hashes.
 
     Attributes:
         block_size: tokens per block.
         algorithm: a name in HASH_ALGORITHMS.
-        namespace: of nodes whose KV of equal tokens is equal.
+        namespace: shared by nodes whose KV of equal tokens is equal.
     """
 
     block_size: int
@@ -23,11 +23,11 @@ class HashKind(NamedTuple):
 
 
 class PromptHashes:
-    """Short hashes of one prompt's full blocks.
+    """Compute short hashes of one prompt's full blocks, once per kind.
 
     Args:
-        token_ids: of the prompt.
-        cache_salt: of who shares its KV; as on the nodes.
+        token_ids: the prompt's.
+        cache_salt: selects which prompts may share cached blocks, as on the nodes.
     """
 
     def __init__(self, token_ids: Sequence[int], cache_salt: bytes = b"") -> None:
@@ -38,22 +38,22 @@ class PromptHashes:
         self._salted: dict[bytes, PromptHashes] = {}
 
     def are_of(self, token_ids: Sequence[int], cache_salt: bytes) -> bool:
-        """Whether they are of this very prompt with this salt."""
+        """Return whether these hashes are of this very list of ids with this salt."""
         return token_ids is self._token_ids and cache_salt == self._cache_salt
 
     def of(self, kind: HashKind) -> tuple[ShortHash, ...]:
-        """The names of the prompt's full blocks, the first one first."""
+        """Return the hashes of the prompt's full blocks, in order."""
         hashes = self._known.get(kind)
         if hashes is None:
             whole: list[BlockHash] = []
-            if len(self._token_ids) >= kind.block_size:  # a node may say any size
+            if len(self._token_ids) >= kind.block_size:  # a node may report any block size
                 hasher = BlockHasher(*kind)
                 hasher.extend(whole, self._token_ids, self._extra_keys)
             hashes = self._known[kind] = shorten(whole)
         return hashes
 
     def salted(self, cache_salt: bytes) -> PromptHashes:
-        """Those of the same prompt with another salt."""
+        """Return the hashes of the same prompt with another salt."""
         hashes = self._salted.get(cache_salt)
         if hashes is None:
             hashes = self._salted[cache_salt] = PromptHashes(self._token_ids, cache_salt)

@@ -1,1 +1,1 @@
-"""Answers of chats: what their grammars are, and what their texts consist of."""
+"""Chat outputs: their grammars, and their division into reasoning, calls and answer."""

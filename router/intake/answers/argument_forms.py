@@ -1,10 +1,10 @@
-"""Argument forms: grammars of arguments that a family writes one by one, each fitting its schema.
+"""Argument forms: grammars for model families that write each argument separately.
 
 <parameter=city>           weather(city="Bonn", days=3)
 Bonn
 </parameter>
 
-A text between tags has no quotes and no escapes, so its schema becomes a regex of the text itself.
+Text between tags has no quotes or escapes, so its schema becomes a regex of the raw text.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.api.structured_output import MAX_TEXT_BYTES
-from baton.text.schema_repairs import end_of_class
-from baton.text.schema_rewrites import rewritten
+from baton.text.schemas.repairs import end_of_class
+from baton.text.schemas.rewrites import rewritten
 
 _MAX_DEPTH = 16
-_MAX_SCHEMAS = 2_000  # that are looked at for one function
-# Keywords of parameters that say which arguments there are, or nothing of them.
+_MAX_PARTS = 2  # members of allOf whose types are looked at
+_MAX_SCHEMAS = 2_000  # most subschemas visited per function
+# Keywords of parameters that name the arguments or constrain nothing.
 _PLAIN = frozenset(
     {
         "type", "properties", "required", "additionalProperties", "$defs", "definitions", "title",
         "description", "$schema", "$id", "$comment", "default", "examples", "deprecated", "strict",
-        "x-guidance",
+        "x-guidance", "components", "example", "externalDocs", "xml",
     }
 )  # fmt: skip
 _ANNOTATIONS = frozenset(
     {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly",
      "writeOnly", "contentMediaType", "contentEncoding", "discriminator"}
 )  # fmt: skip
-# What is said of values of other types only.
+# Keywords that constrain values of other types only.
 _OF_OTHERS = frozenset(
     {
         "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items",
@@ -44,42 +45,36 @@ _OF_OTHERS = frozenset(
 _TEXT_KEYWORDS = (
     _ANNOTATIONS | _OF_OTHERS | {"type", "minLength", "maxLength", "pattern", "format", "allOf"}
 )
-_DAY = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
-_HOUR = (
-    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
-)
 _HEX = "[0-9a-fA-F]"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# Formats as regexes of a text; each takes what the format takes, or less.
+# Formats as regexes of a text; each accepts the format or a subset of it.
 _FORMATS = {
-    "date": _DAY,
-    "time": _HOUR,
-    "date-time": f"{_DAY}T{_HOUR}",
+    "duration": "P([0-9]{1,9}W|[0-9]{1,9}D|([0-9]{1,9}D)?T([0-9]{1,9}H)?[0-9]{1,9}M)",
     "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
-    "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+",
     "hostname": rf"{_LABEL}(\.{_LABEL}){{0,2}}",
     "uri": r"[a-z][a-z0-9+.\-]*:[A-Za-z0-9\-._~:\/?#@!$&'()*+,;=]+",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
-# Texts that are read as another type where the schema takes one.
+# Texts that would be read as another type if the schema allows that type.
 _OF_OTHER_TYPES = r"(?s:\s*([\[{\"0-9+\-.](?s:.*)|(?i:true|false|null|none)\s*)?)"
+_GROUP = re.compile(r"\?s?:")  # begins a group that only groups, or lets dots be newlines
 _ESCAPE = re.compile(r"\\.")
 _WORDS = {"null": "null", "boolean": "(true|false)"}
-_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}  # as JSON Schema has them, without Unicode's others
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}  # as in JSON Schema: ASCII only
 
 
 class InexpressibleError(Exception):
-    """A schema says more of the arguments than a grammar of this form can."""
+    """The schema constrains arguments in a way that this grammar form cannot express."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument that a function has.
+    """One argument of a function.
 
     Attributes:
-        name: empty: any name that is not that of another argument.
-        value: names the rule of the argument's value.
+        name: empty: any name that no other argument has.
+        value: name of the rule of the argument's value.
     """
 
     name: str
@@ -88,14 +83,14 @@ class Argument:
 
 
 class ValueForm(Protocol):
-    """Writes values as a family does."""
+    """Write values in a family's form."""
 
     def json(self, rule: str) -> str:
-        """Write an expression of a value in JSON, from the expression of the JSON."""
+        """Write an expression for a JSON value, given the rule of the JSON."""
         ...
 
     def text(self, conditions: Sequence[str]) -> str | None:
-        """Write a terminal of a text, from what the text must match; None: texts are JSON, too."""
+        """Write a terminal for a text that matches all conditions; None: texts are JSON too."""
         ...
 
     def behind_text(self) -> str:
@@ -104,20 +99,20 @@ class ValueForm(Protocol):
 
 
 class ArgumentRules:
-    """Writes the rules of one function's arguments.
+    """Write the rules of one function's arguments.
 
     Args:
         schema: JSON Schema of the parameters.
-        prefix: begins the names of the rules; no other function's may begin so.
-        form: how values are written.
-        json_rule: writes a schema as a rule does.
+        prefix: starts the names of the rules; must be unique to the function.
+        form: writes values.
+        json_rule: writes a JSON schema as a rule.
 
     Attributes:
-        rules: text of the rules that the arguments use.
-        names: every argument that the schema lists.
+        rules: texts of the rules written so far.
+        names: arguments listed in the schema.
 
     Raises:
-        InexpressibleError: the schema says more than a grammar can here.
+        InexpressibleError: the grammar cannot express the schema.
     """
 
     def __init__(
@@ -137,7 +132,7 @@ class ArgumentRules:
         self._num_chars = 0
 
     def arguments(self) -> list[Argument]:
-        """Return the arguments in the schema's order; last what may have any other name."""
+        """Return the arguments in schema order; one with any other name, if allowed, comes last."""
         schema = self._schema
         if more := set(schema) - _PLAIN:
             raise InexpressibleError(f"{min(more)} is not enforced beside the properties")
@@ -173,13 +168,13 @@ class ArgumentRules:
         return rule
 
     def _whole(self, schema: Any) -> Any:
-        """Return a part of the schema as a document that its references are within."""
+        """Make a part of the schema a document of its own in which references still resolve."""
         if "$ref" not in json.dumps(schema):
             return schema
         return {**_rebased(schema), "$defs": {"whole": _rebased(self._schema)}}
 
     def _ways(self, schema: Any) -> list[tuple[str, Any]]:
-        """Return what a value may be: JSON of a schema, or a text of conditions."""
+        """Return alternatives of a value: ("json", schema) or ("text", conditions)."""
         if self._form.text(()) is None:
             return [("json", {} if schema is True else schema)]
         ways = list(self._flat(schema, 0))
@@ -190,7 +185,7 @@ class ArgumentRules:
         whole = [("json", {"anyOf": others} if len(others) > 1 else others[0])] if others else []
         words = [f"/{word}/" for kind, word in ways if kind == "word"]
         listed = [("text", [f"({' | '.join(words)})"])] if words else []
-        # What looks like a value of another type is read as one.
+        # A text that looks like another allowed type would be read as that type.
         more = [] if kinds <= {"text"} else [f"~/{_OF_OTHER_TYPES}/"]
         texts = [("text", [*one, *more]) for kind, one in ways if kind == "text"]
         return [*whole, *listed, *texts]
@@ -205,7 +200,10 @@ class ArgumentRules:
             if schema is not True:
                 raise InexpressibleError("a schema is nested too deeply")
             schema = {}
-        found = rewritten(dict(schema), self._schema)
+        try:
+            found = rewritten(dict(schema), self._schema)
+        except (TypeError, AttributeError, ValueError, KeyError) as error:
+            raise InexpressibleError(f"a schema of it is none: {error}") from None
         if isinstance(found, bool):
             yield from self._flat(found, depth + 1)
             return
@@ -229,13 +227,24 @@ class ArgumentRules:
             yield "text", _regexes(found)
         elif found.get("type") in _WORDS and said == {"type"}:
             yield "word", _WORDS[found["type"]]
-        elif isinstance(found.get("type"), str):
+        elif isinstance(found.get("type"), str) or self._is_structure(found, depth):
             yield "json", dict(schema)
         else:
             raise InexpressibleError(f"{min(said)} without a type is not enforced here")
 
+    def _is_structure(self, schema: Any, depth: int) -> bool:
+        """Return whether all values of a schema are objects or lists."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return False
+        if "type" in schema:
+            return schema["type"] in ("object", "array")
+        parts = list(schema.get("allOf") or ())
+        if "$ref" in schema:
+            parts.append(self._target(schema["$ref"]))
+        return any(self._is_structure(part, depth + 1) for part in parts[:_MAX_PARTS])
+
     def _listed(self, schema: Mapping[str, Any], said: set[str]) -> Iterator[tuple[str, Any]]:
-        """Yield the listed values."""
+        """Yield the alternatives of ``enum`` or ``const``."""
         if more := said - {"const", "enum", "type", "nullable"}:
             raise InexpressibleError(f"{min(more)} beside enum or const is not enforced here")
         values = [schema["const"]] if "const" in schema else schema["enum"]
@@ -258,7 +267,7 @@ class ArgumentRules:
 
 
 def _rebased(schema: Any) -> Any:
-    """Point the references of a schema to the place that the whole schema has in a document."""
+    """Redirect a schema's references to ``#/$defs/whole``, where the whole schema is put."""
     if isinstance(schema, list):
         return [_rebased(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -273,7 +282,7 @@ def _rebased(schema: Any) -> Any:
 
 
 def _regexes(schema: Mapping[str, Any]) -> list[str]:
-    """Return regexes, as a grammar has them, that a text of a schema must all match."""
+    """Return grammar regexes that a text must all match to fit a schema."""
     if more := set(schema) - _TEXT_KEYWORDS:
         raise InexpressibleError(f"{min(more)} is not enforced of texts here")
     found = []
@@ -292,7 +301,7 @@ def _regexes(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _searched(pattern: str) -> str:
-    """Turn a pattern that is looked for in a text into a regex of the whole text."""
+    """Turn a pattern that may match anywhere into a regex of the whole text."""
     ways, way, depth, position = [], "", 0, 0
     while position < len(pattern):
         sign, end = pattern[position], position + 1
@@ -300,7 +309,7 @@ def _searched(pattern: str) -> str:
             end = position + 2
         elif sign == "[":
             end = end_of_class(pattern, position)
-        elif sign == "(" and pattern[end : end + 1] == "?" and pattern[end + 1 : end + 2] != ":":
+        elif sign == "(" and pattern.startswith("?", end) and not _GROUP.match(pattern, end):
             raise InexpressibleError(f"pattern {pattern[:80]!r} is not enforced of texts here")
         depth += (sign == "(") - (sign == ")")
         is_end = (sign == "^" and not way) or (sign == "$" and _ends(pattern[end:]))
@@ -331,7 +340,7 @@ def _part(part: str) -> str:
 
 
 def _anywhere(way: str) -> str:
-    """Turn an alternative of a pattern into a regex of the whole text."""
+    """Turn one alternative of a pattern into a regex of the whole text."""
     is_ended = way.endswith("$") and not way.endswith("\\$")
     inner = (way[:-1] if is_ended else way).removeprefix("^")
     before = "" if way.startswith("^") else "(?s:.*)"
@@ -339,5 +348,7 @@ def _anywhere(way: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Write a regex of one text."""
+    """Return a regex that matches exactly one text."""
+    if not text:
+        return "(?:)"  # nothing between slashes begins a comment
     return re.escape(text).replace("/", "\\/").replace("\n", "n")

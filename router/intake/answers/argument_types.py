@@ -1,7 +1,7 @@
-"""Argument types: from the texts of a call's arguments, as tagged calls have them, to JSON values.
+"""Argument types: convert the argument texts of tagged calls to JSON values.
 
-A function's JSON schema says which type a text is meant to be. Schemas come from clients: reading
-one is bounded, and no pattern of theirs is matched here.
+A function's JSON Schema decides the type. Schemas come from clients: reading one is bounded, and
+their patterns are not matched here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
-# Schemas that are looked at for one argument; a schema with more is taken to allow anything.
+# Most subschemas visited for one argument; larger schemas are taken to allow anything.
 MAX_SCHEMAS = 1_000
 _MAX_DEPTH = 32
-# Templates of these families show arguments as Python writes them.
+# Templates of these families show arguments in Python's notation.
 _NULLS = ("null", "None")
 _BOOLS = {"true": True, "false": False}
-_MAX_LITERAL_CHARS = 10_000  # of Python's reader, which is slow
-_SAMPLES: tuple[Any, ...] = (None, True, 0, 0.5, {}, [])  # of each type that is no string
+_MAX_LITERAL_CHARS = 10_000  # Python's literal reader is slow
+_SAMPLES: tuple[Any, ...] = (None, True, 0, 0.5, {}, [])  # one of each type but string
 _NOT_THERE: Final = object()
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -33,7 +33,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ArgumentTypes:
-    """Types of one function's arguments.
+    """Determine the types of one function's arguments.
 
     Args:
         schema: JSON Schema of the function's parameters.
@@ -45,7 +45,7 @@ class ArgumentTypes:
         self._by_lists = True
 
     def is_text(self, name: str, begun: str) -> bool:
-        """Say whether an argument that begins so is a string, whatever comes behind that."""
+        """Return whether an argument with this beginning can only be a string."""
         schema = self._schema_of(name)
         if schema is None or not self._accepts_any(schema, "-"):
             return False
@@ -58,10 +58,10 @@ class ArgumentTypes:
         return bool(text) and not any(word.startswith(text.rstrip()) for word in _NULLS)
 
     def value_of(self, name: str, text: str) -> Any:
-        """Return the value that a text stands for.
+        """Return the JSON value of an argument's text.
 
-        Of several types that the schema takes, the first of these is meant: null, boolean, number,
-        object or array, string. A text that can be none of them is left to the function to refuse.
+        If the schema allows several types, the first that fits is taken: null, boolean, number,
+        object or array, string. A text that fits none is passed on for the function to reject.
         """
         schema = self._schema_of(name)
         if schema is None or all(self._accepts_any(schema, one) for one in ("-", *_SAMPLES)):
@@ -74,22 +74,30 @@ class ArgumentTypes:
                     return int(value) if whole and not self._accepts_any(schema, 0.5) else value
         return values[0]
 
+    def json_of(self, name: str, text: str) -> str:
+        """Return the JSON of what a text stands for; see `value_of`."""
+        value = self.value_of(name, text)
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            return text.strip()  # is JSON, with a number that is larger than any float
+
     def _schema_of(self, name: str) -> Any:
         self._num_left = MAX_SCHEMAS
         return self._property(self._root, name)
 
     def _accepts_any(self, schema: Any, value: Any, *, by_lists: bool = True) -> bool:
-        """Say whether a schema takes a value.
+        """Return whether a schema accepts a value.
 
         Args:
-            by_lists: a value must be among those of ``enum`` and ``const``, too.
+            by_lists: whether ``enum`` and ``const`` count.
         """
         self._num_left = MAX_SCHEMAS
         self._by_lists = by_lists
         return self._accepts(schema, value)
 
     def _property(self, schema: Any, name: str, depth: int = 0) -> Any:
-        """Find the schema of a property; None: nothing is said of it."""
+        """Return the schema of a property, or None if the schema does not mention it."""
         if not isinstance(schema, Mapping) or self._is_too_far(depth):
             return None
         found = []
@@ -113,7 +121,7 @@ class ArgumentTypes:
     def _accepts(self, schema: Any, value: Any, depth: int = 0) -> bool:
         if self._is_too_far(depth) or not isinstance(schema, Mapping):
             return schema is not False
-        if value is None and schema.get("nullable") is True:  # OpenAPI's
+        if value is None and schema.get("nullable") is True:  # OpenAI's keyword
             return True
         if not _has_type(schema.get("type"), value):
             return False
@@ -138,7 +146,7 @@ class ArgumentTypes:
         return self._num_left < 0 or depth > _MAX_DEPTH
 
     def _target(self, reference: object) -> Any:
-        """Follow a reference within the schema; True, which takes anything, if there is nothing."""
+        """Resolve a reference within the schema; True, which allows anything, if it fails."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return True
         found: Any = self._root
@@ -171,15 +179,15 @@ def _has_type(declared: object, value: object) -> bool:
 
 
 def _equal(one: object, other: object) -> bool:
-    """Compare as JSON does: true is not 1."""
+    """Compare values as JSON: true differs from 1."""
     return isinstance(one, bool) is isinstance(other, bool) and one == other
 
 
 def _readings(text: str, *, is_json: bool = False) -> Iterator[Any]:
-    """Yield what a text may mean, the most special first.
+    """Yield the possible values of a text, the most specific first.
 
     Args:
-        is_json: a string in quotes is meant to be JSON, rather than a string that has quotes.
+        is_json: whether quotes mark a JSON string and are not part of the text.
     """
     plain = text.strip()
     if plain in _NULLS:
@@ -198,18 +206,27 @@ def _readings(text: str, *, is_json: bool = False) -> Iterator[Any]:
         yield value
 
 
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON, whose numbers may be larger than any float."""
+    return _json(text) is not _NOT_THERE
+
+
 def _json(text: str) -> Any:
-    """Read JSON that can be written again."""
+    """Return a JSON value that can be written again, or `_NOT_THERE`; numbers may be infinite."""
     try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        value = json.loads(text, parse_constant=_refuse)
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return _NOT_THERE
     return value
 
 
+def _refuse(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
+
+
 def _literal(text: str) -> Any:
-    """Read an object or a list that is written as Python writes it."""
+    """Read an object or a list in Python's notation."""
     if len(text) > _MAX_LITERAL_CHARS:
         return _NOT_THERE
     try:

@@ -1,6 +1,6 @@
-"""Call forms: grammars of an output that is calls, in the form of the model's family, or an answer.
+"""Call forms: grammars of outputs that are either calls in the model family's form or an answer.
 
-A response format is of the answer's text: a model that may call tools calls them all the same.
+A response format constrains the answer only: the model may still call tools.
 
 start -> answer (fits the format's schema)
       -> calls (begin with the family's mark, or are JSON or Python of their own kind)
@@ -17,7 +17,7 @@ from typing import Any
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES
 from baton.text.quoted_lark import quoted_lark
-from baton.text.schema_repairs import enforceable_schema
+from baton.text.schemas.repairs import enforceable_schema
 from router.intake.answers.argument_forms import (
     Argument,
     ArgumentRules,
@@ -33,19 +33,19 @@ from router.intake.parsers.named import NamedForm
 from router.intake.parsers.pythonic import PythonForm
 from router.intake.parsers.tagged import TaggedForm
 
-# How JSON is written within calls and answers, as everywhere else.
+# JSON within calls and answers is written as everywhere else.
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NEWLINE, _COMMA, _QUOTE = '"\\n"', '", "', '"\\""'
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that may be called.
+    """A function that the model may call.
 
     Attributes:
-        parameters: a JSON schema that the arguments fit.
-        held_text: the name of its only argument and a Lark grammar of that text; None: the schema
-            says all. In every family's form the text is written as a JSON string.
+        parameters: JSON Schema of the arguments.
+        held_text: the name of its only argument and a Lark grammar for that text; None: only the
+            schema applies. Every family writes the text as a JSON string.
     """
 
     name: str
@@ -54,23 +54,23 @@ class Function:
 
 
 Mark = Callable[[str], str]
-"""Writes a mark as a grammar has it: a special token, or a text."""
+"""Returns a mark in a grammar's syntax: as a special token or as text."""
 
 
 def answer_or_calls(
     form: CallForm, answer: str, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> str:
-    """Make a Lark grammar of an answer, or calls; raises InvalidRequestError of the answer.
+    """Make a Lark grammar of an answer or calls.
 
     Args:
-        form: the marks and the shape of the family's calls.
-        answer: a JSON schema.
-        several: whether one output may have more than one call.
+        form: the family's marks and shape of calls.
+        answer: JSON Schema of the answer.
+        several: whether one output may contain more than one call.
 
-    Arguments of many large functions are left open, as a grammar's text has a limit.
+    Raises InvalidRequestError.
     """
     if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
-        # Both begin with a brace: the library's lexer chooses there, and for good.
+        # Both begin with a brace, where the library's lexer commits to one of the two.
         raise InvalidRequestError(
             "response_format", "cannot be together with a grammar of a tool's input for this model"
         )
@@ -78,26 +78,20 @@ def answer_or_calls(
         head = _final(mark) if isinstance(form, HarmonyForm) else ""
         schema = _json(json.loads(enforceable_schema(answer)))
         start = f"start: {head} answer | calls\nanswer: {schema}\n"
-        num_chars = sum(len(json.dumps(function.parameters)) for function in functions)
-        open_ones = [Function(one.name, held_text=one.held_text) for one in functions]
-        for chosen in (functions if num_chars < MAX_TEXT_BYTES else open_ones, open_ones):
-            grammar = start + call_rules(form, chosen, mark, several)
-            if len(grammar.encode(errors="surrogatepass")) <= MAX_TEXT_BYTES:
-                break
+        return start + call_rules(form, functions, mark, several)
     except RecursionError:
         raise InvalidRequestError("tools", "are nested too deeply") from None
     except InexpressibleError as error:
         raise InvalidRequestError("tools", str(error)) from None
-    return grammar
 
 
 def forced_calls(
     form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> tuple[str, bool]:
-    """Make a Lark grammar of calls; returns the grammar, and whether it is in the family's form.
+    """Make a Lark grammar of calls; also return whether it is in the family's form.
 
-    Calls whose arguments cannot be held to their schemas in that form are one JSON object, with
-    ``name`` and ``arguments``, as `OneCall` reads it.
+    If the family's form cannot enforce the schemas, the output is one JSON object with ``name`` and
+    ``arguments``, which `OneCall` reads.
     """
     try:
         try:
@@ -109,12 +103,12 @@ def forced_calls(
 
 
 def common_call(functions: Sequence[Function]) -> str:
-    """Make a Lark grammar of one call in the form that is no family's; see `forced_calls`."""
+    """Make a Lark grammar of one call as a plain JSON object; see `forced_calls`."""
     return f"start: {_named_object(functions, 'arguments')}\n{_held_rules(functions)}"
 
 
 def _final(mark: Mark) -> str:
-    """Write what precedes the text of an answer."""
+    """Write what precedes the text of a Harmony answer."""
     return f'{mark(harmony.CHANNEL)} "final" {mark(harmony.MESSAGE)}'
 
 
@@ -134,13 +128,14 @@ def _names(functions: Sequence[Function]) -> str:
 
 
 def _arguments(function: Function, index: int) -> dict[str, Any]:
-    """Return a schema of arguments that can be part of another one, with references of its own."""
-    schema = json.loads(enforceable_schema(json.dumps(dict(function.parameters))))
-    return {**schema, "type": "object", "$id": f"urn:baton:tool:{index}"}
+    """Return the schema of a function's arguments, with an id so that references stay local."""
+    parameters = {**function.parameters, "type": "object"}
+    schema = json.loads(enforceable_schema(json.dumps(parameters)))
+    return {**schema, "$id": f"urn:baton:tool:{index}"}
 
 
 def _arguments_rule(function: Function, index: int) -> str:
-    """Write the arguments of a function as one JSON object."""
+    """Write a function's arguments as one JSON object."""
     if function.held_text is None:
         return _json(_arguments(function, 0))
     name, _ = function.held_text
@@ -152,7 +147,7 @@ def _held_text(index: int) -> str:
 
 
 def _held_rules(functions: Sequence[Function]) -> str:
-    """Write the rules of texts that have grammars of their own."""
+    """Return the grammar rules of text arguments that have their own grammar."""
     num_chars = sum(len(one.held_text[1]) for one in functions if one.held_text is not None)
     if num_chars > MAX_TEXT_BYTES:
         problem = f"must have grammars of at most {MAX_TEXT_BYTES} characters, got {num_chars}"
@@ -170,12 +165,12 @@ def _held_rules(functions: Sequence[Function]) -> str:
 
 
 def _text(text: str) -> str:
-    """Write a text as a grammar has it."""
+    """Quote a text for a grammar."""
     return json.dumps(text)
 
 
 def _named_object(functions: Sequence[Function], key: str) -> str:
-    """Write the JSON of one call: its name and its arguments."""
+    """Write one call as JSON: name and arguments."""
     if any(function.held_text for function in functions):
         ways = []
         for index, function in enumerate(functions):
@@ -198,7 +193,7 @@ def _named_object(functions: Sequence[Function], key: str) -> str:
 
 
 def _each(functions: Sequence[Function], before: str, behind: str = "") -> str:
-    """Write alternatives of a name, what comes between, and JSON of arguments."""
+    """Write alternatives of name, separator and JSON arguments."""
     ways = (
         f"{json.dumps(function.name)} {before} {_arguments_rule(function, index)} {behind}"
         for index, function in enumerate(functions)
@@ -207,11 +202,11 @@ def _each(functions: Sequence[Function], before: str, behind: str = "") -> str:
 
 
 def call_rules(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """Write the rules of a family's calls, as Lark does; one of them is ``calls``.
+    """Write the Lark rules of a family's calls, including the rule ``calls``.
 
     Raises:
-        InexpressibleError: the arguments of a function cannot be held to their schema.
-        InvalidRequestError: a grammar of a text cannot be enforced.
+        InexpressibleError: this form cannot enforce a function's schema.
+        InvalidRequestError: the grammar of a text cannot be enforced.
     """
     return _calls(form, functions, mark, several) + _held_rules(functions)
 
@@ -239,7 +234,7 @@ def _json_calls(form: JsonForm, functions: Sequence[Function], mark: Mark, sever
     call = _named_object(functions, "arguments")
     close = f" {mark(form.close)}" if form.close else ""
     if close and len(form.opens) > 1:
-        close += "?"  # not every mark is closed
+        close += "?"  # models do not close every mark
     if form.is_list:
         opened = " | ".join(f"{mark(one)}" for one in form.opens)
         listed = f'"[" {_repeated("call", _COMMA, several)} "]"{close}'
@@ -280,7 +275,7 @@ def _rules_of(
     values: ValueForm,
     other_names: Callable[[Sequence[str], int], list[str]],
 ) -> tuple[list[Argument], list[str]]:
-    """Return a function's arguments and their rules; raises InexpressibleError by its name."""
+    """Return a function's arguments and their rules; InexpressibleError names the function."""
     arguments = ArgumentRules(function.parameters, f"f{index}", values, _value_json)
     try:
         found = arguments.arguments()
@@ -297,7 +292,7 @@ def _tagged_argument(argument: Argument, values: _TaggedValues, index: int) -> s
 
 
 def _other_names(names: Sequence[str], index: int) -> list[str]:
-    """Write the terminal of a name that is none of the listed ones."""
+    """Write the terminal of an argument name that is not listed."""
     listed = "|".join(re.escape(name).replace("/", "\\/") for name in names)
     return [f"NAME{index}: /[^<>\\r\\n]+/" + (f" & ~/({listed})/" if listed else "")]
 
@@ -307,19 +302,19 @@ def _value_json(schema: Any) -> str:
 
 
 class _TaggedValues:
-    """Writes values between tags."""
+    """Write values between tags."""
 
     def __init__(self, form: TaggedForm, mark: Mark) -> None:
         self._form = form
         self._mark = mark
         is_token = mark(form.value_end) != json.dumps(form.value_end)
         line = "\n" if form.has_lines else ""
-        # A token ends the lexeme of a text; what is no token has to be a part of the lexeme.
+        # A token ends a text's lexeme by itself; a plain mark must be part of the lexeme.
         self._end = json.dumps(line if is_token else f"{line}{form.value_end}\n")
         self._behind = f"{mark(form.value_end)} {_NEWLINE}" if is_token else ""
 
     def key(self, name: str) -> str:
-        """Write an expression of an argument's name, with all that comes before the value."""
+        """Write an argument's name, with all marks before the value."""
         form = self._form
         key = f"{self._mark(form.key)} {name} {self._mark(form.key_end)}"
         if form.value:
@@ -377,7 +372,7 @@ def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several
 
 
 class _PythonValues:
-    """Writes values behind their names: all of them are JSON."""
+    """Write values after their names, all as JSON."""
 
     def json(self, rule: str) -> str:
         return rule
@@ -390,7 +385,7 @@ class _PythonValues:
 
 
 def _other_keys(names: Sequence[str], index: int) -> list[str]:
-    """Write the terminal of a keyword that is none of the listed ones."""
+    """Write the terminal of a keyword that is not listed."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise InexpressibleError(f"parameter {name[:80]!r} is no name that Python has")
@@ -399,7 +394,7 @@ def _other_keys(names: Sequence[str], index: int) -> list[str]:
 
 
 def _python_arguments(arguments: Sequence[Argument], index: int) -> str:
-    """Write arguments in their order, with commas between those that are there."""
+    """Write arguments in order, with commas between those present."""
     keys = [json.dumps(f"{one.name}=") if one.name else f'NAME{index} "="' for one in arguments]
     each = [f"{key} {one.value}" for key, one in zip(keys, arguments, strict=True)]
     behind = [
@@ -418,7 +413,7 @@ def _mistral(functions: Sequence[Function], mark: Mark, several: bool) -> str:
     tag, arguments = mark(mistral.TAG), mark(mistral.ARGS)
     listed = _repeated("call", '", "', several)
     named = f"{tag} {_each(functions, f'{arguments}?')}"
-    often = "+" if several and tag != '""' else ""  # each named call has the mark
+    often = "+" if several and tag != '""' else ""  # each named call has its own mark
     return (
         f'calls: {tag} " "? "[" {listed} "]" | named{often}\n'
         f"call: {_named_object(functions, 'arguments')}\nnamed: {named}\n"
@@ -430,7 +425,7 @@ def _harmony(functions: Sequence[Function], mark: Mark) -> str:
     json_mark = f'(" "? {mark(harmony.CONSTRAIN)} "json" | " json")? {message}'
     behind = f'{channel} "commentary" {json_mark}'
     return (
-        "calls: first | second\n"  # where the prompt ends: behind a role, or before a recipient
+        "calls: first | second\n"  # the prompt may end after the role, or before the recipient
         f'first: {channel} "commentary to=functions." {_each(functions, json_mark)}\n'
         f'second: " to=functions." {_each(functions, behind)}\n'
     )

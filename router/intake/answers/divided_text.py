@@ -1,6 +1,6 @@
-"""DividedText: text of an output as reasoning, calls and answer, up to a stop string of the answer.
+"""DividedText: an output's text as reasoning, calls and answer, ended by stop strings.
 
-What the model thinks, and the arguments of its calls, may have stop strings.
+Stop strings count in the answer only, not in reasoning or call arguments.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from router.intake.parsers.base import CLOSE_SIGN, OutputParser, Part
 
 
 class DividedDelta(TextDelta, frozen=True, gc=False):
-    """One streamed piece of a chat's output.
+    """One streamed piece of a chat output.
 
     Attributes:
-        parts: what the piece consists of, up to a stop string. ``text`` is all that was written.
+        parts: the piece's parts, up to a stop string; ``text`` is all that the model wrote.
     """
 
     parts: tuple[Part, ...] = ()
 
 
 class DividedText:
-    """Divides the text of a growing output, and ends it before the first stop string of the answer.
+    """Divide the text of a growing output, and end it at the answer's first stop string.
 
     Attributes:
-        parts: what the last push added.
+        parts: parts that the last push added.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DividedText:
         parser: OutputParser,
     ) -> None:
         self.parts: list[Part] = []
-        self._thought: ThoughtState | None = None  # until the thought is over
+        self._thought: ThoughtState | None = None  # None once the thought is over
         self._close_mark = ""
         thinking = params.thinking
         if thinking is not None and thinking.closes_by_token:
@@ -62,26 +62,26 @@ class DividedText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was found; None: none was."""
+        """The stop string that was found, or None."""
         return self._stop_strings.found
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken so far."""
+        """Number of tokens taken so far."""
         return self._text.num_tokens
 
     def push(
         self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False
     ) -> str:
-        """Return what ``token_ids`` add to the text, and keep what they add to its parts.
+        """Return the text that ``token_ids`` add, and set `parts` to its parts.
 
         Args:
-            last: nothing comes behind them.
-            ended_by_token: whether the last one ended the output.
+            last: whether the output ends with these tokens.
+            ended_by_token: whether the last token itself ended the output.
         """
         self.parts = []
-        # One by one where a stop string may end the output, so that the last token is known, and
-        # where a token may end a thought.
+        # One at a time if a stop string may end the output, so that the last token is known, or if
+        # a token may end a thought.
         is_apart = bool(self._stop) or self._thought is not None
         steps = [[one] for one in token_ids] if is_apart and token_ids else [token_ids]
         texts = []
@@ -98,7 +98,7 @@ class DividedText:
         return "".join(texts)
 
     def _with_close(self, token_ids: Sequence[int], text: str) -> str:
-        """Return a token's text as the parser reads it: a closing token is `CLOSE_SIGN`."""
+        """Return a token's text for the parser, with the closing token as `CLOSE_SIGN`."""
         if self._thought is None or not token_ids:
             return text
         was_open = self._thought.phase is Phase.OPEN
@@ -124,7 +124,7 @@ class DividedText:
                 return
 
     def _flush(self) -> None:
-        """Show what was held back of the answer, whose text goes on behind something else."""
+        """Release held-back answer text, because another part follows."""
         if held := self._stop_strings.flush():
             self.parts.append(held)
             self._stop_strings = StopStrings(self._stop, include=self._include_stop)

@@ -1,6 +1,6 @@
-"""Free text: grammars of an output that is a text, and may end in calls that are held to theirs.
+"""Free text: grammars of outputs that are text, possibly ending in schema-checked calls.
 
-A text may not have the mark of a call within: what the parser reads as a call is one here, too.
+The text must not contain a call's mark: the parser would read a call there.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from router.intake.parsers.tagged import TaggedForm
 def text_or_calls(
     form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> str | None:
-    """Make a Lark grammar of a text that may end in calls; None if nothing tells these apart.
+    """Make a Lark grammar of a text that may end in calls; None if they cannot be told apart.
 
-    A thought precedes the grammar, and is no part of the text.
+    A thought comes before the grammar and is not part of the text.
 
     Args:
-        several: whether one output may have more than one call.
+        several: whether one output may contain more than one call.
 
     Raises:
-        InvalidRequestError: the arguments of a function cannot be held to their schema.
+        InvalidRequestError: a function's schema cannot be enforced.
     """
     try:
         if isinstance(form, HarmonyForm):
@@ -62,18 +62,18 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _without(marks: Sequence[str]) -> str:
-    """Write a terminal of texts that have none of some marks."""
+    """Write a terminal of texts that contain none of these marks."""
     return f"/(?s:.+)/ & ~/(?s:.*)({_any_of(marks)})(?s:.*)/"
 
 
 def _marks(form: CallForm) -> list[str]:
-    """List what a parser may take for a part of a call."""
+    """Return all marks that a parser might take for part of a call."""
     functions = [form.function] if isinstance(form, TaggedForm) and form.function else []
     return list(dict.fromkeys([*form.begins, *form.special_tokens, *functions]))
 
 
 def _before_a_mark(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """Have a lazy lexeme end with the mark, which the rule of the call begins behind."""
+    """End a lazy lexeme with the mark, after which the call's rule begins."""
 
     def unmarked(text: str) -> str:
         return '""' if text in form.begins else mark(text)
@@ -87,17 +87,17 @@ def _before_a_mark(form: CallForm, functions: Sequence[Function], mark: Mark, se
 
 
 def _has_one_mark(form: CallForm) -> bool:
-    """Return whether several calls may come behind one mark."""
+    """Return whether several calls may follow one mark."""
     is_list = isinstance(form, JsonForm) and form.is_list
     return is_list or isinstance(form, NamedForm | PythonForm | MistralForm)
 
 
 def _unless_begun(first: str, tag: str) -> str:
-    """Have the first character behind blanks tell calls from a text.
+    """Let the first non-blank character distinguish calls from text.
 
     Args:
-        first: begins calls.
-        tag: may be before calls.
+        first: the first character of calls.
+        tag: a mark that may precede calls.
     """
     text = rf"/[ \t\r\n]*([^ \t\r\n\{first}](?s:.*))?/"
     if tag.startswith('"'):
@@ -106,7 +106,7 @@ def _unless_begun(first: str, tag: str) -> str:
 
 
 def _messages(form: HarmonyForm, mark: Mark) -> str | None:
-    """Have messages of channels before the call, or the last message."""
+    """Allow messages of other channels before the call or the last message."""
     if not all(_is_token(one, mark) for one in form.special_tokens):
         return None
     channel, message = mark(harmony.CHANNEL), mark(harmony.MESSAGE)

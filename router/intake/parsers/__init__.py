@@ -1,6 +1,6 @@
-"""Parsers of outputs by name: of calls, and of reasoning. To add one: a row in `families.py`.
+"""Output parsers by name, for calls and for reasoning. To add one, add a row in `families.py`.
 
-The names are those of vLLM's options.
+Names are those of vLLM's options.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an output consists of: text, reasoning and calls; and what divides it into these."""
+"""Parts of an output (text, reasoning, calls), and the protocol of output parsers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thinks before it answers; the next piece of it."""
+    """The next piece of the model's thought before its answer."""
 
     text: str
 
 
 def new_call_id(name: str = "", number: int = 0) -> str:
-    """Make the id of a call as OpenAI's API has them, whatever the function and the number."""
+    """Return a random call id in the form of OpenAI's API; the arguments are ignored."""
     return f"call_{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A call of a function; its arguments follow."""
+    """The beginning of a call; its arguments follow."""
 
     name: str
     call_id: str = field(default_factory=new_call_id, compare=False)
@@ -30,45 +30,45 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the arguments of the call that began last: JSON, as the model wrote it."""
+    """The next piece of the last call's arguments: JSON, as the model wrote it."""
 
     text: str
 
 
 CLOSE_SIGN = "\ud800"
-"""Stands for a token that closes a thought; no output has it as text."""
+"""Placeholder for a token that closes a thought; no output has this text."""
 MakeId = Callable[[str], str]
-"""Makes the id of an output's next call, of the function with this name."""
+"""Makes the id of an output's next call from its function's name."""
 Part = str | Reasoning | CallBegins | CallArguments
-"""A text is what the assistant says."""
+"""A string is text of the assistant's message."""
 
 
 class OutputParser(Protocol):
-    """Divides one output that comes in pieces, in its order. It never raises.
+    """Divide one output, which comes in pieces, into parts. Never raises.
 
-    However the output is cut into pieces, the joined parts are the same; and the time that it
-    takes grows with the output only.
+    How the output is cut into pieces does not change the joined parts. The total time is linear in
+    the output.
     """
 
     def push(self, text: str) -> Iterator[Part]:
-        """What is certain now: a tag's beginning is held back until it is whole or none."""
+        """Yield the parts that are certain now; a possible beginning of a tag is held back."""
         ...
 
     def finish(self) -> Iterator[Part]:
-        """The rest; the output is at its end."""
+        """Yield the rest, because the output has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """What a parser may know of its request.
+    """Hold what a parser may know of its request.
 
     Attributes:
-        tools: the parameters (a JSON schema) of each function that is offered, by its name.
-        prompt_end: what the prompt already has of the answer, special tokens included.
-        num_calls: how many calls the conversation has so far.
-        closes_by_token: `CLOSE_SIGN` ends a thought. The mark's text, spelled out of other tokens,
-            closes nothing.
+        tools: JSON Schema of each offered function's parameters, by name.
+        prompt_end: the part of the prompt that belongs to the answer, with special tokens.
+        num_calls: number of calls in the conversation so far.
+        closes_by_token: whether only the closing token, `CLOSE_SIGN`, ends a thought. Its text
+            spelled with other tokens does not.
     """
 
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""OutputParsers: which parsers a model's outputs go through, by its chat template or as told."""
+"""OutputParsers: chooses the parsers of a model's outputs, by chat template or option."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Row = TypeVar("Row", Family, Thoughts)
 
 @dataclass(frozen=True, slots=True)
 class AskedThinking:
-    """What a request says about the thought before its answer.
+    """Hold what a request says about thinking before the answer.
 
     Attributes:
-        is_off: the model must not think.
-        must_think: the output begins with a thought; else the model chooses.
+        is_off: whether the model must not think.
+        must_think: whether the output begins with a thought; if not, the model decides.
         budget_tokens: most tokens of the thought; None: no limit.
-        goes_on: the output goes on with a text of the prompt, so no thought begins.
+        goes_on: whether the output continues text of the prompt, so that no thought begins.
     """
 
     is_off: bool = False
@@ -41,16 +41,16 @@ class AskedThinking:
 
 
 class OutputParsers:
-    """Makes the parsers of a model's outputs.
+    """Make the parsers of a model's outputs.
 
     Args:
-        tokenizer: of the checkpoint; None: all is text.
+        tokenizer: the checkpoint's; None: outputs are plain text.
         tool_call_parser, reasoning_parser: names, ``auto`` or ``none``.
 
     Attributes:
-        tool_call_parser, reasoning_parser: the names that were found.
+        tool_call_parser, reasoning_parser: the chosen names.
 
-    Raises ConfigError for a name that there is not.
+    Raises ConfigError for an unknown name.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OutputParsers:
         source = ""
         if tokenizer is not None and tokenizer.chat_template is not None:
             source = tokenizer.chat_template.source(with_tools=True)
-        # Where a template takes no tools, they are told in Hermes' form.
+        # Templates without tools get tools described in Hermes' form.
         takes_tools = tokenizer is not None and tokenizer.takes_tools
         if tool_call_parser == AUTO:
             tool_call_parser = family_of(source, CALLS if takes_tools else {}) or "hermes"
@@ -78,7 +78,7 @@ class OutputParsers:
             self._thoughts = ThoughtFinder(tokenizer, self._reasoning.marks)
 
     def shown_token_ids(self, *, with_tools: bool) -> frozenset[int]:
-        """Special tokens that must be in an output's text, for they are what is parsed."""
+        """Return special tokens that must appear in the output's text so that parsers see them."""
         kinds = (self._reasoning, self._calls if with_tools else None)
         names = [name for kind in kinds if kind is not None for name in kind.special_tokens]
         found = map(self._tokenizer.special_token_id, names) if self._tokenizer else ()
@@ -96,10 +96,10 @@ class OutputParsers:
         is_constrained: bool = False,
         before_calls: bool = False,
     ) -> Thinking | None:
-        """Return what the engine must know of an output's thought; None: nothing depends on that.
+        """Return the marks and budget of a thought for the engine, or None if it need not know.
 
         Args:
-            is_constrained: a grammar holds the answer, and begins behind the thought.
+            is_constrained: whether a grammar constrains the answer after the thought.
             before_calls: see `ThoughtFinder.thinking`.
         """
         is_off = asked.is_off or asked.budget_tokens == 0
@@ -118,7 +118,7 @@ class OutputParsers:
         return None if lets_none_begin else found
 
     def asked_thinking(self, prompt: list[int], asked: Thinking) -> Thinking | None:
-        """Fill in the marks of a thought whose budget a client gives; None: the prompt allows none.
+        """Fill in the marks of a thought whose budget the client set; None if no thought can begin.
 
         Raises InvalidRequestError for a model without thoughts.
         """
@@ -131,18 +131,18 @@ class OutputParsers:
     def answer_or_calls(
         self, answer: str, functions: Sequence[Function], *, several: bool
     ) -> str | None:
-        """Make the grammar of an answer that fits a JSON schema, or calls of functions.
+        """Make a grammar of either an answer that fits a JSON Schema or calls.
 
-        Returns None when no calls are looked for in outputs; raises what `answer_or_calls` does.
+        Returns None if outputs are not parsed for calls; raises what `answer_or_calls` raises.
         """
         if self._calls is None:
             return None
         return answer_or_calls(self._calls.form, answer, functions, self._mark, several=several)
 
     def forced_calls(self, functions: Sequence[Function], *, several: bool) -> tuple[str, bool]:
-        """Make the grammar of calls of functions; raises InvalidRequestError.
+        """Make a grammar of calls; raises InvalidRequestError.
 
-        Returns the grammar, and whether `make` is to make a parser of one common call.
+        Also returns whether `make` must be asked for the parser of one common call.
         """
         if self._calls is None:
             return common_call(functions), True
@@ -152,9 +152,9 @@ class OutputParsers:
         return grammar, not is_of_family
 
     def text_or_calls(self, functions: Sequence[Function], *, several: bool) -> str | None:
-        """Make the grammar of a text that may end in calls of functions.
+        """Make a grammar of a text that may end in calls.
 
-        Returns None when calls in outputs cannot be told from texts; raises InvalidRequestError.
+        Returns None if calls cannot be distinguished from text; raises InvalidRequestError.
         """
         if self._calls is None:
             return None
@@ -174,14 +174,14 @@ class OutputParsers:
         thinks: bool = False,
         several: bool = True,
     ) -> OutputParser:
-        """Make a new parser, for one output.
+        """Make a new parser for one output.
 
         Args:
-            is_forced: a grammar holds the answer to one call in the common form.
-            is_constrained: a grammar holds the answer to something, but for a free text.
-            is_either: the grammar is that of `answer_or_calls`.
-            several: False: the output may have one call, and a client sees no other.
-            thinks: a thought may precede the grammar.
+            is_forced: whether a grammar forces one call in the common form.
+            is_constrained: whether a grammar constrains the answer to anything but free text.
+            is_either: whether that grammar is from `answer_or_calls`.
+            several: whether a client may get more than one call.
+            thinks: whether a thought may precede the constrained answer.
         """
         reasoning = self._reasoning if thinks or not (is_forced or is_constrained) else None
         parser = self._make(context, reasoning, is_forced, is_either)

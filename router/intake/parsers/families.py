@@ -1,7 +1,7 @@
-"""Families: how models write calls and reasoning, one row each.
+"""Families: one row for each way in which models write calls and reasoning.
 
-A row says all of a family: signs of its chat templates, marks of calls, and ids of calls.
-Parsers read by the rows, and `router/intake/answers/call_forms.py` writes grammars by the rows.
+A row has the signs in chat templates, the marks of calls and the form of call ids. Parsers read
+with these rows, and `router/intake/answers/call_forms.py` writes grammars from them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from router.intake.parsers.think import ThinkForm
 
 
 class CallForm(Protocol):
-    """Marks of calls, and what reads them.
+    """Marks of calls, and their parser.
 
     Attributes:
-        special_tokens: marks that may be special tokens: those must be in the text.
-        begins: marks of which one begins all calls; empty: nothing tells calls from an answer.
+        special_tokens: marks that may be special tokens, which must then stay in the text.
+        begins: marks that calls may begin with; empty: calls have no mark.
     """
 
     @property
@@ -44,10 +44,10 @@ class Family:
     """How a family of models writes calls.
 
     Attributes:
-        signs: a chat template that has one of these texts is of the family.
-        new_id: makes the id of a function's call, from the number of calls before it, as the
+        signs: texts of which any in a chat template identifies the family.
+        new_id: makes a call's id from the function's name and the number of earlier calls, as the
             family's templates show ids.
-        takes_all: the parser of calls finds reasoning, too.
+        takes_all: whether the parser of calls also finds reasoning.
     """
 
     form: CallForm
@@ -63,7 +63,7 @@ class Family:
         return self.form.make_parser(context, self.make_ids(context))
 
     def make_ids(self, context: ParserContext) -> MakeId:
-        """Make what makes ids of one output's calls."""
+        """Return a function that makes the ids of one output's calls."""
         numbers = itertools.count(context.num_calls)
         return lambda name: self.new_id(name, next(numbers))
 
@@ -73,8 +73,8 @@ class Thoughts:
     """How a family of models marks its reasoning.
 
     Attributes:
-        signs: a chat template that has one of these texts is of the family.
-        takes_all: the parser finds calls, too.
+        signs: texts of which any in a chat template identifies the family.
+        takes_all: whether the parser also finds calls.
     """
 
     form: ThinkForm | HarmonyForm
@@ -94,11 +94,11 @@ class Thoughts:
 
 
 def numbered_id(name: str, number: int) -> str:
-    """Make the id of a call as Kimi's templates show it."""
+    """Return a call id as Kimi's templates show it."""
     return f"functions.{name}:{number}"
 
 
-# A template is of the first family that it has a sign of.
+# The first row with a sign in the template wins.
 CALLS: dict[str, Family] = {
     "openai": Family(HarmonyForm(), ("<|channel|>",), takes_all=True),
     "glm45": Family(
@@ -204,6 +204,6 @@ THOUGHTS: dict[str, Thoughts] = {
 
 
 def family_of(template: str, rows: Mapping[str, Family] | Mapping[str, Thoughts]) -> str | None:
-    """Return the name of the row that a chat template is of, or None."""
+    """Return the name of the first row with a sign in a chat template, or None."""
     signs = ((name, sign) for name, row in rows.items() for sign in row.signs)
     return next((name for name, sign in signs if sign in template), None)

@@ -1,8 +1,8 @@
-"""gpt-oss: an output as messages of channels, in OpenAI's harmony format.
+"""gpt-oss: parses outputs of messages in channels, in OpenAI's harmony format.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 
-What is analysed is reasoning; what goes to ``functions.NAME`` is a call; the rest is text.
+The analysis channel is reasoning, messages to ``functions.NAME`` are calls, the rest is text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BEGINNINGS = (CHANNEL, START, " to=", "to=")
 
 @dataclass(frozen=True, slots=True)
 class HarmonyForm:
-    """Messages of channels: reasoning and calls are one format."""
+    """The harmony format, which covers reasoning and calls."""
 
     special_tokens: tuple[str, ...] = _TAGS
     begins: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class HarmonyForm:
 
 def _script(source: Source, prompt_end: str) -> Steps[None]:
     begun, mark, _ = prompt_end.rpartition(MESSAGE)
-    if mark and not (yield from _message(source, begun)):  # the prompt ends in a message
+    if mark and not (yield from _message(source, begun)):  # the prompt ends within a message
         return
     begins_with_header = bool(mark) or (yield from _begins(source))
     while True:
@@ -56,7 +56,7 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
             text = "".join(header)
             if not ending:
                 if CHANNEL not in text and START not in text and text.strip():
-                    yield text  # else a header that was cut short
+                    yield text  # otherwise a header was cut short
                 return
         begins_with_header = True
         tag = yield from _message(source, "".join(header))
@@ -65,7 +65,7 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
 
 
 def _end(source: Source) -> Steps[str]:
-    """Consume the mark that ends a message, if one comes next; returns the mark, or nothing."""
+    """Consume the mark that ends a message, if it is next; return it or ""."""
     for mark in _ENDS:
         if (yield from source.take(mark)):
             return mark
@@ -73,7 +73,7 @@ def _end(source: Source) -> Steps[str]:
 
 
 def _begins(source: Source) -> Steps[bool]:
-    """Whether the output begins with a header; one without is all text."""
+    """Return whether the output begins with a header; if not, all of it is text."""
     for text in _BEGINNINGS:
         if (yield from source.comes(text)):
             return True
@@ -81,7 +81,7 @@ def _begins(source: Source) -> Steps[bool]:
 
 
 def _message(source: Source, header: str) -> Steps[str]:
-    """A message behind its header; returns what ended it."""
+    """Read a message after its header; return the mark that ended it."""
     recipient = _RECIPIENT.search(header)
     if recipient:
         blanks = yield from source.match(SPACE)

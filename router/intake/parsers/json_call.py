@@ -1,4 +1,4 @@
-"""A call as a JSON object, ``{"name": ..., "arguments": {...}}``, read while it is written."""
+"""Parse a call written as ``{"name": ..., "arguments": {...}}`` while it is written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from router.intake.parsers.source import Source, Steps
 ARGUMENT_KEYS = ("arguments", "parameters")
 NO_ARGUMENTS = "{}"
 SPACE = re.compile(r"[ \t\r\n]*")
-# Between the arguments of a call and its mark: what ends the call, and too much of it.
+# Between a call's arguments and the closing mark: closing brackets, even too many.
 BEHIND = re.compile(r"[ \t\r\n}\]]*")
 _COMMA = re.compile(r"[ \t\r\n,]*")
-# Outside of strings: what may be there and means nothing here.
+# Characters outside strings that need no attention.
 _PLAIN = re.compile(r"[^\"{}\[\]<>();`|#$&=\\'@!?^%~]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _SCALAR = re.compile(r"[^\"{}\[\],<>\s]*")
@@ -23,7 +23,7 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 def is_nothing(text: str) -> bool:
-    """Say whether a text stands for the arguments of a call that has none."""
+    """Return whether a text stands for empty arguments."""
     return text.strip() in ("", "null")
 
 
@@ -33,23 +33,24 @@ def call_steps(
     names: Collection[str] | None = None,
     make_id: MakeId = new_call_id,
 ) -> Steps[str | None]:
-    """Read a call; returns None when there was one, or what was consumed and is none.
+    """Read a call; return None if there was one, or else the consumed text.
 
-    A call has begun with its name and the ``{`` of its arguments: then it is one, whatever comes.
+    A call counts once its name and the ``{`` of its arguments were read, even if the
+    rest is invalid.
 
     Args:
-        names: of functions that may be called; any if not given.
+        names: functions that may be called; None: any.
     """
     return (yield from _CallReader(source, names, make_id).steps())
 
 
 def list_steps(source: Source, read: str, *, make_id: MakeId = new_call_id) -> Steps[str | None]:
-    """Read a list of calls behind its ``[``; returns what `call_steps` does.
+    """Read a list of calls after its ``[``; return what `call_steps` returns.
 
-    A list is one of calls if the first thing in it is a call.
+    The list counts as calls if its first element is a call.
 
     Args:
-        read: text consumed before the list; belongs to what is no call.
+        read: text consumed before the list, which is returned if there is no call.
     """
     is_first = True
     while True:
@@ -74,14 +75,14 @@ class _CallReader:
         self._make_id = make_id
         self._read: list[str] = []
         self._name = ""
-        self._arguments: list[str] | None = None  # that came before the name
+        self._arguments: list[str] | None = None  # arguments that came before the name
         self._has_begun = False
 
     def steps(self) -> Steps[str | None]:
         has_ended = yield from self._members()
         if self._has_begun:
             return None
-        # Of a function without arguments some models write none.
+        # Some models write no arguments for functions without parameters.
         is_call = has_ended and self._name and (self._arguments or self._names is None)
         if not is_call:
             return "".join(self._read)
@@ -90,7 +91,7 @@ class _CallReader:
         return None
 
     def _members(self) -> Steps[bool]:
-        """Whether there was an object to its end, as far as a call needs one."""
+        """Return whether an object was read to its end, as far as a call needs it."""
         if not (yield from self._expect("{")):
             return False
         while True:
@@ -105,7 +106,7 @@ class _CallReader:
                 return (yield from self._expect("}"))
 
     def _member(self, key: str) -> Steps[bool]:
-        """Read a value; whether a call may have it."""
+        """Read a member's value; return whether a call may have it."""
         if key == "name" and not self._name:
             name = yield from self._string()
             if not name or (self._names is not None and name not in self._names):
@@ -139,7 +140,7 @@ class _CallReader:
         return True
 
     def _arguments_in_a_string(self) -> Steps[bool]:
-        """Read arguments as OpenAI's API has them, JSON in a string, as some models write them."""
+        """Read arguments as JSON in a string, as in OpenAI's API; some models write this."""
         text = yield from self._string()
         if text is None:
             return False
@@ -175,7 +176,7 @@ class _CallReader:
         return True
 
     def _string(self) -> Steps[str | None]:
-        """The next value, if it is a string."""
+        """Read the next value; return None if it is not a string."""
         yield from self._space()
         if (yield from self._source.peek()) != '"':
             return None
@@ -189,7 +190,7 @@ class _CallReader:
             return None
         try:
             value = json.loads("".join(parts), strict=False)
-            value.encode()  # half a surrogate pair can be sent to nobody
+            value.encode()  # raises for half a surrogate pair, which cannot be sent
         except (ValueError, RecursionError):
             return None
         return str(value)
@@ -200,12 +201,12 @@ class _CallReader:
 
 
 def value_steps(source: Source, take: Callable[[str], Part | None]) -> Steps[bool]:
-    """Consume a JSON value as it comes; returns whether it came to its end.
+    """Consume a JSON value as it comes; return whether it was complete.
 
-    What can be no JSON ends it; that is not consumed.
+    Stops before text that cannot be JSON.
 
     Args:
-        take: gets the text, piece by piece; what it returns is a part of the output.
+        take: called with each piece of text; returns a part of the output, or None.
     """
     first = yield from source.peek()
     if first not in ('"', "{", "["):
@@ -227,7 +228,7 @@ def value_steps(source: Source, take: Callable[[str], Part | None]) -> Steps[boo
 
 
 class _ValueState:
-    """Where in a JSON value a reader is."""
+    """Track the position within a JSON value."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -236,7 +237,7 @@ class _ValueState:
         self.has_ended = False
 
     def read(self, text: str) -> int:
-        """How much of the text belongs to the value."""
+        """Return how many leading characters of the text belong to the value."""
         position = 0
         while position < len(text) and not self.has_ended:
             if self._escaped:
@@ -245,7 +246,7 @@ class _ValueState:
                 continue
             pattern = _IN_STRING if self._in_string else _PLAIN
             run = pattern.match(text, position)
-            assert run is not None  # it matches nothing, too
+            assert run is not None  # an empty match is possible
             position = run.end()
             if position == len(text):
                 break
@@ -255,7 +256,7 @@ class _ValueState:
         return position
 
     def _sign(self, sign: str) -> bool:
-        """Go on behind a sign that means something; False where it cannot be."""
+        """Handle a structural character; return False if it is not allowed here."""
         if self._in_string:
             self._escaped = sign == "\\"
             self._in_string = self._escaped

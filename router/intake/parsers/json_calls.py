@@ -1,4 +1,4 @@
-"""Calls as JSON objects: between marks anywhere in a text, or an output that is nothing else.
+"""Calls as JSON objects: between marks anywhere in a text, or as the whole output.
 
 I will look.<tool_call>
 {"name": "get_weather", "arguments": {"city": "Bonn"}}
@@ -23,17 +23,17 @@ from router.intake.parsers.source import (
 
 _BETWEEN = re.compile(r"[ \t\r\n;,]*")
 Block = Callable[[Source], Steps[str | None]]
-"""Reads calls behind a mark; returns None when there was one, or what was consumed and is none."""
+"""Reads calls after a mark; returns None if there was one, or else the consumed text."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """Marks of calls in JSON; what is between marks and is no call stays text, marks included.
+    """Marks of calls in JSON; text between marks that is no call stays text, with its marks.
 
     Attributes:
-        opens: marks that calls may begin with, the one that grammars use first.
-        close: marks the end of calls; empty: nothing does.
-        is_list: one mark is before all calls, which are a list; a parser reads both.
+        opens: marks that may begin calls; grammars use the first.
+        close: mark that ends calls; empty: none.
+        is_list: whether one mark begins a list of all calls; parsers accept both.
     """
 
     opens: tuple[str, ...]
@@ -66,9 +66,9 @@ class JsonForm:
 
 @dataclass(frozen=True, slots=True)
 class BareJsonForm:
-    """An output that is nothing but calls, divided by semicolons, perhaps behind a mark.
+    """An output that is only calls, separated by semicolons, possibly after a mark.
 
-    Only functions that are offered are called: other JSON is text.
+    Only offered functions count as calls; other JSON is text.
     """
 
     tag: str
@@ -108,7 +108,7 @@ def marked_steps(source: Source, opens: tuple[str, ...], close: str, block: Bloc
     """Read calls between marks, anywhere in a text.
 
     Args:
-        close: empty: no mark is behind calls.
+        close: mark after calls; empty: none.
     """
     ends = (close, *opens) if close else opens
     tag = yield from source.until(opens, as_text)
@@ -117,7 +117,7 @@ def marked_steps(source: Source, opens: tuple[str, ...], close: str, block: Bloc
         if no_call is not None:
             yield tag + no_call
         tag = yield from source.until(ends, as_text)
-        if tag and tag == close:  # models forget it
+        if tag and tag == close:  # models sometimes omit it
             if no_call is not None:
                 yield close
             tag = yield from source.until(opens, as_text)

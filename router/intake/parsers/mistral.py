@@ -1,4 +1,4 @@
-"""Mistral: a mark and a list of calls, or (since 2025) a name and its arguments each.
+"""Mistral: a mark and a list of calls, or (since 2025) a mark, name and arguments per call.
 
 [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ...]
 [TOOL_CALLS]f{"x": 1}[TOOL_CALLS]g[ARGS]{}
@@ -25,13 +25,13 @@ _NAME = re.compile(r"[\w.\-]*")
 
 
 def new_short_id(name: str = "", number: int = 0) -> str:
-    """Make the id of a call as Mistral's templates want it: nine letters or digits."""
+    """Return a random call id of nine letters or digits, as Mistral's templates require."""
     return uuid.uuid4().hex[:9]
 
 
 @dataclass(frozen=True, slots=True)
 class MistralForm:
-    """Calls behind their mark, in both forms."""
+    """Calls after their mark, in both forms."""
 
     special_tokens: tuple[str, ...] = (TAG, CALL_ID, ARGS)
     begins: tuple[str, ...] = (TAG,)

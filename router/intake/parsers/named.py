@@ -1,4 +1,4 @@
-"""Calls as a function's name and JSON arguments, divided by marks: DeepSeek's and Kimi's forms.
+"""Calls as function name and JSON arguments between marks, as DeepSeek and Kimi write them.
 
 <｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Bonn"}<｜tool▁call▁end｜>
 """
@@ -34,11 +34,11 @@ class NamedForm:
     """Marks of calls.
 
     Attributes:
-        all_open, all_close: mark all calls of an output.
-        open, close: mark one call.
-        separator: divides a name from its arguments.
-        is_fenced: the name may stand behind the separator, and its arguments in a block of code.
-        prefix: stands before a function's name, which ``:`` and a number of the call follow.
+        all_open, all_close: enclose all calls of an output.
+        open, close: enclose one call.
+        separator: stands between name and arguments.
+        is_fenced: whether the name may follow the separator, with arguments in a code block.
+        prefix: stands before the name, which is then followed by ``:`` and the call's number.
     """
 
     all_open: str
@@ -58,7 +58,7 @@ class NamedForm:
         return (self.all_open,)
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser; a call begins with its name and the ``{`` of its arguments."""
+        """Make a parser; a call counts once its name and the ``{`` of its arguments were read."""
         return ScriptedParser(_Reader(self, make_id).steps)
 
 
@@ -77,7 +77,7 @@ class _Reader:
                 yield form.open + no_call
 
     def _call(self, source: Source) -> Steps[str | None]:
-        """Read a call; returns None when there was one, or what was consumed and is none."""
+        """Read a call; return None if there was one, or else the consumed text."""
         form = self._form
         name = yield from source.match(_NAME)
         read = name + (yield from source.match(SPACE))
@@ -103,7 +103,7 @@ class _Reader:
         return None
 
     def _begin(self, written: str) -> CallBegins:
-        """Begin a call; an id that the model wrote stays, as the model refers to it later."""
+        """Begin a call; keep an id that the model wrote, because the model refers to it later."""
         if not self._form.prefix:
             return CallBegins(written, self._make_id(written))
         name = written.removeprefix(self._form.prefix)

@@ -1,4 +1,4 @@
-"""Outputs of one kind: text, one call, or what their beginning says."""
+"""Parsers of simple outputs: plain text, one call, calls or text, only the first call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_
 
 
 class PlainText:
-    """Everything is text."""
+    """Treat the whole output as text."""
 
     def push(self, text: str) -> Iterator[Part]:
         if text:
@@ -28,7 +28,7 @@ class PlainText:
 
 
 class OneCall(ScriptedParser):
-    """Reads an output that is one call: a grammar saw to it.
+    """Read an output that is one call, as a grammar ensured.
 
     Args:
         make_id: makes the call's id.
@@ -44,12 +44,12 @@ class OneCall(ScriptedParser):
 
 
 class CallsOrText:
-    """Reads an output that is calls if it begins with one of their marks, and a text otherwise.
+    """Read an output as calls if it begins with one of their marks, else as text.
 
-    A text may have a mark within it.
+    In the second case marks within the text mean nothing.
 
     Args:
-        calls: divides calls.
+        calls: the parser of calls.
     """
 
     def __init__(self, marks: tuple[str, ...], calls: OutputParser) -> None:
@@ -75,10 +75,10 @@ class CallsOrText:
 
 
 class FirstCall:
-    """Drops the calls behind the first one, for requests that may have one call.
+    """Drop all calls after the first, for requests that allow only one.
 
     Args:
-        parts: divides the output.
+        parts: the parser of the output.
     """
 
     def __init__(self, parts: OutputParser) -> None:

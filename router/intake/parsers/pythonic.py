@@ -1,4 +1,4 @@
-"""Calls in Python's words: an output like ``[f(x=1), g(y="a")]``, or calls between marks."""
+"""Calls in Python syntax: an output like ``[f(x=1), g(y="a")]``, or calls between marks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 
+from router.intake.answers.argument_types import is_json
 from router.intake.parsers.base import (
     CallArguments,
     CallBegins,
@@ -27,13 +28,13 @@ _CLOSES = {")": "(", "]": "[", "}": "{"}
 
 @dataclass(frozen=True, slots=True)
 class PythonForm:
-    """Marks of calls in Python's words.
+    """Marks of calls in Python syntax.
 
     Attributes:
-        open, close: marks around calls.
-        is_marked: calls are between marks, anywhere in a text; else an output is a list of calls,
-            marks may be missing, and only functions that are offered are called.
-        is_list: brackets are around calls, and commas between them; else each has its line.
+        open, close: enclose calls.
+        is_marked: whether calls stand between marks anywhere in a text. Otherwise the output is a
+            list of calls, marks are optional, and only offered functions count.
+        is_list: whether calls form a list in brackets; if not, each is on its own line.
     """
 
     open: str
@@ -50,7 +51,7 @@ class PythonForm:
         return (self.open,) if self.is_marked else ()
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser; what is no call stays text."""
+        """Make a parser; everything but calls is text."""
         names = None if self.is_marked else frozenset(context.tools)
 
         def block(source: Source) -> Steps[str | None]:
@@ -82,10 +83,10 @@ class PythonForm:
 def _calls(
     source: Source, names: frozenset[str] | None, read: str, make_id: MakeId
 ) -> Steps[str | None]:
-    """Read calls; returns None when there was one, or what was consumed and is none.
+    """Read calls; return None if there was one, or else the consumed text.
 
     Args:
-        names: of functions that may be called; any if not given.
+        names: functions that may be called; None: any.
     """
     is_first = True
     while True:
@@ -113,7 +114,7 @@ def _calls(
 
 
 def _arguments(source: Source) -> Steps[str | None]:
-    """Read ``x=1, y="a")`` as a JSON object; returns what was consumed and is no argument."""
+    """Read ``x=1, y="a")`` as a JSON object; return consumed text that is no argument, or None."""
     sign = "{"
     while True:
         yield from source.match(SPACE)
@@ -137,7 +138,7 @@ def _arguments(source: Source) -> Steps[str | None]:
 
 
 def _value(source: Source) -> Steps[str]:
-    """Consume text up to a comma or a parenthesis outside of strings and brackets."""
+    """Consume text up to a comma or parenthesis outside of strings and brackets."""
     parts: list[str] = []
     opened: list[str] = []
     quote = ""
@@ -162,7 +163,7 @@ def _value(source: Source) -> Steps[str]:
 
 
 def _as_json(text: str) -> str | None:
-    """Write a literal of Python, or JSON, as JSON; None if it is none, or JSON cannot say it."""
+    """Return a literal of Python or JSON as JSON, or None if that is impossible."""
     text = text.strip()
     if text in _WORDS:
         return _WORDS[text]
@@ -173,9 +174,9 @@ def _as_json(text: str) -> str | None:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
         return written
-    return None
+    return text if is_json(text) else None  # JSON with a number that no float has
 
 
 def _read_lines(text: str) -> object:
-    """Read a string with line breaks in it, which templates show as they are."""
+    """Read a string that contains raw line breaks, which templates show so."""
     return ast.literal_eval(text.translate(_ESCAPES))

@@ -1,8 +1,7 @@
-"""Source: an output that comes in pieces, for parsers that are written as if it were all there.
+"""Source: lets a parser read an output as if it were complete, while it comes in pieces.
 
-A parser is a generator: it yields parts, and `MORE` where it cannot go on without more text. What
-it asks for is answered the same however the text was cut, and no text is looked at twice but the
-beginning of a marker.
+A parser is a generator that yields parts, and `MORE` when it needs more text. How the text is cut
+does not change what it reads, and only possible beginnings of markers are scanned twice.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from router.intake.parsers.base import CallArguments, CallBegins, Part
 
 
 class _More:
-    """More text is needed."""
+    """Signals that more text is needed."""
 
 
 MORE: Final = _More()
@@ -26,7 +25,7 @@ Steps = Generator[Step, None, T]
 
 
 class Source:
-    """Text that is not consumed yet."""
+    """Hold text that is not consumed yet."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -34,21 +33,21 @@ class Source:
         self._has_ended = False
 
     def feed(self, text: str) -> None:
-        """More of it."""
+        """Add text."""
         self._text = self._text[self._position :] + text
         self._position = 0
 
     def end(self) -> None:
-        """There is no more."""
+        """Note that no more text comes."""
         self._has_ended = True
 
     def until(self, markers: tuple[str, ...], take: Callable[[str], Part | None]) -> Steps[str]:
-        """Consume text up to the first of some markers, and that; returns it, or "" at the end.
+        """Consume text through the first of several markers; return that marker, or "" at the end.
 
-        No marker may be a part of another one, but of its end.
+        No marker may contain another one, except at its end.
 
         Args:
-            take: gets the text before, piece by piece; what it returns is a part of the output.
+            take: called with each piece of text before the marker; returns a part, or None.
         """
         pattern = _any_of(markers)
         while True:
@@ -67,13 +66,13 @@ class Source:
             yield MORE
 
     def peek(self, num_chars: int = 1) -> Steps[str]:
-        """The next characters, not consumed; fewer only at the end."""
+        """Return the next characters without consuming them; fewer only at the end."""
         while len(self._text) - self._position < num_chars and not self._has_ended:
             yield MORE
         return self._text[self._position : self._position + num_chars]
 
     def match(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Consume the longest run of characters that a pattern like ``[a-z]*`` describes."""
+        """Consume the longest run that matches a pattern like ``[a-z]*``."""
         runs = []
         while True:
             found = pattern.match(self._text, self._position)
@@ -85,31 +84,31 @@ class Source:
             yield MORE
 
     def comes(self, text: str) -> Steps[bool]:
-        """Whether exactly this comes next."""
+        """Return whether exactly this text is next."""
         for length in range(1, len(text) + 1):
             if (yield from self.peek(length)) != text[:length]:
                 return False
         return True
 
     def take(self, text: str) -> Steps[bool]:
-        """Consume exactly this, if it comes next."""
+        """Consume exactly this text if it is next; return whether it was."""
         if not (yield from self.comes(text)):
             return False
         self._position += len(text)
         return True
 
     def chunk(self) -> Steps[str]:
-        """All that is there, not consumed; empty only at the end."""
+        """Return all text that is available, not consumed; empty only at the end."""
         while self._position == len(self._text) and not self._has_ended:
             yield MORE
         return self._text[self._position :]
 
     def skip(self, num_chars: int) -> None:
-        """Consume so many characters that `chunk` or `peek` has shown."""
+        """Consume this many characters, which `chunk` or `peek` has returned."""
         self._position += num_chars
 
     def _num_held(self, markers: tuple[str, ...]) -> int:
-        """Length of the longest end of the text that a marker begins with."""
+        """Return the length of the longest suffix of the text that may begin a marker."""
         if self._has_ended:
             return 0
         num_there = len(self._text) - self._position
@@ -121,15 +120,15 @@ class Source:
 
 
 class ScriptedParser:
-    """An output parser of a script, which must consume all that there is.
+    """Parse an output with a script, which must consume all text.
 
-    Blanks between calls, and behind the last one, are no text.
+    White space between calls and after the last one is dropped.
     """
 
     def __init__(self, script: Callable[[Source], Steps[None]]) -> None:
         self._source = Source()
         self._steps = script(self._source)
-        self._after_call = False  # nothing but blanks came since
+        self._after_call = False  # only white space came since the last call
         self._blanks: list[str] = []
 
     def push(self, text: str) -> Iterator[Part]:
@@ -159,7 +158,7 @@ class ScriptedParser:
 
 
 def as_text(text: str) -> Part:
-    """What the assistant says."""
+    """Return a text as part of the assistant's message."""
     return text
 
 
@@ -169,7 +168,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def rest_as_text(source: Source) -> Steps[None]:
-    """What is left is what the assistant says."""
+    """Pass on the remaining text as part of the assistant's message."""
     while text := (yield from source.chunk()):
         source.skip(len(text))
         yield text

@@ -1,4 +1,4 @@
-"""Calls whose arguments are tags: Qwen3-Coder's form, and others with marks of their own.
+"""Calls whose arguments stand in tags: Qwen3-Coder's form, and similar ones.
 
 <tool_call>
 <function=get_weather>
@@ -34,15 +34,16 @@ _PLAIN_NAME = re.compile(r"[\w.:/\-]+")
 
 @dataclass(frozen=True, slots=True)
 class TaggedForm:
-    """Marks of a call, in the order in which a model writes them.
+    """Marks of a call, in the order in which a model writes them; "" if a family has none.
 
     Attributes:
-        open, close: mark the call.
-        function, name_end: mark the function's name.
-        key, key_end: mark an argument's name.
-        value, value_end: mark an argument's value.
-        end: marks the end of the arguments.
-        has_lines: a value has lines of its own, whose ends are no part of the value.
+        open, close: enclose the call.
+        function, name_end: enclose the function's name.
+        key, key_end: enclose an argument's name.
+        value, value_end: enclose an argument's value.
+        end: follows the arguments.
+        has_lines: whether values stand on lines of their own; these line breaks are not part of
+            them.
 
     An empty text is a mark that the family does not have.
     """
@@ -69,7 +70,7 @@ class TaggedForm:
         return (self.open,)
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser that gives each argument the type that the function's schema says."""
+        """Make a parser that gives each argument the type from the function's schema."""
         return ScriptedParser(_Reader(self, context, make_id).steps)
 
 
@@ -94,14 +95,14 @@ class _Reader:
             if ended == form.end and tag == form.open:
                 yield from source.match(SPACE)
                 yield from source.take(form.close)
-            is_next = ended in self._tags  # the model left the end out
+            is_next = ended in self._tags  # the model omitted the end
             tag = ended if is_next else (yield from source.until(self._tags, as_text))
 
     def _tools(self, name: str) -> dict[str, object]:
         return dict(self._context.tools.get(name, {}))
 
     def _name(self, source: Source, tag: str) -> Steps[str]:
-        """Read a function's name; if there is none, yields what was read, and returns ""."""
+        """Read a function's name; if there is none, yield the consumed text and return ""."""
         form, read = self._form, tag
         if tag == form.open:
             read += yield from source.match(SPACE)
@@ -123,13 +124,13 @@ class _Reader:
         return name
 
     def _goes_on(self, source: Source) -> Steps[bool]:
-        """Return whether an argument, or the end of the call, comes next."""
+        """Return whether an argument or the end of the call is next."""
         if (yield from source.comes(self._form.key)):
             return True
         return (yield from source.comes(self._form.close))
 
     def _arguments(self, source: Source, types: ArgumentTypes) -> Steps[str]:
-        """Read arguments as a JSON object; returns the mark that ended them."""
+        """Read arguments as a JSON object; return the mark that ended them."""
         form, sign = self._form, "{"
         while (ended := (yield from source.until(self._ends, _nothing))) == form.key:
             name = (yield from source.match(_NAME)).strip()
@@ -155,11 +156,11 @@ class _Reader:
 
 
 def _nothing(text: str) -> None:
-    """Drop what is between arguments."""
+    """Drop text between arguments."""
 
 
 class _Value:
-    """Writes one argument as JSON; a string as the string comes."""
+    """Write one argument as JSON; strings are streamed."""
 
     def __init__(self, types: ArgumentTypes, name: str) -> None:
         self._types = types
@@ -169,12 +170,12 @@ class _Value:
         self._is_text = False
 
     def push(self, text: str) -> Part | None:
-        """Take the next piece of the argument's text, and return what is certain of its JSON."""
+        """Take a piece of the argument's text, and return the JSON that is certain, or None."""
         if self._is_text:
             return CallArguments(_escaped(text))
         self._held.append(text)
         self._num_held += len(text)
-        # A text that is none in its first characters is none in the later ones.
+        # If its first characters do not make it a string, later ones do not either.
         if self._num_held - len(text) > _DECIDED_CHARS:
             return None
         begun = "".join(self._held)
@@ -187,8 +188,7 @@ class _Value:
         """Return the rest of the argument's JSON."""
         if self._is_text:
             return '"'
-        value = self._types.value_of(self._name, "".join(self._held))
-        return json.dumps(value, ensure_ascii=False)
+        return self._types.json_of(self._name, "".join(self._held))
 
 
 def _escaped(text: str) -> str:

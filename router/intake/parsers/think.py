@@ -1,4 +1,4 @@
-"""Qwen3 and DeepSeek-R1: reasoning between ``<think>`` and ``</think>``, before all else."""
+"""Qwen3 and DeepSeek-R1: parse reasoning between ``<think>`` and ``</think>`` at the start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True, slots=True)
 class ThinkForm:
-    """Reasoning between marks, at the beginning of an output or already begun in the prompt."""
+    """Reasoning between marks, at the start of an output or begun in the prompt."""
 
     marks: ThoughtMarks
 
@@ -25,7 +25,7 @@ class ThinkForm:
         return (self.marks.open, self.marks.close)
 
     def make_parser(self, context: ParserContext) -> OutputParser:
-        """Make a parser of one output."""
+        """Make a parser for one output."""
         opening = self.marks.open
         closing = CLOSE_SIGN if context.closes_by_token else self.marks.close
         thinks, _ = self.marks.place_of(context.prompt_end)
@@ -51,7 +51,7 @@ class ThinkForm:
 
 
 def _reasoning(source: Source, close: str) -> Steps[None]:
-    """Read up to the mark; the newlines before the mark are no reasoning."""
+    """Read reasoning up to the mark, without the newlines before the mark."""
     newlines = ""
 
     def take(text: str) -> Part | None:
@@ -65,7 +65,7 @@ def _reasoning(source: Source, close: str) -> Steps[None]:
 
 
 class ThinkFirst:
-    """Reasoning as one parser finds it, and what is no reasoning as another one divides it."""
+    """Let one parser find the reasoning, and another divide the rest."""
 
     def __init__(self, reasoning: OutputParser, rest: OutputParser) -> None:
         self._reasoning = reasoning

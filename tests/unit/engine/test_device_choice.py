@@ -175,7 +175,7 @@ def test_how_a_gpu_keeps_weights(
     ("weights", "capability", "problem"),
     [
         ("fp8", (8, 0), "compute capability 8.9, got 8.0"),
-        ("fp16", (9, 0), "wants --dtype to be that, got bfloat16"),
+        ("fp16", (9, 0), "requires the matching --dtype, got bfloat16"),
     ],
 )
 def test_weights_that_a_device_cannot_keep_are_refused(

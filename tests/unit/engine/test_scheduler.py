@@ -376,6 +376,21 @@ def test_prompts_get_few_tokens_in_a_step_that_also_decodes() -> None:
     assert step(scheduler)[0] == {"old": 1, "b": 4}
 
 
+def test_a_step_beside_decodes_has_the_smaller_one_of_two_limits() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=100, prefill_tokens_beside_decodes=6)
+    scheduler.add(make_request("old", 20, 9))
+    first = scheduler.schedule(num_beside_decodes=4)
+    assert (first.num_scheduled_tokens, first.decodes) == (20, False)  # nobody decodes yet
+    scheduler.update(first, FakeRunner().execute(first))
+    scheduler.add(make_request("new", 12, 1))
+    for limit, num_tokens in ((4, 4), (100, 6), (5, 2), (5, 0)):
+        scheduled = scheduler.schedule(num_beside_decodes=limit)
+        assert scheduled.decodes
+        assert scheduled.num_prompt_tokens == num_tokens
+        assert scheduled.num_scheduled_tokens == num_tokens + 1
+        scheduler.update(scheduled, FakeRunner().execute(scheduled))
+
+
 def test_chunks_of_one_token_count_as_tokens_of_prompts() -> None:
     scheduler = make_scheduler(long_prefill_token_threshold=1, prefill_tokens_beside_decodes=1)
     scheduler.add(make_request("old", 1, 9))
@@ -402,6 +417,18 @@ def test_a_request_whose_kv_has_come_counts_as_one_that_decodes() -> None:
     scheduler.commit("remote", 7)
     scheduler.add(make_request("here", 40, 2))
     assert step(scheduler)[0] == {"remote": 1, "here": 6}
+
+
+def test_a_prompt_that_waits_for_its_turn_in_a_step_delays_no_grant() -> None:
+    scheduler = make_scheduler(num_blocks=30, block_size=4, prefill_tokens_beside_decodes=3)
+    for name in ("old", "first", "second"):
+        scheduler.add(make_request(name, 12, 9))
+        step(scheduler)
+    assert scheduler.num_waiting == 1  # "first" has all tokens of a step
+    for name in ("fits", "does not fit"):
+        scheduler.park(make_request(name, 36, 4))
+    assert scheduler.grant("fits") is not None
+    assert scheduler.grant("does not fit") is None  # "second" needs 4 of the 14 blocks left
 
 
 def test_a_preempted_request_is_computed_again_in_small_parts_beside_decodes() -> None:

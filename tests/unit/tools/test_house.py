@@ -44,7 +44,7 @@ def test_what_was_written_is_true(root: Path) -> None:
     assert "v1" not in text.partition("Together")[0]
     assert "[0001: First](0001-a.md)" in (root / house.DECISIONS).read_text()
     path = (root / house.DAY_PATH).read_text()
-    assert "The day is 1 files, 4 lines; the aim is 6,000: it fits." in path
+    assert "The first half has 1 files, 4 lines; the goal is 6,000 lines: it fits." in path
     assert "## 1. First\n\nOf all.\n" in path
     assert "| `baton/cli/r.py` | Reads. | 1 | 4 |" in path
 
@@ -110,11 +110,10 @@ def test_every_package_and_decision_of_this_house_is_on_its_page() -> None:
     assert [name for name in files if f"({name})" not in index] == []
 
 
-def test_the_walk_names_types_that_are_there() -> None:
-    """Each station's, in the room that the page says."""
-    stations = re.findall(
-        r"^\| \d+ \| `(\w+)` \| (.*?) \|", (ROOT / "docs" / "walk.md").read_text("utf-8"), re.M
-    )
+def test_the_life_of_a_request_names_types_that_exist() -> None:
+    """Find each station's types in the room that the page names."""
+    page = (ROOT / "docs" / "life_of_a_request.md").read_text("utf-8")
+    stations = re.findall(r"^\| \d+ \| `(\w+)` \| (.*?) \|", page, re.M)
     assert len(stations) >= 10
     for room, types in stations:
         for name in re.findall(r"`(\w+)`", types):

@@ -183,7 +183,7 @@ def test_what_a_node_says_to_people_is_short_and_moves_no_cursor() -> None:
         assert "push.transport: must have at most 256" in problem_of(delta(push=push))
         assert "names: must have at most 256" in problem_of(PeerReport("p", True, text))
         assert "stalled_thread: must have" in problem_of(NodeBeat(stalled_thread=text))
-    assert not problem_of(delta(why_drafts="3 of 4 guesses paid"))
+    assert not problem_of(delta(why_drafts="3 of 4 drafts paid"))
     pool = make_pool()
     prefill = HandNode(pool, make_registration("p", NodeRole.PREFILL))
     decode = HandNode(pool, registration)

@@ -1,0 +1,31 @@
+"""Four users of a split deployment: prompts do not stretch the gaps of each other's streams.
+
+The real router and real node loops, on the virtual time of a CPU with two cores.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+import pytest
+
+sys.path.insert(0, "benchmarks")
+
+from beside_decodes import percentile, play
+
+pytestmark = pytest.mark.medium
+
+
+@pytest.mark.parametrize("num_users", [4, 16])
+def test_prompts_hardly_stretch_the_gaps_of_streams(num_users: int) -> None:
+    seen = play("split", num_users, 64)
+    assert percentile(seen.later_gaps_s, 0.99) <= 1.5 * statistics.median(seen.later_gaps_s)
+    # Behind token 1 there are the hand-off, a step that has begun, and a step of its own.
+    assert max(seen.gaps_s) <= 3 * statistics.median(seen.gaps_s)
+
+
+def test_prompts_are_still_computed_beside_decodes_where_prefill_nodes_are_busy() -> None:
+    both, pairs_only = (play(shape, 16, 64) for shape in ("split", "split, no local prefill"))
+    assert both.num_alone > 0
+    assert both.elapsed_s < 0.9 * pairs_only.elapsed_s
