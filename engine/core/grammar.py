@@ -156,16 +156,17 @@ class GrammarState:
         """Advance by a token of the output; return False if the grammar forbids the token."""
         if self.problem:
             return False
-        if not self._may_come(token_id):
+        thought = self.thought  # most requests have none, and pay for none in each step
+        if thought is not None and not self._may_come(token_id):
             self.problem = f"structured_output: token {token_id} is no part of the thought's form"
-        elif self._is_of_answer(token_id) and self._matcher is not None:
+        elif (thought is None or not thought.accept(token_id)) and self._matcher is not None:
             began_at = time.thread_time()
             if not self._matcher.consume_token(token_id):
                 self.problem = f"structured_output: {one_line(self._matcher.get_error())}"
             self._spent_s += time.thread_time() - began_at
         self.has_mask = False
         self.num_accepted += 1
-        if self.num_free:
+        if thought is not None and self.num_free:
             self.compute_mask()  # nothing to compute: the token is free
         return not self.problem
 
@@ -199,11 +200,13 @@ class GrammarState:
 
     def _next_bits(self) -> NDArray[np.uint8] | None:
         """Compute the mask of the next token; None where the token is free."""
-        if self.num_free:
-            return None
-        if self.thought is not None and self.thought.must_begin:
-            return self._beginning_bits(self.thought)
-        bits, thought = np.zeros_like(self._permitted), self.thought
+        thought = self.thought
+        if thought is not None:
+            if self.num_free:
+                return None
+            if thought.must_begin:
+                return self._beginning_bits(thought)
+        bits = np.zeros_like(self._permitted)
         if self._matcher is not None and (thought is None or thought.may_answer):
             self._add_grammar_bits(self._matcher, bits)
         if thought is not None:

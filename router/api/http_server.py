@@ -38,8 +38,10 @@ from baton.telemetry.trace_context import TRACEPARENT, TRACESTATE
 from baton.telemetry.tracing import NO_TRACING, Tracing
 from baton.version import __version__
 from router.api.anthropic_messages.api import count_tokens, messages
+from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest
 from router.api.http.chat import chat_completions
 from router.api.http.completions import completions
+from router.api.http.decoding import prepare_decoding
 from router.api.http.errors import (
     MESSAGES_REQUEST_ID_HEADER,
     REQUEST_ID,
@@ -51,8 +53,15 @@ from router.api.http.errors import (
 from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, HttpOptions, unknown_model
 from router.api.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
 from router.api.http.responses import LoadObject, ModelList, ModelObject, VersionObject
-from router.api.http.tokenization import detokenize, tokenize
+from router.api.http.schema import ChatRequest, CompletionRequest
+from router.api.http.tokenization import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 from router.api.openai_responses.api import responses
+from router.api.openai_responses.request import ResponsesRequest
 from router.api.ui.page import StatusPage
 from router.fleet.node_pool import NodePool
 from router.gate.overload import Overload
@@ -83,6 +92,11 @@ SERVED: dict[str, _Serve] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }
+# Kinds of bodies that the functions above read.
+BODY_KINDS = (
+    CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
+    TokenizeRequest, DetokenizeRequest,
+)  # fmt: skip
 NOT_SERVED = (
     "/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
     "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/v1/audio/transcriptions",
@@ -203,6 +217,8 @@ class HttpServer:
 
         Raises ConfigError if the address is malformed or in use.
         """
+        for kind in BODY_KINDS:
+            prepare_decoding(kind)
         await self._runner.setup()
         server = self._runner.server
         assert server is not None  # set up

@@ -5,6 +5,7 @@ A type error is one line that names the field. The cost of parsing is bounded be
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,19 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
         if strict and unknown:
             raise InvalidRequestError(unknown[0], "is no field that Baton knows")
         return msgspec.json.decode(body, type=kind), unknown
+
+
+def prepare_decoding(kind: type) -> None:
+    """Build what `decode` needs to know of a kind of request, so that no request waits for it.
+
+    Reading the annotations of a large request takes about 7 ms.
+    """
+    kinds = [kind]
+    for one in kinds:
+        _known(one)
+        kinds += [inner for inner in _objects(one).values() if inner not in kinds]
+    with contextlib.suppress(msgspec.ValidationError):  # a field is missing
+        msgspec.json.decode(b"{}", type=kind)
 
 
 def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> Iterator[str]:

@@ -17,9 +17,9 @@ from aiohttp.test_utils import make_mocked_request
 from baton.api.errors import ConfigError, OverloadedError
 from baton.api.outputs import FinishReason
 from baton.link.words import CancelCommand, PrefillCommand
-from router.api.http import exchange
+from router.api.http import decoding, exchange
 from router.api.http.errors import error_response
-from router.api.http_server import HttpServer
+from router.api.http_server import SERVED, HttpServer
 from router.gate.admission import Admission
 from router.gate.admission_options import AdmissionOptions
 from router.gate.capacity import Capacity
@@ -465,3 +465,20 @@ def test_text_that_is_no_unicode_is_the_clients_error(path: str, body: bytes, pa
         assert (await error_of(response))["param"] == param
 
     run()
+
+
+def test_a_server_that_has_started_knows_the_fields_of_every_body() -> None:
+    """The first request of each kind waited 7 ms for the annotations of its fields."""
+
+    async def scenario() -> None:
+        decoding._known.cache_clear()
+        decoding._objects.cache_clear()
+        async with HttpScene().running() as scene:
+            num_known = decoding._known.cache_info().misses
+            for path in SERVED:
+                reply = await scene.post(path, model=5, response_format={}, stream_options={})
+                assert reply.status == 400
+            assert decoding._known.cache_info().misses == num_known
+            assert num_known > len(SERVED)
+
+    asyncio.run(scenario())
