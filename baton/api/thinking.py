@@ -30,7 +30,8 @@ class Thinking:
             prompt.
         open_marks: token sequences; any of them opens the thought.
         is_open: whether the prompt has opened the thought.
-        must_open: whether the output must begin with an opening mark; False: the model chooses.
+        must_open: whether the output must begin with a thought of at least one token, unless the
+            budget is 0; False: the model chooses.
         may_reopen: whether a later opening mark continues the thought, within the rest of the
             budget.
         behind_token_ids: tokens forced after the closing mark if a ``structured_output`` follows.

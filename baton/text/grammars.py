@@ -19,7 +19,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
-from baton.text.schema_repairs import enforceable_schema
+from baton.text.schemas.repairs import enforceable_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

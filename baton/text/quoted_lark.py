@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from baton.api.errors import InvalidRequestError
-from baton.text.schema_repairs import end_of_class
+from baton.text.schemas.repairs import end_of_class
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+)

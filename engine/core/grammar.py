@@ -188,6 +188,9 @@ class GrammarState:
         thought = self.thought
         if thought is None or thought.num_free or thought.may_answer:
             return True
+        if thought.must_begin:
+            bits = self._beginning_bits(thought)
+            return token_id < 8 * len(bits) and bool(bits[token_id // 8] >> token_id % 8 & 1)
         return token_id in thought.choices
 
     def _is_of_answer(self, token_id: int) -> bool:
@@ -198,6 +201,8 @@ class GrammarState:
         """Compute the mask of the next token; None where the token is free."""
         if self.num_free:
             return None
+        if self.thought is not None and self.thought.must_begin:
+            return self._beginning_bits(self.thought)
         bits, thought = np.zeros_like(self._permitted), self.thought
         if self._matcher is not None and (thought is None or thought.may_answer):
             self._add_grammar_bits(self._matcher, bits)
@@ -209,6 +214,14 @@ class GrammarState:
         if not self.problem and not bits.any():
             self.problem = _STUCK
         return np.full_like(bits, 0xFF) if self.problem else bits
+
+    def _beginning_bits(self, thought: ThoughtState) -> NDArray[np.uint8]:
+        """Compute a mask of all tokens that do not end a thought; of all, where none is left."""
+        bits = self._permitted.copy()
+        for token_id in (thought.closing_token_id, *self._end_token_ids):
+            if token_id < 8 * len(bits):
+                bits[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        return bits if bits.any() else self._permitted
 
     def _add_grammar_bits(self, matcher: LLMatcher, bits: NDArray[np.uint8]) -> None:
         """Add the tokens that the grammar allows next."""

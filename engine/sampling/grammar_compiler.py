@@ -186,7 +186,7 @@ class GrammarCompiler:
             return OverloadedError(f"structured_output: {error}")
 
     def _make_thought(self, params: SamplingParams) -> GrammarState:
-        return GrammarState(None, params, self._vocab_size)
+        return GrammarState(None, params, self._vocab_size, self._eos_token_ids)
 
     def _bring_to(
         self, matcher: LLMatcher, params: SamplingParams, output_token_ids: Sequence[int]

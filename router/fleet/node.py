@@ -305,6 +305,7 @@ class Node:
             is_cut = delta.finish_reason is FinishReason.LENGTH
             num_tokens = delta.output_index + len(delta.token_ids)
             self.load.note_decoded(num_tokens, self.clock() - begun_at, is_cut=is_cut)
+            self.load.note_prompt_time(leg.account, delta.decode.first_step_s)
 
     def _begin(self, leg: _Leg) -> None:
         """Note the first token of an attempt on a decode node."""

@@ -24,7 +24,9 @@ DECODE_WEIGHT = 0.5
 # arrive as it found queued (Little's law, random arrivals): q. In all, q / (1 - utilization) are
 # delayed, assuming a utilization of one half.
 BUSY_FACTOR = 2.0
-# Local on D must be better by this much: prompts there delay all that come next.
+# Computing a prompt on D must be faster by this margin, because the next prompt to arrive waits for
+# it. On an idle D the margin shrinks with the share of the prompt that D misses: a conversation
+# whose rest is short stays where its KV is, and no prefill node computes again what D has.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 
@@ -282,7 +284,8 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
         "damage_ms": decode.damage_s,
     }
     if best_pair_s < float("inf"):
-        terms_s["margin_ms"] = LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s)
+        share = 1.0 if node.num_batch else decode.num_missing / terms.num_tokens
+        terms_s["margin_ms"] = share * (LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s))
     return Place(sum(terms_s.values()), None, decode, terms_s)
 
 

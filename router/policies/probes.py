@@ -3,6 +3,9 @@
 A node that looks slow gets no prompts, so nothing corrects its estimate, which may stem from one
 bad prompt or a busy machine. So a node without prompts for long gets one that is cheap there; the
 longer ago, the more it may cost.
+
+A node that looks about as fast as the chosen one needs no probe: caches keep prompts away from the
+node, not its estimate. The next prompt of a conversation would be computed again there.
 """
 
 from __future__ import annotations
@@ -27,10 +30,14 @@ PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
 DEADLINE_SHARE = 0.1  # of the time until the request's deadline
 MAX_LOOKED_AT = 4  # nodes of each role, per request
+# Estimates are this exact: a node that looks slower by less is not kept waiting by its estimate.
+LEAST_SLOWNESS = 1.25
 
 
 def find_probe(terms: CostTerms, best: Place) -> Place | None:
     """Return the cheapest place that is due for a measurement and worse than ``best``, or None.
+
+    A place is due if its node was not asked for long and looks slower than the node of ``best``.
 
     Args:
         best: the place to use otherwise.
@@ -40,31 +47,48 @@ def find_probe(terms: CostTerms, best: Place) -> Place | None:
     fleet, decode = terms.fleet, best.decode
     found = [
         pair_place(terms, prefill_terms(terms, node), decode)
-        for node in _due(terms, fleet.prefills)
+        for node in _due(terms, fleet.prefills, best)
         if fleet.reaches(node, decode.node)
     ]
     found += [
         local_place(terms, decode_terms(terms, node), best.cost_s)
-        for node in _due(terms, fleet.self_prefilling)
+        for node in _due(terms, fleet.self_prefilling, best)
     ]
     affordable = [place for place in found if _is_affordable(terms, place, best)]
     return min(affordable, key=lambda place: place.cost_s, default=None)
 
 
-def _due(terms: CostTerms, nodes: Sequence[NodeLoad]) -> list[NodeLoad]:
-    """Return idle nodes without a prompt for long, among a few that vary with each request."""
+def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeLoad]:
+    """Return idle nodes without a prompt for long, among a few that vary with each request.
+
+    Leaves out nodes that look about as fast as the node which computes the prompt at ``best``.
+    """
     if len(nodes) > MAX_LOOKED_AT:
         first = hash(terms.now) % len(nodes)
         nodes = nodes[first : first + MAX_LOOKED_AT]
     return [
         node
         for node in nodes
-        if terms.now - node.prefill_asked_at >= PROBE_AFTER_S and not node.num_uncomputed_requests
+        if terms.now - node.prefill_asked_at >= PROBE_AFTER_S
+        and not node.num_uncomputed_requests
+        and _looks_slower(terms, node, _computing(best))
     ]
 
 
+def _looks_slower(terms: CostTerms, node: NodeLoad, chosen: NodeLoad) -> bool:
+    """Return whether what a node lacks of the prompt is expected to take longer than on another."""
+    num_missing = terms.num_missing(node)
+    chosen_s = chosen.prefill.seconds(num_missing)
+    return node.prefill.seconds(num_missing) >= LEAST_SLOWNESS * chosen_s
+
+
+def _computing(place: Place) -> NodeLoad:
+    """Return the node that computes the prompt."""
+    return place.prefill.node if place.prefill else place.decode.node
+
+
 def _is_affordable(terms: CostTerms, place: Place, best: Place) -> bool:
-    node = place.prefill.node if place.prefill else place.decode.node
+    node = _computing(place)
     extra_s = place.cost_s - best.cost_s
     most_s = min(
         PROBE_SHARE * (terms.now - node.prefill_asked_at),

@@ -151,6 +151,7 @@ def start_troubled(
         patched.setenv("BATON_TEST_TROUBLE", str(file))
         if read_only:
             patched.setenv("BATON_TEST_READ_ONLY", "1")
+            patched.setenv("BATON_AUDIT_LOG", "-")  # no file of its own can be written
         deployment.restart(node)
     try:
         deployment.wait_ready(READY_TIMEOUT_S)

@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
-from baton.text.schema_repairs import repair_pattern
+from baton.text.schemas.repairs import repair_pattern
 from baton.text.tokenizer import Tokenizer
 from tests.fakes.structured_cases import make_cases, make_schema
 from tests.property.num_examples import num_examples

@@ -60,8 +60,16 @@ class ThoughtState:
         return copy.copy(self)
 
     @property
+    def must_begin(self) -> bool:
+        """Return whether the next token must be the first one of the thought, and not its end."""
+        is_empty = self.phase is Phase.OPEN and not self.num_tokens
+        return self._thinking.must_open and is_empty and self._budget > 0
+
+    @property
     def num_free(self) -> int:
         """Number of next tokens that need no mask."""
+        if self.must_begin:
+            return 0
         left = max(self._budget - self.num_tokens, 0)
         if self._guides_answer:
             return min(left, 1) if self.phase is Phase.OPEN else 0

@@ -222,7 +222,7 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
     match role, block.type:
         case "user", "tool_result":
             call_id = _needed(block.tool_use_id, f"{where}.tool_use_id")
-            content = _texts(block.content or "", f"{where}.content")
+            content = _texts(block.content or "", f"{where}.content", of_a_tool=True)
             found.append(Message(role="tool", content=content, tool_call_id=call_id))
         case _, "text":
             if block.text is None:
@@ -261,10 +261,20 @@ def _needed(value: str | None, where: str) -> str:
     return value
 
 
-def _texts(content: str | list[ContentPart], where: str) -> str | list[ContentPart]:
-    """Return content that has texts only; raises InvalidRequestError for other parts."""
+def _texts(
+    content: str | list[ContentPart], where: str, *, of_a_tool: bool = False
+) -> str | list[ContentPart]:
+    """Return content that has texts only.
+
+    Args:
+        of_a_tool: other parts may be there, too, such as images; see `unseen_results`.
+
+    Raises InvalidRequestError naming the first part that is none.
+    """
     if not isinstance(content, str):
         for index, part in enumerate(content):
+            if of_a_tool and part.type != "text":
+                continue
             if part.type != "text" or part.text is None:
                 shown = part.type[:MAX_SHOWN_CHARS]
                 raise InvalidRequestError(

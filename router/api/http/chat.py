@@ -21,6 +21,7 @@ from router.api.http.conversation import (
     open_formats,
     parser_context,
     takes_effort,
+    unseen_results,
 )
 from router.api.http.errors import REQUEST_ID
 from router.api.http.exchange import (
@@ -239,6 +240,7 @@ async def open_chat(
         held = held_output(body, intake.parsers, grammars)
     if held is None:
         note_ignored(request, open_formats(body, grammars or {}))
+    note_ignored(request, unseen_results(body))
     intake.check_key(request[PRINCIPAL])  # before any expensive work
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)

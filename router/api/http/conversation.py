@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.api.errors import InvalidRequestError
-from baton.api.structured_output import StructuredOutput
+from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from baton.api.thinking import Thinking, check_budget
 from baton.text.chat_template import ChatTemplate
 from router.api.http.sampling import asked_format, asks_for_output
@@ -232,7 +232,7 @@ def _forced_calls(
     # Small models repeat calls, so several are allowed only on request.
     several = request.parallel_tool_calls is True and not is_named
     grammar, is_common = parsers.forced_calls(functions, several=several)
-    return HeldOutput(StructuredOutput(grammar=grammar), is_common_call=is_common)
+    return HeldOutput(_grammar_of_calls(grammar), is_common_call=is_common)
 
 
 def _answer_or_calls(
@@ -253,7 +253,7 @@ def _answer_or_calls(
         [_function(tool, grammars, is_held=bool(tool.function.strict)) for tool in tools],
         several=several,
     )
-    return HeldOutput(StructuredOutput(grammar=grammar), is_either=True) if grammar else None
+    return HeldOutput(_grammar_of_calls(grammar), is_either=True) if grammar else None
 
 
 def _text_or_calls(
@@ -275,7 +275,19 @@ def _text_or_calls(
         raise InvalidRequestError(
             "tools", "must not be strict: no calls are looked for in this model's outputs"
         )
-    return HeldOutput(StructuredOutput(grammar=grammar), is_free=True) if grammar else None
+    return HeldOutput(_grammar_of_calls(grammar), is_free=True) if grammar else None
+
+
+def _grammar_of_calls(grammar: str) -> StructuredOutput:
+    """Return what holds an output to calls; raises InvalidRequestError of the tools' size."""
+    num_bytes = len(grammar.encode(errors="surrogatepass"))
+    if num_bytes > MAX_TEXT_BYTES:
+        raise InvalidRequestError(
+            "tools",
+            f"need a grammar of at most {MAX_TEXT_BYTES} bytes, got {num_bytes}: offer fewer "
+            "functions that are strict or must be called, or smaller parameters",
+        )
+    return StructuredOutput(grammar=grammar)
 
 
 def open_formats(request: ChatRequest, grammars: Grammars) -> list[str]:
@@ -330,13 +342,27 @@ def _text(message: Message, field: str) -> str:
         return message.content or ""
     texts = []
     for i, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
+        shown = part.type[:MAX_SHOWN_CHARS]
+        if message.role == "tool" and part.type != "text":
+            texts.append(f"[{shown}: not shown, because you read text only]")
+        elif part.type != "text" or part.text is None:
             raise InvalidRequestError(
-                f"{field}.content[{i}]",
-                f"must be of type text with a text, got {part.type[:MAX_SHOWN_CHARS]!r}",
+                f"{field}.content[{i}]", f"must be of type text with a text, got {shown!r}"
             )
-        texts.append(part.text)
+        else:
+            texts.append(part.text)
     return "\n".join(texts)
+
+
+def unseen_results(request: ChatRequest) -> list[str]:
+    """Name the kinds of parts in results of tools that the model does not see, such as images.
+
+    An agent sends a result again with each later request. A refusal would end the conversation,
+    so the model is told that the part is not shown.
+    """
+    contents = (message.content for message in request.messages if message.role == "tool")
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return sorted({f"messages.tool.{part.type}" for part in parts if part.type != "text"})
 
 
 def _without_none(tool: Tool) -> dict[str, Any]:

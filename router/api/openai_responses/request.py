@@ -230,7 +230,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             if not item.call_id:
                 raise InvalidRequestError(f"{field}.call_id", "is needed")
-            content = _content(item.output, f"{field}.output")
+            content = _output(item.output, f"{field}.output")
             messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
         case other if other in _ELSEWHERE:
             pass  # its result is in the message that follows
@@ -273,15 +273,29 @@ def _content(content: str | list[ItemPart] | None, field: str) -> str | list[Con
     return [ContentPart("text", text) for text in _texts(content, field)]
 
 
+def _output(output: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:
+    """Return a tool's result; parts that are no texts keep their type (`unseen_results`)."""
+    if not isinstance(output, list):
+        return _content(output, field)
+    return [
+        ContentPart("text", _text(part, f"{field}[{index}]"))
+        if part.type in _TEXT_PARTS
+        else ContentPart(part.type)
+        for index, part in enumerate(output)
+    ]
+
+
 def _texts(parts: list[ItemPart], field: str) -> Iterator[str]:
     for index, part in enumerate(parts):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in _TEXT_PARTS or text is None:
-            raise InvalidRequestError(
-                f"{field}[{index}]",
-                f"must be of type input_text with a text, got {part.type[:MAX_SHOWN_CHARS]!r}",
-            )
-        yield text
+        yield _text(part, f"{field}[{index}]")
+
+
+def _text(part: ItemPart, field: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in _TEXT_PARTS or text is None:
+        shown = part.type[:MAX_SHOWN_CHARS]
+        raise InvalidRequestError(field, f"must be of type input_text with a text, got {shown!r}")
+    return text
 
 
 def _chosen(

@@ -23,7 +23,8 @@ _COLD_WEIGHT = 0.25  # weight of the first measurement, which may include warm-u
 # The prior weighs as much as this many measurements.
 PROFILE_WEIGHT, SHARED_WEIGHT = 1.5, 0.5
 _LARGEST_ERROR = 0.5  # relative error beyond which a measurement pulls no harder
-_LEAST_S = 1e-6
+# Times are bounded, because sums of squares must stay finite whatever a node tells.
+_LEAST_S, _MOST_S = 1e-6, 1e6
 _SHARED_UNITS = (1.0, 256.0, 2048.0)
 
 
@@ -54,7 +55,8 @@ class MeasuredLine:
         self._shared = shared
         self._follows = shared if not profile else None
         self._weight = PROFILE_WEIGHT if profile else SHARED_WEIGHT
-        self._points = tuple(profile) or tuple(guess)
+        points = tuple(profile) or tuple(guess)
+        self._points = tuple((units, _bounded(seconds)) for units, seconds in points)
         self._has_profile = bool(profile)
         self._measured: deque[_Weighted] = deque(maxlen=num_kept)
         self._num_kept = num_kept
@@ -77,7 +79,7 @@ class MeasuredLine:
     def measure(self, units: float, seconds: float) -> None:
         """Add a measurement; the line changes at the next `refresh`."""
         is_cold = self.num_measured == 0 and self._shared is not None
-        units, seconds = max(units, 1.0), max(seconds, _LEAST_S)
+        units, seconds = max(units, 1.0), _bounded(seconds)
         self._measured.append((units, seconds, _COLD_WEIGHT if is_cold else 1.0))
         self.num_measured += 1
         if self._shared is not None and not is_cold:
@@ -110,6 +112,10 @@ class MeasuredLine:
             measured += [(units, level * seconds, each) for units, seconds in points]
             base, per_unit = _fit(measured, level * base, level * per_unit)
         self.base, self.per_unit = base, per_unit
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, _LEAST_S), _MOST_S)
 
 
 def _through(points: Sequence[Point]) -> Point:

@@ -76,6 +76,8 @@ class Account:
         begun_at: when its first token came from this decode node; None before.
         promise: its deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes it.
+        unmeasured: tokens and seconds of a prompt that this decode node computed, until the node
+            tells its own time; None: nothing to measure.
     """
 
     num_tokens: int
@@ -86,6 +88,7 @@ class Account:
     begun_at: float | None = None
     promise: Promise | None = None
     forecast: PrefillForecast | None = None
+    unmeasured: tuple[int, float] | None = None
 
 
 class NodeLoad:
@@ -167,6 +170,7 @@ class NodeLoad:
         self._num_uncomputed = 0  # prompt tokens to compute here, of this router's requests
         self.num_uncomputed_requests = 0
         self._num_foreign = 0
+        self._num_foreign_requests = 0
         self._num_decoding = 0
         self._num_decoding_tokens = 0  # prompt tokens of the decoding requests
         self._foreign_units = self._foreign_running_units = 0.0
@@ -247,8 +251,7 @@ class NodeLoad:
             if account.is_beside:
                 self._note_beside(busy_s / self.prefill.seconds(account.num_uncomputed))
             else:
-                self.prefill.measure(account.num_uncomputed, busy_s)
-                self.prefill.refresh()
+                account.unmeasured = account.num_uncomputed, busy_s
         if account.promise is not None:
             self.promises.begin(account.promise)
         account.num_decoding, account.num_arriving = account.num_arriving, 0
@@ -258,6 +261,21 @@ class NodeLoad:
         self._drop_uncomputed(account)
         self._derive()
 
+    def note_prompt_time(self, account: Account, own_s: float = math.inf) -> None:
+        """Measure the prompt that this decode node computed; harmless where there is none.
+
+        The time from here has the way to the node and back. On a rest of a few tokens that is most
+        of the time, and long prompts would look as many times slower.
+
+        Args:
+            own_s: until its first token, by the node; inf where the node did not tell.
+        """
+        if account.unmeasured is not None:
+            num_tokens, seconds = account.unmeasured
+            account.unmeasured = None
+            self.prefill.measure(num_tokens, min(seconds, own_s))
+            self.prefill.refresh()
+
     def _note_beside(self, factor: float) -> None:
         self._num_beside += 1
         part = max(1 / (1 + self._num_beside), _BESIDE_FADING)
@@ -265,6 +283,7 @@ class NodeLoad:
 
     def note_closed(self, account: Account) -> None:
         """Remove everything that an ended request still counts for."""
+        self.note_prompt_time(account)
         self.num_open_requests -= 1
         self.num_open_tokens -= account.num_tokens
         self.num_arriving_tokens -= account.num_arriving
@@ -316,7 +335,8 @@ class NodeLoad:
         num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
         num_held_tokens = (self.num_blocks - beat.num_free_blocks) * self.block_size
         units = REQUEST_UNITS + num_held_tokens / max(num_reported, 1)
-        self._foreign_units = units * max(0, num_reported - self.num_open_requests)
+        self._num_foreign_requests = max(0, num_reported - self.num_open_requests)
+        self._foreign_units = units * self._num_foreign_requests
         self._foreign_running_units = units * max(0, beat.num_running - self._num_decoding)
 
     def note_prefilled(
@@ -400,8 +420,7 @@ class NodeLoad:
         self.prefill_front_s = self.prefill_queue_s / max(num_requests, 1) / weight
         if not self._is_decode:
             return
-        num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
-        self.num_batch = max(self.num_open_requests, num_reported)
+        self.num_batch = self.num_open_requests + self._num_foreign_requests
         num_free = (beat.num_free_blocks if self.has_beat else self.num_blocks) * self.block_size
         self.num_free_tokens = num_free - self.num_arriving_tokens
         self.num_room_tokens = 0 if beat.num_waiting else self.num_free_tokens - self.block_size

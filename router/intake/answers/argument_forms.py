@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.api.structured_output import MAX_TEXT_BYTES
-from baton.text.schema_repairs import end_of_class
-from baton.text.schema_rewrites import rewritten
+from baton.text.schemas.repairs import end_of_class
+from baton.text.schemas.rewrites import rewritten
 
 _MAX_DEPTH = 16
+_MAX_PARTS = 2  # members of allOf whose types are looked at
 _MAX_SCHEMAS = 2_000  # most subschemas visited per function
 # Keywords of parameters that name the arguments or constrain nothing.
 _PLAIN = frozenset(
     {
         "type", "properties", "required", "additionalProperties", "$defs", "definitions", "title",
         "description", "$schema", "$id", "$comment", "default", "examples", "deprecated", "strict",
-        "x-guidance",
+        "x-guidance", "components", "example", "externalDocs", "xml",
     }
 )  # fmt: skip
 _ANNOTATIONS = frozenset(
@@ -44,26 +45,20 @@ _OF_OTHERS = frozenset(
 _TEXT_KEYWORDS = (
     _ANNOTATIONS | _OF_OTHERS | {"type", "minLength", "maxLength", "pattern", "format", "allOf"}
 )
-_DAY = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
-_HOUR = (
-    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
-)
 _HEX = "[0-9a-fA-F]"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 # Formats as regexes of a text; each accepts the format or a subset of it.
 _FORMATS = {
-    "date": _DAY,
-    "time": _HOUR,
-    "date-time": f"{_DAY}T{_HOUR}",
+    "duration": "P([0-9]{1,9}W|[0-9]{1,9}D|([0-9]{1,9}D)?T([0-9]{1,9}H)?[0-9]{1,9}M)",
     "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
-    "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+",
     "hostname": rf"{_LABEL}(\.{_LABEL}){{0,2}}",
     "uri": r"[a-z][a-z0-9+.\-]*:[A-Za-z0-9\-._~:\/?#@!$&'()*+,;=]+",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
 # Texts that would be read as another type if the schema allows that type.
 _OF_OTHER_TYPES = r"(?s:\s*([\[{\"0-9+\-.](?s:.*)|(?i:true|false|null|none)\s*)?)"
+_GROUP = re.compile(r"\?s?:")  # begins a group that only groups, or lets dots be newlines
 _ESCAPE = re.compile(r"\\.")
 _WORDS = {"null": "null", "boolean": "(true|false)"}
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}  # as in JSON Schema: ASCII only
@@ -205,7 +200,10 @@ class ArgumentRules:
             if schema is not True:
                 raise InexpressibleError("a schema is nested too deeply")
             schema = {}
-        found = rewritten(dict(schema), self._schema)
+        try:
+            found = rewritten(dict(schema), self._schema)
+        except (TypeError, AttributeError, ValueError, KeyError) as error:
+            raise InexpressibleError(f"a schema of it is none: {error}") from None
         if isinstance(found, bool):
             yield from self._flat(found, depth + 1)
             return
@@ -229,10 +227,21 @@ class ArgumentRules:
             yield "text", _regexes(found)
         elif found.get("type") in _WORDS and said == {"type"}:
             yield "word", _WORDS[found["type"]]
-        elif isinstance(found.get("type"), str):
+        elif isinstance(found.get("type"), str) or self._is_structure(found, depth):
             yield "json", dict(schema)
         else:
             raise InexpressibleError(f"{min(said)} without a type is not enforced here")
+
+    def _is_structure(self, schema: Any, depth: int) -> bool:
+        """Return whether all values of a schema are objects or lists."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return False
+        if "type" in schema:
+            return schema["type"] in ("object", "array")
+        parts = list(schema.get("allOf") or ())
+        if "$ref" in schema:
+            parts.append(self._target(schema["$ref"]))
+        return any(self._is_structure(part, depth + 1) for part in parts[:_MAX_PARTS])
 
     def _listed(self, schema: Mapping[str, Any], said: set[str]) -> Iterator[tuple[str, Any]]:
         """Yield the alternatives of ``enum`` or ``const``."""
@@ -300,7 +309,7 @@ def _searched(pattern: str) -> str:
             end = position + 2
         elif sign == "[":
             end = end_of_class(pattern, position)
-        elif sign == "(" and pattern[end : end + 1] == "?" and pattern[end + 1 : end + 2] != ":":
+        elif sign == "(" and pattern.startswith("?", end) and not _GROUP.match(pattern, end):
             raise InexpressibleError(f"pattern {pattern[:80]!r} is not enforced of texts here")
         depth += (sign == "(") - (sign == ")")
         is_end = (sign == "^" and not way) or (sign == "$" and _ends(pattern[end:]))
@@ -340,4 +349,6 @@ def _anywhere(way: str) -> str:
 
 def _escaped(text: str) -> str:
     """Return a regex that matches exactly one text."""
+    if not text:
+        return "(?:)"  # nothing between slashes begins a comment
     return re.escape(text).replace("/", "\\/").replace("\n", "n")

@@ -74,6 +74,14 @@ class ArgumentTypes:
                     return int(value) if whole and not self._accepts_any(schema, 0.5) else value
         return values[0]
 
+    def json_of(self, name: str, text: str) -> str:
+        """Return the JSON of what a text stands for; see `value_of`."""
+        value = self.value_of(name, text)
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            return text.strip()  # is JSON, with a number that is larger than any float
+
     def _schema_of(self, name: str) -> Any:
         self._num_left = MAX_SCHEMAS
         return self._property(self._root, name)
@@ -198,14 +206,23 @@ def _readings(text: str, *, is_json: bool = False) -> Iterator[Any]:
         yield value
 
 
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON, whose numbers may be larger than any float."""
+    return _json(text) is not _NOT_THERE
+
+
 def _json(text: str) -> Any:
-    """Return a JSON value that can be written again, or `_NOT_THERE`."""
+    """Return a JSON value that can be written again, or `_NOT_THERE`; numbers may be infinite."""
     try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        value = json.loads(text, parse_constant=_refuse)
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return _NOT_THERE
     return value
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
 
 
 def _literal(text: str) -> Any:

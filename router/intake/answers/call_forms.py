@@ -17,7 +17,7 @@ from typing import Any
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES
 from baton.text.quoted_lark import quoted_lark
-from baton.text.schema_repairs import enforceable_schema
+from baton.text.schemas.repairs import enforceable_schema
 from router.intake.answers.argument_forms import (
     Argument,
     ArgumentRules,
@@ -67,9 +67,6 @@ def answer_or_calls(
         answer: JSON Schema of the answer.
         several: whether one output may contain more than one call.
 
-    If the functions are many and large, their arguments are not constrained, because a grammar's
-    size is limited.
-
     Raises InvalidRequestError.
     """
     if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
@@ -81,17 +78,11 @@ def answer_or_calls(
         head = _final(mark) if isinstance(form, HarmonyForm) else ""
         schema = _json(json.loads(enforceable_schema(answer)))
         start = f"start: {head} answer | calls\nanswer: {schema}\n"
-        num_chars = sum(len(json.dumps(function.parameters)) for function in functions)
-        open_ones = [Function(one.name, held_text=one.held_text) for one in functions]
-        for chosen in (functions if num_chars < MAX_TEXT_BYTES else open_ones, open_ones):
-            grammar = start + call_rules(form, chosen, mark, several)
-            if len(grammar.encode(errors="surrogatepass")) <= MAX_TEXT_BYTES:
-                break
+        return start + call_rules(form, functions, mark, several)
     except RecursionError:
         raise InvalidRequestError("tools", "are nested too deeply") from None
     except InexpressibleError as error:
         raise InvalidRequestError("tools", str(error)) from None
-    return grammar
 
 
 def forced_calls(
@@ -138,8 +129,9 @@ def _names(functions: Sequence[Function]) -> str:
 
 def _arguments(function: Function, index: int) -> dict[str, Any]:
     """Return the schema of a function's arguments, with an id so that references stay local."""
-    schema = json.loads(enforceable_schema(json.dumps(dict(function.parameters))))
-    return {**schema, "type": "object", "$id": f"urn:baton:tool:{index}"}
+    parameters = {**function.parameters, "type": "object"}
+    schema = json.loads(enforceable_schema(json.dumps(parameters)))
+    return {**schema, "$id": f"urn:baton:tool:{index}"}
 
 
 def _arguments_rule(function: Function, index: int) -> str:

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 
+from router.intake.answers.argument_types import is_json
 from router.intake.parsers.base import (
     CallArguments,
     CallBegins,
@@ -173,7 +174,7 @@ def _as_json(text: str) -> str | None:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
         return written
-    return None
+    return text if is_json(text) else None  # JSON with a number that no float has
 
 
 def _read_lines(text: str) -> object:

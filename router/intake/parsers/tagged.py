@@ -188,8 +188,7 @@ class _Value:
         """Return the rest of the argument's JSON."""
         if self._is_text:
             return '"'
-        value = self._types.value_of(self._name, "".join(self._held))
-        return json.dumps(value, ensure_ascii=False)
+        return self._types.json_of(self._name, "".join(self._held))
 
 
 def _escaped(text: str) -> str:

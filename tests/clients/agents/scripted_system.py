@@ -64,6 +64,11 @@ class RecordedOutputs:
         """Follow another script from the next prompt on."""
         self._outputs = ScriptedOutputs(script, self.tokenizer, self.eos_token_ids)
 
+    def has_ended(self, output: Output) -> bool:
+        """Return whether an answer came to its end, and no client left before."""
+        tokens = output.output
+        return len(tokens) >= MAX_OUTPUT_TOKENS or not self.eos_token_ids.isdisjoint(tokens)
+
     def output_of(self, prompt_token_ids: Sequence[int]) -> TokenAt:
         prompt = tuple(prompt_token_ids)
         asked = self.asked.setdefault(prompt, Output(prompt))
@@ -107,8 +112,6 @@ class ScriptedSystem:
         command = [sys.executable, "-m", "baton", "router", "--model", str(self._folder)]
         command += ["--listen", self._grpc, "--http-listen", self._http]
         command += ["--served-model-name", NAME]
-        if self._num_prefill:
-            command += ["--no-local-prefill"]  # every prompt is handed over
         command += ["--request-defaults", f"max_tokens_limit={MAX_OUTPUT_TOKENS}"]
         self._router = subprocess.Popen(command, cwd=ROOT)
         self._thread.start()

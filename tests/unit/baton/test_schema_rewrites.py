@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
-from baton.text.schema_repairs import enforceable_schema
+from baton.text.schemas.repairs import enforceable_schema
 from baton.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
@@ -83,6 +83,17 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
         ["YQ"],
         ["%"],
     ),
+    ("z.number().multipleOf(5)", {**NUMBER, "multipleOf": 5, "minimum": 0}, [0, 5, 95], [7, 5.5]),
+    ("number or null, of a step", {"type": ["number", "null"], "multipleOf": 2}, [4, None], [3]),
+    ("date", string(format="date"), ["2024-02-29", "2000-02-29", "1999-12-31"],
+     ["2023-02-29", "1900-02-29", "0000-01-01", "2024-04-31", "2024-1-1"]),
+    ("email", string(format="email"),
+     ["a@b.com", "first.m.last@mail.example.org", "x" * 31 + "@b.c-d.de"],
+     ["a@b", "a..b@c.de", "x" * 65 + "@b.com", "a@-b.com"]),
+    ("time", string(format="time"), ["23:59:59Z", "00:00:00.5+01:30"],
+     ["10:00:60Z", "24:00:00Z", "10:00:00", "10:00:00z"]),
+    ("datetime", string(format="date-time"), ["2024-02-29T00:00:00Z"],
+     ["2023-02-29T00:00:00Z", "2024-02-29T00:00:60Z", "2024-02-29t00:00:00Z"]),
     ("UUID4", string(format="uuid4"), [UUID4], [UUID4.replace("4e3f", "1e3f"), "x"]),
     ("IPv4Network", string(format="ipv4network"), ["10.0.0.0/8"], ["10.0.0.0", "10.0.0.0/33"]),
     ("IPvAnyAddress", string(format="ipvanyaddress"), ["10.0.0.1"], ["10.0.0.256"]),

@@ -196,7 +196,7 @@ def test_so_many_are_chosen_as_give_most_tokens_per_second(
     lengths, choice = choose_lengths(costs, num_rows, num_drafts, rates)
     assert lengths == chosen
     assert choice.num_drafts == sum(chosen)
-    assert f"{sum(chosen)} of {sum(num_drafts)} guesses" in str(choice)
+    assert f"{sum(chosen)} of {sum(num_drafts)} drafts paid" in str(choice)
 
 
 def play(speculation: Speculation, request: Request, sampled: int, seconds: float) -> int:

@@ -386,6 +386,29 @@ def test_a_model_may_begin_a_thought_or_the_answer(compiler: GrammarCompiler) ->
     assert state.is_terminated
 
 
+@pytest.mark.parametrize("texts", [("a",), ()])
+def test_a_thought_that_must_begin_has_a_token(
+    compiler: GrammarCompiler, texts: tuple[str, ...]
+) -> None:
+    """A model could close the thought, or end the output, before the first token."""
+
+    def begun(**more: int) -> GrammarState:
+        marks = Thinking(close_token_ids=(CLOSE,), is_open=True, must_open=True, **more)
+        given = choosing(*texts) if texts else SamplingParams()
+        return compiler.compile_now(dataclasses.replace(given, thinking=marks))
+
+    state = begun(budget_tokens=9)
+    assert state.num_free == 0
+    assert allowed(state) == set(range(VOCAB_SIZE)) - {CLOSE} - ENDS
+    assert not begun().accept(CLOSE)
+    assert state.accept(7)
+    assert state.num_free > 0
+    assert state.accept(CLOSE)
+    assert allowed(begun(budget_tokens=0)) == {CLOSE}
+    assert begun().look_ahead([7, CLOSE], 1.0) == 2
+    assert begun().look_ahead([CLOSE], 1.0) == 0
+
+
 def test_an_end_within_a_thought_becomes_its_closing_mark(compiler: GrammarCompiler) -> None:
     end = min(ENDS)
     state = compiler.compile_now(thinking("a", is_open=True))

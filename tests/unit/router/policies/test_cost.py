@@ -142,6 +142,18 @@ def test_local_where_the_decode_node_has_nearly_all_of_the_prompt() -> None:
     assert names(Cost().pick(query, book.fleet()))[0] == "p0"
 
 
+@pytest.mark.parametrize("num_tokens", [600, 2500, 13_000])
+def test_a_conversation_stays_on_the_idle_decode_node_that_has_more_of_it(num_tokens: int) -> None:
+    """The prefill node lacks the tokens that D computed itself, and D's answers."""
+    book = FleetBook(1, 1)
+    fleet = book.fleet(may_self_prefill=True)
+    query = query_of(num_tokens, {"p0-0": num_tokens - 80, "d0-0": num_tokens - 40})
+    assert names(Cost().pick(query, fleet)) == ("", "d0")
+    for _ in range(3):
+        book["d0"].note_opened(400, num_arriving=100)  # they would stand still
+    assert names(Cost().pick(query, fleet)) == ("p0", "d0")
+
+
 def test_it_agrees_with_looking_at_every_place() -> None:
     """Within what it holds for equal."""
     draw = random.Random(3)

@@ -81,13 +81,28 @@ def test_a_probe_is_one_prompt_and_the_node_is_the_choice_where_it_is_fast(
     assert not pick(book).is_probe
     for _ in range(20):  # and those that follow: it is twice as fast as the other
         book.now += 0.05
-        book["p0"].note_begun(accounts.pop())
+        book["p0"].note_begun(accounts[0])
+        book["p0"].note_closed(accounts.pop())
         accounts.append(book["p0"].note_opened(100, num_uncomputed=100))
     book["p0"].note_closed(accounts.pop())
     book["d0"].prefill_asked_at = book.now  # else it were due itself
     placement = pick(book)
     assert names(placement) == ("p0", "d0")
     assert not placement.is_probe
+
+
+def test_a_node_that_lacks_a_conversation_and_is_as_fast_is_not_probed() -> None:
+    """The conversation would be computed again, and the estimate needs no correction."""
+    book = FleetBook(1, 1)
+    book.now = 100.0
+    for name in ("p0", "d0"):
+        learn(book[name], 0.1)
+    book["d0"].prefill_asked_at = book.now
+    cached = {"p0-0": 200, "d0-0": 580}
+    placement = pick(book, 600, find_cached_tokens=lambda: cached)
+    assert names(placement) == ("", "d0")
+    learn(book["p0"], 0.15)
+    assert pick(book, 600, find_cached_tokens=lambda: cached).is_probe
 
 
 def test_a_long_prompt_is_no_probe(book: FleetBook) -> None:

@@ -114,3 +114,22 @@ def test_several_calls_may_be_required_but_not_of_a_named_function() -> None:
     named = {"type": "function", "function": {"name": "numbers"}}
     assert fits([NUMBERS], named, calls[0])
     assert not fits([NUMBERS], named, *calls)
+
+
+LARGE = {"type": "object", "properties": {"x": {"enum": ["x" * 200 + str(i) for i in range(400)]}}}
+ANSWER = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"response_format": ANSWER}, {}, {"tool_choice": "required"}], ids=json.dumps
+)
+def test_functions_that_are_too_large_to_be_held_are_refused_by_one_line(
+    fields: dict[str, Any],
+) -> None:
+    """Beside a response format, large functions were called with any arguments."""
+    offered = tool("look", LARGE)
+    offered["function"]["strict"] = True
+    given = {"model": "m", "messages": [], "tools": [offered], **fields}
+    problem = r"^tools: need a grammar of at most 65536 bytes, got \d+: offer fewer [^\n]*$"
+    with pytest.raises(InvalidRequestError, match=problem):
+        held_output(msgspec.convert(given, ChatRequest), OutputParsers(TOKENIZER))

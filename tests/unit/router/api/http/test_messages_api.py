@@ -169,8 +169,8 @@ def test_reading_many_blocks_takes_time_that_grows_with_their_number() -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [
-                {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}]}]},
-            "messages[0].content[0].content[0]: must be of type text with a text, got 'image'",
+                {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text"}]}]}]},
+            "messages[0].content[0].content[0]: must be of type text with a text, got 'text'",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},

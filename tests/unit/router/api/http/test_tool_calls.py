@@ -299,6 +299,80 @@ async def test_tools_and_blocks_of_anthropics_own_are_passed_over(scene: HttpSce
     assert response.headers["X-Baton-Ignored-Fields"] == "tools.web_search_20250305"
 
 
+SEEN = {"type": "text", "text": "a.png is this:"}
+RESULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        "image_url",
+        {
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look"}}]},
+                {"role": "tool", "tool_call_id": "a", "content": [SEEN, {"type": "image_url"}]},
+            ]
+        },
+    ),
+    "/v1/messages": (
+        "image",
+        {
+            "messages": [
+                {"role": "user", "content": "x"},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "a",
+                            "content": [SEEN, {"type": "image", "source": {"type": "base64"}}],
+                        }
+                    ],
+                },
+            ],
+            "max_tokens": 9,
+        },
+    ),
+    "/v1/responses": (
+        "input_image",
+        {
+            "input": [
+                {"role": "user", "content": "x"},
+                {"type": "function_call", "call_id": "a", "name": "look"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "a",
+                    "output": [
+                        {**SEEN, "type": "input_text"},
+                        {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+                    ],
+                },
+            ]
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("path", RESULTS)
+def test_an_image_in_the_result_of_a_tool_does_not_end_the_conversation(path: str) -> None:
+    """An agent sends the result again with each later request: all of them were refused."""
+    kind, body = RESULTS[path]
+
+    @on_http(max_model_len=2000)
+    async def run(scene: HttpScene) -> None:
+        reply = scene.post(path, **body)
+        command = await scene.command()
+        prompt = TOKENIZER.decode(command.prompt_token_ids)
+        assert f"a.png is this:\n[{kind}: not shown, because you read text only]" in prompt
+        scene.say(command, 0, "x", last=FinishReason.STOP)
+        response = await reply
+        assert response.status == 200
+        assert response.headers["X-Baton-Ignored-Fields"] == f"messages.tool.{kind}"
+
+    run()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("several", "num_calls"), [(None, 2), (True, 2), (False, 1)])
 def test_a_request_may_allow_one_call_only(

@@ -66,7 +66,21 @@ def test_room_is_what_is_free_without_what_is_on_its_way(book: FleetBook) -> Non
     load.note_beat(NodeBeat(num_running=1, num_free_blocks=100))
     assert load.num_free_tokens == 1600
     load.note_closed(account)
-    assert load.num_batch == 1  # as it said last; the next beat knows
+    assert load.num_batch == 0
+
+
+def test_a_request_that_ended_is_no_longer_in_the_batch_and_other_routers_requests_are(
+    book: FleetBook,
+) -> None:
+    """The last beat counted both, and the next beat comes a quarter of a second later."""
+    load = book["d0"]
+    account = load.note_opened(1200, num_arriving=1000)
+    load.note_beat(NodeBeat(num_running=3, num_free_blocks=100))
+    assert load.num_batch == 3
+    load.note_closed(account)
+    assert load.num_batch == 2
+    load.note_opened(1200, num_arriving=1000)
+    assert load.num_batch == 3
 
 
 def test_more_context_and_more_requests_make_steps_longer(book: FleetBook) -> None:
@@ -156,6 +170,24 @@ def test_a_prompt_on_a_decode_node_has_a_forecast_and_one_that_arrives_has_none(
     book.now = 0.03
     load.note_begun(account)
     assert forecast.measured_compute_s == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("own_s", [0.012, math.inf])
+def test_the_way_to_a_decode_node_is_no_part_of_the_time_of_its_prompts(
+    book: FleetBook, own_s: float
+) -> None:
+    """Eight short rests say that the way takes long, and nothing of long prompts."""
+    load = book["d0"]
+    expected_s = load.prefill.seconds(4000)
+    for _ in range(8):
+        account = load.note_opened(120, num_uncomputed=20, num_arriving=100)
+        book.now += 0.03  # of which the node computes for 0.012
+        load.note_begun(account)
+        load.note_prompt_time(account, own_s)
+        load.note_closed(account)
+    assert load.prefill.num_measured == 8
+    is_slower = load.prefill.seconds(4000) > 1.2 * expected_s
+    assert is_slower == (own_s == math.inf)
 
 
 def test_prompts_beside_decodes_move_a_factor_and_not_the_line_of_prompts(book: FleetBook) -> None:
@@ -293,6 +325,7 @@ def test_a_prompt_computed_on_a_decode_node_is_measured_there(book: FleetBook) -
     book.now += 3.0
     load.note_begun(account)
     assert load.prefill_queue_s == 0
+    load.note_closed(account)
     assert load.prefill.num_measured == 1
 
 

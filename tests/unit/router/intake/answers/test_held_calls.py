@@ -42,6 +42,25 @@ ODD: dict[str, Any] = {
     "$defs": {"Item": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}},
                        "required": ["n"], "additionalProperties": False}},
 }  # fmt: skip
+# What was refused, read as another type, or made the library panic.
+RARE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "empty": {"enum": ["", "a", None]},
+        "large": {"type": "number"},
+        "numbers": {"type": "array", "items": {"type": "number"}, "maxItems": 2},
+        "base": {"$ref": "#/components/schemas/Base"},
+        "both": {"allOf": [{"$ref": "#/components/schemas/Base"}, {"required": ["n"]}]},
+        "other": {"type": "string", "maxLength": 3, "not": {"enum": ["", "no"]}},
+        "step": {"type": "number", "multipleOf": 5, "minimum": 0, "maximum": 100},
+    },
+    "required": ["empty", "large", "numbers", "both", "other", "step"],
+    "additionalProperties": False,
+    "components": {"schemas": {"Base": {
+        "type": "object", "properties": {"n": {"type": "boolean"}}, "additionalProperties": False,
+        "example": {"n": True},
+    }}},
+}  # fmt: skip
 UNION = {"anyOf": [{"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"],
                     "additionalProperties": False}]}  # fmt: skip
 
@@ -89,6 +108,23 @@ def test_a_forced_call_fits_its_schema_or_its_grammar(
         found = tokens.parse(text, tools, is_constrained=True)
         num_calls += len(found)
         check(found, schemas, tokens)
+    assert num_calls
+
+
+@forms(True)
+def test_what_is_rare_in_schemas_is_held_in_the_forms_of_families(
+    tmp_path: Path, form: str, are_special: bool
+) -> None:
+    tokens, rng = make_tokens(tmp_path, form, are_special), random.Random(form)
+    grammar, is_common = tokens.parsers.forced_calls([Function("rare", RARE)], several=False)
+    assert not is_common
+    num_calls = 0
+    for _ in range(3):
+        text = tokens.draw(grammar, rng, likely='"]}')
+        if text is not None:
+            found = tokens.parse(text, {"rare": RARE}, is_constrained=True)
+            num_calls += len(found)
+            check(found, {"rare": RARE}, tokens)
     assert num_calls
 
 

@@ -6,13 +6,14 @@ and the library refuses it by name.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Schema = dict[str, Any]
+from baton.text.schemas.conditions import without_conditions
+from baton.text.schemas.lists import written_out
+from baton.text.schemas.references import ANNOTATIONS, Schema, resolved
 
 # Formats about a string's meaning or display, which do not constrain its text.
 _NO_CONSTRAINT = {
@@ -43,8 +44,28 @@ def _uuid_pattern(version: str) -> str:
     return f"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}$"
 
 
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_MONTH_DAY = (
+    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_OF_FOUR = "(0[48]|[2468][048]|[13579][26])"  # multiples of 4, but for 0
+_DAY = f"({_YEAR}-{_MONTH_DAY}|([0-9]{{2}}{_OF_FOUR}|{_OF_FOUR}00)-02-29)"
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+# Leap seconds are left out: they exist at the ends of some days alone.
+_CLOCK = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+\-]{_HOUR})"
+
+_ATOM = "[A-Za-z0-9_+\\-]"
+# At most 64 characters before the sign, as mail servers have it.
+_MAILBOX = rf"({_ATOM}{{1,31}}(\.{_ATOM}{{1,31}})?|{_ATOM}{{1,15}}(\.{_ATOM}{{1,15}}){{1,3}})"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
+
 # Formats as patterns; network formats allow full addresses only.
 _PATTERNS = {
+    "date": f"^{_DAY}$",
+    "time": f"^{_CLOCK}$",
+    "date-time": f"^{_DAY}T{_CLOCK}$",
+    "email": rf"^{_MAILBOX}@({_LABEL}\.){{1,3}}[A-Za-z]{{2,24}}$",
     "base64": _base64_pattern("+/"),
     "byte": _base64_pattern("+/"),
     "base64url": "^[A-Za-z0-9_-]*$",
@@ -91,31 +112,45 @@ _DECIMAL = re.compile(
     r"|\(\?:\\d\{0,(?P<digits>\d+)\}\|\(\?=\[\\d\.\]\{1,\d+\}0\*\$\)\\d\*\\\.\\d\*0\*\$\))"
 )
 _MAX_DIGITS = 64
-_ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "deprecated"})
 
 
-def rewritten(schema: Schema, root: Schema) -> Schema | bool:
+def rewritten(schema: Schema, root: Schema, beside: Schema | None = None) -> Schema | bool:
     """Rewrite one schema's own keywords, not those of nested schemas.
 
     Args:
         root: the whole schema, for references.
+        beside: the types and properties that the value has by enclosing schemas.
     """
     if schema.get("not") in ({}, True):
         return False
-    schema = dict(schema)
-    for rewrite in (_format, _pattern, _names, _unique, _unevaluated, _alternatives):
+    schema = written_out(without_conditions(schema, root, beside or {}), root)
+    for rewrite in (_multiple, _format, _pattern, _names, _unevaluated, _alternatives):
         rewrite(schema, root)
     return schema
+
+
+def _multiple(schema: Schema, root: Schema) -> None:
+    """Have multiples of a whole number be integers.
+
+    The library panics where a special token follows a number of this kind, written ``95.0`` or not.
+    """
+    step, kind = schema.get("multipleOf"), schema.get("type")
+    if isinstance(step, bool) or not isinstance(step, int | float) or step != step // 1:
+        return
+    if kind == "number":
+        schema["type"] = "integer"
+    elif isinstance(kind, list) and "number" in kind:
+        schema["type"] = sorted({*kind, "integer"} - {"number"})
 
 
 def _format(schema: Schema, root: Schema) -> None:
     kind = schema.get("format")
     if not isinstance(kind, str) or schema.get("type", "string") != "string":
         return
+    kind = _NARROWER.get(kind, kind)
+    schema["format"] = kind
     if kind in _NO_CONSTRAINT:
         del schema["format"]
-    elif kind in _NARROWER:
-        schema["format"] = _NARROWER[kind]
     elif kind in _PATTERNS:
         del schema["format"]
         if "pattern" in schema:  # zod writes the format's own pattern too; both must hold
@@ -155,13 +190,13 @@ def _decimal(limits: Mapping[str, str | None]) -> str:
 
 def _names(schema: Schema, root: Schema) -> None:
     """Rewrite ``propertyNames``."""
-    names = _resolved(schema.get("propertyNames"), root)
+    names = resolved(schema.get("propertyNames"), root)
     if names is None or names is True:
         schema.pop("propertyNames", None)
         return
     if not isinstance(names, Mapping):
         return
-    said = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
+    said = {key: value for key, value in names.items() if key not in ANNOTATIONS}
     if said.pop("type", "string") != "string":
         return
     listed = [said["const"]] if "const" in said else said.get("enum")
@@ -194,13 +229,6 @@ def _name_pattern(said: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _unique(schema: Schema, root: Schema) -> None:
-    """Drop ``uniqueItems`` if a list has at most one item."""
-    most = schema.get("maxItems")
-    if schema.get("uniqueItems") is False or (isinstance(most, int) and most <= 1):
-        schema.pop("uniqueItems", None)
-
-
 def _unevaluated(schema: Schema, root: Schema) -> None:
     """Rewrite ``unevaluatedProperties`` if only the schema itself names properties."""
     others = {"allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef"}
@@ -229,13 +257,13 @@ def _alternatives(schema: Schema, root: Schema) -> None:
 
 def _tags(way: Any, root: Schema) -> dict[str, frozenset[str]]:
     """Return the enumerated values of an alternative's properties."""
-    found = _resolved(way, root)
+    found = resolved(way, root)
     properties = found.get("properties") if isinstance(found, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
     tags = {}
     for name, declared in properties.items():
-        one = _resolved(declared, root)
+        one = resolved(declared, root)
         if not isinstance(one, Mapping):
             continue
         listed = [one["const"]] if "const" in one else one.get("enum")
@@ -245,7 +273,7 @@ def _tags(way: Any, root: Schema) -> dict[str, frozenset[str]]:
 
 
 def _required(way: Any, root: Schema) -> list[str]:
-    found = _resolved(way, root)
+    found = resolved(way, root)
     return [name for name in found.get("required", ()) if isinstance(name, str)]
 
 
@@ -256,20 +284,3 @@ def _are_apart(sets: Iterable[frozenset[str]]) -> bool:
             return False
         seen |= one
     return True
-
-
-def _resolved(schema: Any, root: Schema) -> Any:
-    """Follow references within the whole schema, a few steps at most."""
-    for _ in range(8):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-            break
-        path = schema["$ref"]
-        if not path.startswith("#/"):
-            break
-        steps = (step.replace("~1", "/").replace("~0", "~") for step in path[2:].split("/"))
-        schema = functools.reduce(_step, steps, root)
-    return schema
-
-
-def _step(found: Any, key: str) -> Any:
-    return found.get(key) if isinstance(found, Mapping) else None

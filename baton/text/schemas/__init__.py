@@ -1,0 +1,1 @@
+"""Schemas: JSON schemas in words that the grammar library enforces."""

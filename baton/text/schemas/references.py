@@ -1,0 +1,51 @@
+"""References within a JSON schema, and what people say there of a value without limiting it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+Schema = dict[str, Any]
+
+ANNOTATIONS = frozenset(
+    {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly",
+     "writeOnly"}
+)  # fmt: skip
+
+
+def resolved(schema: Any, root: Schema) -> Any:
+    """Follow references within the whole schema, a few steps at most."""
+    for _ in range(8):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            break
+        path = schema["$ref"]
+        if not path.startswith("#/"):
+            break
+        steps = (step.replace("~1", "/").replace("~0", "~") for step in path[2:].split("/"))
+        schema = functools.reduce(_step, steps, root)
+    return schema
+
+
+def _step(found: Any, key: str) -> Any:
+    return found.get(key) if isinstance(found, Mapping) else None
+
+
+def is_of(value: Any, kind: str) -> bool:
+    """Return whether a value is of a type of JSON Schema."""
+    match kind:
+        case "string":
+            return isinstance(value, str)
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "integer":
+            is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+            return is_whole and not isinstance(value, bool)
+        case "number":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case "object":
+            return isinstance(value, Mapping)
+        case _:
+            return isinstance(value, list)
