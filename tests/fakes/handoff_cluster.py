@@ -54,7 +54,8 @@ from tests.fakes.virtual_clock import VirtualClock
 
 Key = tuple[str, int]  # (request_id, epoch)
 BLOCK_SIZE = 4
-DECODE_OPTIONS = DecodeOptions(local_prefill_threshold=0)  # all KV travels
+# All KV travels, and chunks do not depend on how long steps take.
+DECODE_OPTIONS = DecodeOptions(local_prefill_threshold=0, max_step_stretch=0)
 ROUND_S = 0.05  # of virtual time, in `settle`
 SETTLE_ROUNDS = 50  # 2.5 s: longer than any beat, lease, back-off or repeated Cancel
 

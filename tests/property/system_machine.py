@@ -112,6 +112,7 @@ class SystemMachine(RuleBasedStateMachine):
                 options=DecodeOptions(
                     max_receiving_requests=max_receiving_requests,
                     local_prefill_threshold=local_prefill_threshold,
+                    max_step_stretch=0,  # how long steps take is not drawn
                 ),
                 contents={} if mixed else known_contents(),
                 **choices,

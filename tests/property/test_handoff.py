@@ -211,6 +211,7 @@ class HandoffMachine(RuleBasedStateMachine):
             options=DecodeOptions(
                 max_receiving_requests=max_receiving_requests,
                 local_prefill_threshold=local_prefill_threshold,
+                max_step_stretch=0,  # how long steps take is not drawn
             ),
             preemption=preemption,
             num_drafts=num_drafts,

@@ -221,7 +221,7 @@ def make_system(alone: Alone, options: Mapping[str, Any], draw: random.Random) -
             async_scheduling=draw.random() < 0.5,
             push_mode=PushMode.LAYERS,
             kv_digests=False,
-            options=DecodeOptions(local_prefill_threshold=0),
+            options=DecodeOptions(local_prefill_threshold=0, max_step_stretch=0),
             preemption=draw.choice(PREEMPTION),
             policy=POLICIES.names()[0],
             router_is_busy=False,

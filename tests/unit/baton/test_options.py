@@ -132,6 +132,7 @@ def test_a_node_takes_what_its_role_uses() -> None:
     assert decode.keys() - prefill.keys() == {
         "preemption", "adaptive_speculation", "max_receiving_requests", "max_receiving_tokens",
         "local_prefill_threshold",
+        "max_step_stretch",
     }  # fmt: skip
     assert "scheduling_policy" not in prefill
     graphs = ("cuda_graph_max_batch", "cuda_graph_max_chunk")  # of steps that the role has
