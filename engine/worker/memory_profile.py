@@ -99,7 +99,9 @@ def measure_kv_cache_bytes(
     """
     utilization = config.memory_utilization
     total, used = _total_and_used(device)
-    if device.type == "cpu":  # which all ranks share, and what is free with it
+    if device.type == "cpu":
+        used += model.mapped_bytes  # pages of a file count as free, but every step reads these
+        # All ranks share a CPU's memory, and what is free of it.
         used += (total - used) * (ranks.everyone.size - 1) // ranks.everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(

@@ -16,7 +16,7 @@ from engine.worker.host.host_memory import read_host_memory
 
 logger = logging.getLogger(__name__)
 
-AHEAD_BYTES = 2**27  # at most, beyond the used blocks: a node that serves little stays small
+AHEAD_BYTES = 2**26  # at most, beyond the used blocks: a node that serves little stays small
 SHARE = 8  # at most this part of the memory that the machine has left
 STEP_BYTES = 2**21  # a huge page, a fraction of a millisecond
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14; Python's mmap does not name it
