@@ -43,7 +43,8 @@ KINDS: list[tuple[str, dict[str, Any], torch.dtype]] = [
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of the packed weights; checkpoints count however young they are."""
-    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    # Not BATON_CACHE: kernels would be built there.
+    monkeypatch.setattr(weights_cache, "cache_folder", lambda name: tmp_path / "cache" / name)
     monkeypatch.setattr(weights_cache, "_YOUNG_NS", 0)
     return tmp_path / "cache" / "weights"
 
@@ -160,7 +161,7 @@ def test_without_a_folder_or_room_a_process_keeps_its_own_weights(
     assert not list(folder.glob("*.weights"))
     assert_same(load(path, cache=WeightsCache(0, least_bytes=0)), expected)
     (tmp_path / "file").touch()
-    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(weights_cache, "cache_folder", lambda name: tmp_path / "file" / name)
     found = load(path)
     assert found.mapped_bytes == 0
     assert "not shared with other processes" in caplog.text
@@ -186,6 +187,7 @@ from models import load_model
 from models.cpu.packing import CpuPacker
 
 weights_cache._YOUNG_NS = 0
+weights_cache.cache_folder = lambda name: Path(sys.argv[2]) / name
 packer = CpuPacker.choose(torch.float32, "int8")
 cache = WeightsCache(2**30, least_bytes=0)
 model = load_model(sys.argv[1], dtype=torch.float32, packer=packer, cache=cache)
@@ -202,7 +204,7 @@ def test_two_processes_that_start_together_have_the_pages_once(
         pytest.skip("no native kernels or no procfs here")
     shape = {"hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4}
     path = save(make_hugging_face_model("Qwen3ForCausalLM", **shape), tmp_path / "model")
-    command = [sys.executable, "-c", MAP, str(path)]
+    command = [sys.executable, "-c", MAP, str(path), str(folder.parent)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
     try:
