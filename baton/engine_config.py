@@ -115,6 +115,16 @@ class EngineConfig:
         help="On a CPU, refuse a model before it is loaded if its weights and the KV cache do not "
         "fit the memory that can be had.",
     )
+    weights_cache_bytes: int | None = option(
+        None,
+        name="weights_cache",
+        least=0,
+        unset="auto",
+        parse=parse_bytes,
+        help="On a CPU, most disk space for packed weights in the cache (~/.cache/baton, or "
+        "BATON_CACHE), such as 50G. All nodes of a machine map one copy of a model there, "
+        "and later starts need not pack them; auto: 20G; 0: each node packs them for itself.",
+    )
     native_kernels: bool = option(
         True,
         help="On a CPU, use kernels in C (built at first use) where they can be built. Of the "

@@ -18,6 +18,7 @@ from torch import nn
 
 import engine.worker.worker
 from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.weights_cache import WeightsCache
 from baton.engine_config import EngineConfig
 from engine.core.request import Request
 from engine.engine import Engine
@@ -118,6 +119,7 @@ def _load(
     max_model_len: int | None = None,
     packer: WeightPacker | None = None,
     ranks: Ranks = ALONE,
+    cache: WeightsCache | None = None,
 ) -> CausalLM:
     """In place of `load_model`, with weights that are drawn; of one rank."""
     if ranks is not ALONE:

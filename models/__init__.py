@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from baton.checkpoint.weights_cache import WeightsCache
     from models.base import CausalLM
     from models.loading.loader import WeightPacker
     from models.parallel.group import Ranks
@@ -30,6 +31,7 @@ def load_model(
     max_model_len: int | None = None,
     packer: WeightPacker | None = None,
     ranks: Ranks | None = None,
+    cache: WeightsCache | None = None,
 ) -> CausalLM:
     """Load a model folder: config.json, generation_config.json and the safetensors weights.
 
@@ -41,6 +43,7 @@ def load_model(
         packer: keeps linear layers in a form of their own, such as
             ``models.cpu.packing.CpuPacker``; None: as torch's parameters.
         ranks: that share the model, of which each loads its part; None: there is one.
+        cache: keeps packed weights in files that processes share; None: they are this process's.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete, broken or of an unsupported kind; one
@@ -56,6 +59,7 @@ def load_model(
         max_model_len=max_model_len,
         packer=packer,
         ranks=ranks or ALONE,
+        cache=cache,
     )
 
 

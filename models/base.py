@@ -83,6 +83,11 @@ class CausalLM(Protocol):
         ...
 
     @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the weights that are pages of a file in the user's cache."""
+        ...
+
+    @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
         """What each layer keeps of the tokens before."""
         ...

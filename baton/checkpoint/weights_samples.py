@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.file import MAGIC, GgufFile
+from baton.checkpoint.gguf.parts import part_files, read_places
 from baton.checkpoint.safetensors_header import header_of
 
 WHOLE_FILE_BYTES = 64 * 2**20
@@ -51,7 +52,9 @@ def _tensors(file: BinaryIO, size: int) -> list[tuple[int, int]]:
     """Return (begin, end) of each tensor of a safetensors or GGUF file; empty for other files."""
     if file.read(len(MAGIC)) == MAGIC:
         try:
-            stored = GgufFile.read(Path(file.name)).tensors.values()
+            path = Path(file.name)
+            read = read_places if part_files(path) == [path] else GgufFile.read
+            stored = read(path).tensors.values()
         except ModelLoadError:
             return []  # loading the file will report the error
         return sorted((tensor.start, tensor.start + tensor.num_bytes) for tensor in stored)

@@ -99,7 +99,10 @@ def measure_kv_cache_bytes(
     """
     utilization = config.memory_utilization
     total, used = _total_and_used(device)
-    if device.type == "cpu":  # all ranks share the CPU's memory
+    if device.type == "cpu":
+        # Mapped pages of a file count as free memory, but every step reads them.
+        used += model.mapped_bytes
+        # All ranks share the CPU's memory.
         used += (total - used) * (ranks.everyone.size - 1) // ranks.everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from baton.api.errors import ConfigError
+from baton.checkpoint.weights_cache import WeightsCache
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.worker.device_choice import (
@@ -107,6 +108,7 @@ class Worker:
             max_model_len=config.max_model_len,
             packer=packer,
             ranks=ranks,
+            cache=_weights_cache(config),
         )
         if device.type == "cpu":
             keep_freed_memory()
@@ -210,6 +212,11 @@ class Worker:
         if self._lent_cores is not None:
             self._lent_cores.close()
             self._lent_cores = None
+
+
+def _weights_cache(config: EngineConfig) -> WeightsCache:
+    limit = config.weights_cache_bytes
+    return WeightsCache() if limit is None else WeightsCache(limit)
 
 
 def _scales_of_all_stages(

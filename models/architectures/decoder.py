@@ -319,11 +319,15 @@ class DecoderForCausalLM(nn.Module):
     Args:
         config: the model's shape.
         options: the architecture's variant.
+
+    Attributes:
+        mapped_bytes: bytes of the weights that are pages of a file in the user's cache.
     """
 
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
         self.config, self.options = config, options
+        self.mapped_bytes = 0
         kv_layers = options.kv_layers or tuple(
             PagedKV(config.num_kv_heads, config.head_dim, window)
             for window in options.sliding_windows or (None,) * config.num_layers

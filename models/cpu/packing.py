@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
+from baton.checkpoint.weights_cache import CacheEntry, WeightsCacheError
 from baton_kernels import CodeLayout, Float8Rows, WeightFormat
 from baton_kernels.dispatch import native_ops
 from baton_kernels.huge_pages import WeightMemory
 from baton_kernels.native.ops import NativeOps
 from models.architectures.decoder import DecoderForCausalLM
 from models.cpu.decode_tapes import DecodeTapes
+from models.cpu.kept_weights import Kept, machine_key, read_kept, write_kept
 from models.layers.embedding import NarrowEmbedding, PackedEmbedding
 from models.layers.latent_attention import LatentProjection, PackedLatentProjection
 from models.layers.linear import ExactLinear, ExpertsLinear, GatedLinear, PackedLinear
@@ -35,6 +37,9 @@ _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
 _ROWS = 64  # of a weight, that are looked at together
 _WIDTH = 16  # of panels, where no kernels want another
+# Behind a layer's name, in files of packed weights.
+_KEYS, _VALUES, _NARROW = ".keys", ".values", ".narrow"
+_COARSE_KEY = "coarse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +76,23 @@ class CpuPacker:
         """Number of outputs in a panel."""
         return _WIDTH if self.native is None else self.native.panel_width
 
-    def start(self, model: DecoderForCausalLM) -> _Packing:
+    @property
+    def cache_key(self) -> str:
         """See ``WeightPacker``."""
-        return _Packing(self, model)
+        kernels = "native" if self.native else "reference"
+        return f"{self.dtype} {self.weights} {self.width} {kernels} {machine_key()}"
+
+    def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
+        """See ``WeightPacker``."""
+        return _Packing(self, model, entry)
 
 
 class _Packing:
     """A ``PackingModel``."""
 
-    def __init__(self, packer: CpuPacker, model: DecoderForCausalLM) -> None:
+    def __init__(
+        self, packer: CpuPacker, model: DecoderForCausalLM, entry: CacheEntry | None
+    ) -> None:
         self._packer = packer
         self.takes_float8 = packer.weights in (None, WeightFormat.FP8)
         self._model = model
@@ -88,6 +101,63 @@ class _Packing:
         self._embedding: NarrowEmbedding | PackedEmbedding | None = None
         self._memory = WeightMemory()
         self._num_coarse = 0  # weights rounded here to a coarse format
+        self._names = {module: name for name, module in model.named_modules()}
+        self._entry = entry
+        self._kept: Kept = {}
+        if entry is not None and self._map_kept(entry):
+            self._entry = None  # nothing is to be written
+
+    def take_kept(self, owner: nn.Module) -> bool:
+        """See ``PackingModel``."""
+        name = self._names[owner]
+        found, keys, values = map(self._kept.get, (name, name + _KEYS, name + _VALUES))
+        if isinstance(keys, ops.PackedWeight) and isinstance(values, ops.PackedWeight):
+            self._latents[owner] = PackedLatentProjection(keys, values)
+        elif isinstance(found, ops.PackedWeight):
+            self._packed[owner] = found
+            if owner is self._model.model.embed_tokens:
+                self._embedding = PackedEmbedding(found, self._packer.dtype)
+        elif isinstance(found, Tensor):
+            owner.weight = nn.Parameter(found, requires_grad=False)
+        elif isinstance(narrow := self._kept.get(name + _NARROW), Tensor):
+            self._embedding = NarrowEmbedding(narrow, self._packer.dtype)
+        else:
+            return False
+        return True
+
+    def _map_kept(self, entry: CacheEntry) -> bool:
+        """Map the weights that were packed before; return whether there are any."""
+        file = entry.open()
+        if file is None:
+            return False
+        self._kept, more = read_kept(file)
+        self._num_coarse = more[_COARSE_KEY]
+        self._model.mapped_bytes = file.data_bytes
+        logger.info("packed weights are shared: %.0f MiB", file.data_bytes / _MIB)
+        return True
+
+    def _share(self, entry: CacheEntry) -> None:
+        """Write all that was packed to a file, and use the file's pages from now on."""
+        embedding, names = self._model.model.embed_tokens, self._names
+        kept: dict[str, ops.PackedWeight | Tensor] = {
+            names[owner]: weight for owner, weight in self._packed.items()
+        }
+        for owner, latents in self._latents.items():
+            kept[names[owner] + _KEYS], kept[names[owner] + _VALUES] = latents.packed
+        if isinstance(self._embedding, NarrowEmbedding):
+            kept[names[embedding] + _NARROW] = self._embedding.weight
+        elif isinstance(embedding, nn.Embedding) and self._embedding is None:
+            kept[names[embedding]] = embedding.weight
+        try:
+            write_kept(entry, kept, {_COARSE_KEY: self._num_coarse})
+            if not self._map_kept(entry):
+                return
+        except WeightsCacheError as error:
+            logger.info("packed weights are not shared with other processes: %s", error)
+            return
+        self._memory = WeightMemory()  # lets go of what is no longer used
+        for owner in (*self._packed, *self._latents, embedding):
+            self.take_kept(owner)
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """See ``PackingModel``; of a tied embedding the head is made."""
@@ -119,6 +189,8 @@ class _Packing:
 
     def finish(self) -> None:
         """See ``PackingModel``."""
+        if self._entry is not None:
+            self._share(self._entry)
         model, decoder, native = self._model, self._model.model, self._packer.native
         formats = Counter(weight.format for weight in self._packed.values())
         if self._packed and model.lm_head is None:

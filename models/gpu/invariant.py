@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
+from baton.checkpoint.weights_cache import CacheEntry
 from models.architectures.decoder import DecoderForCausalLM
 from models.gpu.packing import GpuPacker
 from models.layers.linear import InvariantLinear
@@ -29,9 +31,10 @@ class InvariantPacker:
 
     kind: str
     int8: GpuPacker | None = None
+    cache_key: ClassVar[None] = None
 
-    def start(self, model: DecoderForCausalLM) -> PackingModel:
-        """See ``WeightPacker``."""
+    def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
+        """See ``WeightPacker``; there is no entry."""
         return _Packing(model, None if self.int8 is None else self.int8.start(model))
 
 
@@ -42,6 +45,10 @@ class _Packing:
 
     def __init__(self, model: DecoderForCausalLM, int8: PackingModel | None) -> None:
         self._model, self._int8 = model, int8
+
+    def take_kept(self, owner: nn.Module) -> bool:
+        """See ``PackingModel``."""
+        return False
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """See ``PackingModel``."""

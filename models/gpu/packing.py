@@ -10,10 +10,12 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from baton.checkpoint.weights_cache import CacheEntry
 from baton_kernels import (
     GroupedIntegers,
     GroupedWeight,
@@ -55,9 +57,10 @@ class GpuPacker:
     device: torch.device
     weights: QuantizedFormat | None
     has_float8: bool
+    cache_key: ClassVar[None] = None
 
-    def start(self, model: DecoderForCausalLM) -> _Packing:
-        """See ``WeightPacker``."""
+    def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
+        """See ``WeightPacker``; there is no entry."""
         return _Packing(self, model)
 
 
@@ -75,6 +78,10 @@ class _Packing:
         self.takes_float8 = packer.has_float8 and (is_asked_for or as_stored)
         experts = [one for one in model.modules() if isinstance(one, SparseMoe)]
         self._left_alone = {layer for one in experts for layer in (one.gate_up, one.down)}
+
+    def take_kept(self, owner: nn.Module) -> bool:
+        """See ``PackingModel``."""
+        return False
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """See ``PackingModel``."""

@@ -72,6 +72,11 @@ class PackedLatentProjection(nn.Module):
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 
+    @property
+    def packed(self) -> tuple[ops.PackedWeight, ops.PackedWeight]:
+        """Return the weights of keys and values."""
+        return self._keys, self._values
+
     def absorb(self, query: Tensor, out: Tensor) -> None:
         """See ``LatentProjection``."""
         ops.grouped_packed_linear(query, self._keys, out)

@@ -27,7 +27,7 @@ from baton.checkpoint.gguf.architecture import (
 )
 from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.gguf.file import StoredTensor as Place
-from baton.checkpoint.gguf.parts import linked, read_model
+from baton.checkpoint.gguf.parts import linked, read_places
 from baton.checkpoint.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from baton.checkpoint.gguf.table import architecture_of
 from baton_kernels import GroupedIntegers
@@ -72,7 +72,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             f"{path}: {error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
         ) from error
 
-    file = read_model(linked(path))
+    file = read_places(linked(path))
     contents = {part: numpy.memmap(part, mode="r") for part in file.parts}
 
     def content(place: Place) -> Any:

@@ -9,6 +9,7 @@ Refuses to know: architectures, pickled checkpoints (they run code).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.folder import WEIGHTS
+from baton.checkpoint.gguf.folder import weight_files as gguf_files
+from baton.checkpoint.model_folder import MODELOPT_FILE
+from baton.checkpoint.weights_cache import CacheEntry, WeightsCache, WeightsCacheError
 from baton_kernels import Float8Rows, GroupedIntegers
 from models.architectures.decoder import DecoderForCausalLM
 from models.base import CausalLM
@@ -66,6 +70,7 @@ def load_model(
     max_model_len: int | None = None,
     packer: WeightPacker | None = None,
     ranks: Ranks = ALONE,
+    cache: WeightsCache | None = None,
 ) -> CausalLM:
     """See ``models.load_model``."""
     path = Path(folder)
@@ -91,8 +96,42 @@ def load_model(
                 as_linears=config.moe.stored_as_linears,
             )
         _check_names(path, stored, whole, [name for name in stored if model.ignores_weight(name)])
-        _load_weights(model, path, stored, dtype, torch.device(device), packer)
+        entry = None
+        if cache is not None and packer is not None:
+            entry = _hold_entry(cache, path, model, packer, ranks, files)
+        _load_weights(model, path, stored, dtype, torch.device(device), packer, entry)
     return model.to(device).eval().requires_grad_(requires_grad=False)
+
+
+def _hold_entry(
+    cache: WeightsCache,
+    folder: Path,
+    model: DecoderForCausalLM,
+    packer: WeightPacker,
+    ranks: Ranks,
+    files: ExitStack,
+) -> CacheEntry | None:
+    """Hold a model's place in the cache until ``files`` is closed; None where it gets none."""
+    sources = gguf_files(folder) or _weight_files(folder)
+    size = sum(path.stat().st_size for path in sources)
+    if packer.cache_key is None or not cache.takes(size):
+        return None
+    everyone, group = ranks.everyone, ranks.group
+    packing = [
+        packer.cache_key,
+        *(_content_digest(folder / name) for name in ("config.json", MODELOPT_FILE)),
+        *(f"{name} {list(one.shape)}" for name, one in model.named_parameters()),
+        f"{everyone.rank} {everyone.size} {group.rank} {group.size} {ranks.stage}",
+    ]
+    try:
+        return files.enter_context(cache.hold(sources, "\n".join(packing)))
+    except WeightsCacheError as error:
+        logger.info("packed weights are not shared with other processes: %s", error)
+        return None
+
+
+def _content_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
 @contextlib.contextmanager
@@ -117,7 +156,7 @@ def fill_model(
     missing = [name for name, _ in _checkpoint_parameters(model) if name not in stored]
     if missing:
         raise ModelLoadError(f"{folder}: weights are missing: {_first_of(missing)}")
-    _load_weights(model, folder, stored, dtype, device, packer)
+    _load_weights(model, folder, stored, dtype, device, packer, None)
     model.to(device).eval().requires_grad_(requires_grad=False)
 
 
@@ -149,6 +188,9 @@ class PackingModel(Protocol):
 
     takes_float8: bool
 
+    def take_kept(self, owner: nn.Module) -> bool:
+        """Keep ``owner.weight`` as another process packed it; say whether there is such a one."""
+
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """Keep ``owner.weight``, if it is to be kept packed; say whether nothing else needs it."""
 
@@ -159,8 +201,16 @@ class PackingModel(Protocol):
 class WeightPacker(Protocol):
     """How layers are to be kept that are not torch's parameters."""
 
-    def start(self, model: DecoderForCausalLM) -> PackingModel:
-        """Begin with a model that has no weights yet."""
+    @property
+    def cache_key(self) -> str | None:
+        """Say all that decides what is made of a weight; None: that is not kept in files."""
+
+    def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
+        """Begin with a model that has no weights yet.
+
+        Args:
+            entry: place of the packed weights in the user's cache; None: they get none.
+        """
 
 
 def pack_loaded(packer: WeightPacker, model: CausalLM) -> None:
@@ -243,6 +293,7 @@ def _load_weights(
     dtype: torch.dtype,
     device: torch.device,
     packer: WeightPacker | None,
+    entry: CacheEntry | None,
 ) -> None:
     _check_shapes(model, stored)
     places, scales = _checkpoint_parameters(model), _kv_scales(model)
@@ -251,10 +302,12 @@ def _load_weights(
     for name in scales.keys() & stored.keys():
         owner, attribute = scales[name]
         setattr(owner, attribute, _read_scale(stored[name]))
-    packing = None if packer is None else packer.start(model)
+    packing = None if packer is None else packer.start(model, entry)
     by_parameter = groupby(places, lambda item: (item[1].owner, item[1].attribute))
     for (owner, attribute), of_owner in by_parameter:
         packs = packing is not None and attribute == "weight"
+        if packing is not None and packs and packing.take_kept(owner):
+            continue
         float8 = packing is not None and packing.takes_float8 and packs
         parts = [
             _read_part(stored[name], place, integers=packs, float8=float8)

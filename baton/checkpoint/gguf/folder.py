@@ -16,7 +16,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
 from baton.checkpoint.gguf.config import config_of, generation_config_of
 from baton.checkpoint.gguf.file import GgufFile
-from baton.checkpoint.gguf.parts import linked, part_files, read_model
+from baton.checkpoint.gguf.parts import linked, part_files, read_model, read_places
 from baton.checkpoint.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
 WEIGHTS = "model.gguf"
@@ -31,7 +31,7 @@ def folder_of_gguf(path: Path) -> Path:
         ModelLoadError: a file is broken or unsupported, or the cache is unusable.
     """
     # Links are not followed, because the hub's files are links whose names count.
-    file = read_model(path.absolute())
+    file = read_places(path.absolute())
     path = file.path
     try:
         digest = hashlib.sha256(f"{_FORM}\0{path}\0".encode())
@@ -40,7 +40,7 @@ def folder_of_gguf(path: Path) -> Path:
         key = digest.hexdigest()[:16]
         folder = own_cache_folder("gguf") / f"{path.stem[:80]}-{key}"
         if not (folder / WEIGHTS).exists():
-            _make(folder, file)
+            _make(folder, read_model(path))
     except CacheFolderError as error:
         raise ModelLoadError(f"{path}: {error}") from error
     except OSError as error:
@@ -50,8 +50,8 @@ def folder_of_gguf(path: Path) -> Path:
 
 
 def read_folder(folder: Path) -> GgufFile:
-    """Return the header of a folder's GGUF file; raises ModelLoadError."""
-    return read_model(linked(folder / WEIGHTS))
+    """Return the header, without long lists, of a folder's GGUF file; raises ModelLoadError."""
+    return read_places(linked(folder / WEIGHTS))
 
 
 def weight_files(folder: Path) -> list[Path]:

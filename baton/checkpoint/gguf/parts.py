@@ -6,7 +6,9 @@ the meaning of metadata nor tensors' content.
 
 from __future__ import annotations
 
+import functools
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,9 @@ from baton.checkpoint.gguf.file import GgufFile, StoredTensor
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _MAX_PARTS = 10**5
+# A file that changes again within one tick of the kernel's clock keeps its times.
+_YOUNG_NS = 2 * 10**9
+_MOST_VALUES = 4096  # of a list that `read_places` keeps
 _COUNT, _NUMBER, _NUM_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
@@ -54,6 +59,47 @@ def read_model(path: Path) -> GgufFile:
         problem = f"{expected!r:.20}, but the parts have {len(tensors)} tensors"
         raise ModelLoadError(f"{path}: {_NUM_TENSORS}: {problem}")
     return replace(first, tensors=tensors, parts=tuple(paths))
+
+
+def read_places(path: Path) -> GgufFile:
+    """Read what `read_model` reads, without long lists such as vocabularies.
+
+    A process reads the header of files that do not change once.
+
+    Raises:
+        ModelLoadError: see `read_model`.
+    """
+    path = first_part(path)
+    states = tuple(map(_state, part_files(path)))
+    changed_ns = max(max(state[-2:], default=0) for state in states)
+    if time.time_ns() - changed_ns < _YOUNG_NS:
+        return _without_lists(path)
+    return _known_places(path, states)
+
+
+@functools.lru_cache(maxsize=4)
+def _known_places(path: Path, _states: tuple[tuple[int, ...], ...]) -> GgufFile:
+    """Read the files, which are in these states."""
+    return _without_lists(path)
+
+
+def _without_lists(path: Path) -> GgufFile:
+    file = read_model(path)
+    short = {
+        key: value
+        for key, value in file.metadata.items()
+        if not isinstance(value, list) or len(value) <= _MOST_VALUES
+    }
+    return replace(file, metadata=short)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file changes, times last; empty: it cannot be looked at."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def linked(path: Path) -> Path:

@@ -12,6 +12,7 @@ from baton.access.exposure import check_is_free
 from baton.addresses import DEFAULT_ADDRESS
 from baton.api.errors import ConfigError
 from baton.checkpoint.cache_folder import CacheFolderError, cache_folder, own_cache_folder
+from baton.checkpoint.weights_cache import used_bytes
 from baton.cli.doctor.finding import Finding, Grade
 from baton.kernel_library.build import find_compiler
 from baton.kernel_library.compilers import BuildError, run_tool
@@ -75,7 +76,9 @@ def look_at_cache() -> Finding:
     except (CacheFolderError, OSError) as error:
         advice = "BATON_CACHE names another folder; else a temporary one is used, and lost"
         return Finding("cache", f"cannot be written: {_problem(error)}", Grade.SLOW, advice)
-    return Finding("cache", str(folder))
+    packed_bytes = used_bytes()
+    packed = f", packed weights take {packed_bytes / 2**20:.0f} MiB" if packed_bytes else ""
+    return Finding("cache", f"{folder}{packed}")
 
 
 def look_at_ports(listen: str = DEFAULT_ADDRESS, http_listen: str = "127.0.0.1:8000") -> Finding:

@@ -111,6 +111,9 @@ def test_kernels(state: KernelState, grade: Grade, value: str, advice: str) -> N
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
     has(installation.look_at_cache(), Grade.OK, str(tmp_path / "cache"), "")
+    (tmp_path / "cache" / "weights").mkdir()
+    (tmp_path / "cache" / "weights" / "0-0.weights").write_bytes(bytes(3 * 2**20))
+    has(installation.look_at_cache(), Grade.OK, "packed weights take 3 MiB", "")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "file"))
     has(installation.look_at_cache(), Grade.SLOW, str(tmp_path / "file"), "BATON_CACHE")

@@ -10,6 +10,8 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from baton.api.errors import ModelLoadError
+from baton.checkpoint.gguf import parts
+from baton.checkpoint.gguf.file import GgufFile
 from baton.checkpoint.gguf.folder import read_folder
 from baton.checkpoint.model_folder import find_model_folder
 from baton.checkpoint.model_identity import folder_identity
@@ -65,6 +67,23 @@ def test_the_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
     content = parts[2].read_bytes()
     parts[2].write_bytes(content[:-1] + b"\1")
     assert folder_identity(folder)["weights"] != before
+
+
+def test_the_header_of_a_file_is_read_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_YOUNG_NS", 0)
+    path = tmp_path / "one.gguf"
+    tensors = {"token_embd.weight": (ROWS, F32)}
+    write_gguf(path, "llama", tensors, FIELDS, plain_vocabulary(5000))
+    folder = find_model_folder(str(path))
+    found = read_folder(folder)
+    assert "tokenizer.ggml.tokens" in GgufFile.read(path).metadata
+    assert "tokenizer.ggml.tokens" not in found.metadata  # it is kept, so it is to be small
+    assert found.metadata["llama.block_count"] == 2
+    assert read_folder(folder) is found
+    write_gguf(path, "llama", tensors | {"x.weight": (ONES, F32)}, FIELDS, plain_vocabulary(5000))
+    assert list(read_folder(folder).tensors) == ["token_embd.weight", "x.weight"]
 
 
 def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
