@@ -30,7 +30,7 @@ class DecodeOptions:
         "at most this many tokens and it can begin at once. 0: never.",
     )
     max_step_stretch: float = option(
-        1.5,
+        3.0,
         least=0.0,
         help="While a prefill node is connected: a step that decodes and computes a prompt, too, "
         "may take so many times as long as steps that only decode, as they are measured. Lower "

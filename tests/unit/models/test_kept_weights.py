@@ -67,7 +67,7 @@ def load(path: Path, weights: str = "auto", cache: WeightsCache | None = CACHE) 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return all that a model computes with, also what is no parameter."""
-    found = dict(model.named_parameters())
+    found: dict[str, Tensor] = dict(model.named_parameters())
     for name, module in model.named_modules():
         packed = [module.packed] if isinstance(module, PackedLinear) else []
         if isinstance(module, PackedLatentProjection):
