@@ -127,7 +127,9 @@ class Forms:
         regex = draw_regex(self._rng)
 
         def judge(said: Said, text: str) -> str:
-            return "" if re.fullmatch(regex, said.text) else f"is no {regex}: {said.text!r}"
+            # Only Python counts U+001C to U+001F as spaces.
+            text = re.sub("[\x1c-\x1f]", "!", said.text)
+            return "" if re.fullmatch(regex, text) else f"is no {regex}: {said.text!r}"
 
         return {"regex": regex}, judge
 
