@@ -24,7 +24,7 @@ class QuantizationConfig:
         block_shape: rows and columns that share a scale, where scales are per block.
         group_size: neighbours of a row with a scale, the row's last ones perhaps fewer, where the
             tensors do not tell which column has which; 0: they do, or all have as many.
-        zero_point_offset: what is to be added to zero points as they are stored.
+        zero_point_offset: number to add to stored zero points.
         rounds_inputs: whether inputs of layers are to be rounded as their weights are.
     """
 

@@ -19,11 +19,11 @@ class Mamba2Config:
     """Mamba 2's mixers (Dao and Gu, arXiv:2405.21060).
 
     Attributes:
-        num_heads: of the state.
-        head_dim: of a head's inputs and results.
+        num_heads: number of heads of the state.
+        head_dim: size of a head's inputs and results.
         num_groups: of heads that follow each other and share what writes and reads their states.
         state_dim: rows of a head's state, each of ``head_dim``.
-        kernel_size: of the convolution.
+        kernel_size: tokens that the convolution reads.
         conv_bias: whether the convolution has one.
         proj_bias: whether the projections have one.
         recurrent_layers: whether each layer has such a mixer; else it attends.
@@ -57,8 +57,8 @@ class DeltaNetConfig:
         num_key_heads: each of which serves value heads that follow each other.
         num_value_heads: heads of the state.
         key_dim: rows of a head's state, each of ``value_dim``.
-        value_dim: of a head's values and results.
-        kernel_size: of the convolution.
+        value_dim: size of a head's values and results.
+        kernel_size: tokens that the convolution reads.
         recurrent_layers: whether each layer has such a mixer; else it attends.
     """
 
@@ -79,7 +79,7 @@ def parse_bamba(fields: Fields, hidden_size: int, num_layers: int) -> Mamba2Conf
     """Read the mixers of Bamba, of which some layers attend instead.
 
     Raises:
-        ModelLoadError: as `parse_mamba2`, or no layer attends, or one that there is not.
+        ModelLoadError: as `parse_mamba2`; or no layer attends; or a listed layer does not exist.
     """
     attending = fields.token_ids("attn_layer_indices")
     if not attending or max(attending) >= num_layers:
@@ -168,12 +168,12 @@ def recurrent_layers(fields: Fields, num_layers: int, *, interval: int = 4) -> t
     """Read which layers carry a state, of ``layer_types``.
 
     Args:
-        fields: of config.json.
-        num_layers: of the model.
+        fields: fields of config.json.
+        num_layers: number of the model's layers.
         interval: where no types are given, one layer of so many attends; 0: none does.
 
     Raises:
-        ModelLoadError: a kind that there is not, another number of layers, or none attends.
+        ModelLoadError: an unknown kind of layer, a wrong number of layers, or no layer attends.
     """
     if not fields.has("layer_types"):
         interval = interval and fields.integer("full_attention_interval", interval)

@@ -17,12 +17,12 @@ class ModelWork:
     """The work of one model.
 
     Attributes:
-        token_flops: of each token, but for what depends on the tokens before it.
-        head_flops: of each token that logits are made of.
+        token_flops: operations per token that do not depend on earlier tokens.
+        head_flops: operations per token whose logits are computed.
         attended_flops: in a layer that attends, for each token that another one attends to.
         attended_bytes: of KV, likewise.
-        weight_bytes: that each step reads, whatever it computes.
-        expert_bytes: of all experts of all layers, of which a step reads those that it needs.
+        weight_bytes: size of the weights that every step reads.
+        expert_bytes: size of all experts of all layers; a step reads only those that it needs.
         num_experts, top_k: of a layer that has some; 0: none has.
     """
 

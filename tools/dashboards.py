@@ -31,8 +31,8 @@ class Panel:
     """One panel: its queries by what their lines are called.
 
     Attributes:
-        says: what is to be seen in it.
-        unit: of Grafana.
+        says: description of the panel.
+        unit: Grafana's name of the unit.
         is_number: the last value as a number; else lines over time.
     """
 

@@ -37,7 +37,7 @@ class Chapter:
     """A part of the day path.
 
     Attributes:
-        title: of the chapter.
+        title: the chapter's title.
         sentence: what its reader knows afterwards.
         names: classes and functions, in the order in which to read them; files are found by them.
     """

@@ -69,7 +69,7 @@ def _row(option: Option | None) -> str:
 
 
 def _type(kind: Any) -> str:
-    """What is to be given: the name of a type, or the values that there are."""
+    """Return what an option takes: the name of a type, or the allowed values."""
     values = getattr(kind, "__members__", None)
     if values:
         return ", ".join(one.value for one in values.values())

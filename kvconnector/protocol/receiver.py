@@ -63,7 +63,7 @@ class ReceiveMachine:
         make_peers: see `Sender`.
 
     Attributes:
-        grants: neither committed nor ended yet.
+        grants: transfers that are neither committed nor ended yet.
     """
 
     def __init__(self, own: PeerInfo, make_peers: Callable[..., Peers] = Peers) -> None:

@@ -24,7 +24,7 @@ class FaultFile:
     """Read again when it has changed.
 
     Args:
-        path: of the file; raises ConfigError when it is not there.
+        path: the fault file; raises ConfigError if the file is missing.
         clock: seconds that never go back.
     """
 

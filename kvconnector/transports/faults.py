@@ -51,7 +51,7 @@ class KillPoint:
     """Where this process kills itself: just before the ``count``-th such thing.
 
     Attributes:
-        name: of a message, or ``Write``.
+        name: a message's type, or ``Write``.
         when: ``send`` or ``recv``.
     """
 

@@ -58,7 +58,7 @@ def split_fused_experts(
 
     Args:
         tensors: by name.
-        num_experts: of each layer that has some.
+        num_experts: number of experts in each layer with experts.
         rename: makes a checkpoint's name of a module's.
         by_turns: fused experts are as in gpt-oss.
         as_linears: they are as in Granite 4.

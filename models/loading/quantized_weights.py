@@ -294,7 +294,7 @@ def _integers_in_groups(
     """Numbers with a scale for each row, or for each of a row's groups of neighbours.
 
     Args:
-        num_bits: of a number.
+        num_bits: bits of one number.
         numbers: ``[out, in]``, from ``-2 ** (num_bits - 1)``.
         scale: one, or ``[out]``, or ``[out, groups]``.
         zero_point: likewise, counted as the numbers are; None: 0.

@@ -32,7 +32,7 @@ class StoredTensor:
     """A tensor of a checkpoint, not read yet.
 
     Attributes:
-        path: of its file.
+        path: the file that holds the tensor.
         name: in Hugging Face layout.
         read: reads it as numbers; raises ModelLoadError.
         is_mapped: whether what is read are pages of the file.
@@ -56,7 +56,7 @@ class WeightPart:
     """Some rows of a layer's weight, or all of them.
 
     Attributes:
-        first_row: of the weight.
+        first_row: index of the first row within the weight.
         content: ``[n, ...]``.
         is_mapped: whether it is pages of a file.
     """
@@ -67,7 +67,7 @@ class WeightPart:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the rows."""
+        """Return the shape of the rows."""
         return (self.content if isinstance(self.content, Tensor) else self.content.numbers).shape
 
     @property

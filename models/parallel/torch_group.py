@@ -33,8 +33,8 @@ class TorchGroup:
         size: size of the group.
         meeting: where its ranks, and nobody else, find each other: a folder of theirs, or
             ``tcp://HOST:PORT``, a ``TCPStore`` of the rank that leads.
-        name: of the group, among those that meet there.
-        device: of the tensors.
+        name: the group's name, unique at that meeting place.
+        device: the tensors' device.
     """
 
     def __init__(self, rank: int, size: int, meeting: str, name: str, device: torch.device) -> None:
@@ -143,11 +143,11 @@ def connect(
     """Find the other ranks of a model, each of which does the same.
 
     Args:
-        rank: of this process.
-        num_ranks: of all stages.
+        rank: rank of this process.
+        num_ranks: number of ranks in all stages together.
         stage_size: ranks of one stage.
         meeting: see ``TorchGroup``.
-        device: of the tensors.
+        device: the tensors' device.
         shared: descriptor of memory that ranks of this machine share (`open_shared`); sums on
             GPUs do not go through it.
     """

@@ -235,7 +235,7 @@ def _all_beside(
 
 
 def _share(weights: str, dtype: str, case: str, least: float) -> Row:
-    """Of what the machine's memory, or a large product of torch's, would allow."""
+    """Return the row of a case's share of what memory bandwidth or a large product allows."""
     ours = f"baton {weights}".strip()
     of = "read bandwidth" if case == "decode 1" else f"the rate of a large product in {dtype}"
     return Row(

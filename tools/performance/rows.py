@@ -37,7 +37,7 @@ class Row:
     """A row of the page: a figure, where it is and its limits.
 
     Attributes:
-        what: what is measured.
+        what: name of the measured quantity.
         target: as people read it; empty: shown for orientation only.
         measure: finds the figure in the file; raises one of `NOT_THERE`.
         holds_back: one sentence of why it is missed, shown if it is.

@@ -440,7 +440,7 @@ def group_numbers(ptr, factor_ptr, group, row, out_features, GROUP: tl.constexpr
 
 @triton.jit
 def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Of the group that a plane's inputs belong to, for some rows; the scale twice without one."""
+    """Return scale and minimum of a plane's group for some rows; the scale twice without minima."""
     chunk, groups, row, in_features, out_features = at
     scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr = groups
     first = chunk * (512 // BITS) + place * 16
@@ -557,7 +557,7 @@ def grouped_kernel(
     """Some rows of the weight times some tokens, over some chunks of the inputs."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows and tokens that there are not repeat the last: they are not stored.
+    # Places beyond the last row or token load the last one again; their results are not stored.
     known = tl.minimum(row, out_features - 1)
     CHUNK: tl.constexpr = 512 // BITS
     depth = tl.arange(0, CHUNK)

@@ -59,7 +59,7 @@ class NixlAgent:
 
     Args:
         name: unique to this process start; a name that was ever used damages its peers' tables.
-        layouts: of the ranges of memory that it registers.
+        layouts: layouts of the memory ranges that the agent registers.
         memory_kind: "DRAM" or "VRAM".
     """
 
@@ -160,7 +160,7 @@ class NixlAgent:
         """A table of ranges that writes are posted from or to, by index.
 
         Args:
-            name: of the peer whose memory it is; empty for our own.
+            name: the peer that owns the memory; empty for this process.
         """
         try:
             descs = self._agent.get_xfer_descs(descriptors, self._memory_kind)

@@ -92,8 +92,8 @@ class NixlTransport:
     """See `KVTransport` for the contract.
 
     Args:
-        engine_id: of the node; with the rank also the agent's name, so it must be new at every
-            process start.
+        engine_id: the node's engine id. Together with the rank it names the agent, so it must be
+            new at every process start.
         memory: registered once, and must stay where it is.
     """
 

@@ -77,7 +77,7 @@ class ProbeHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DoneHead(msgspec.Struct, frozen=True, array_like=True):
-    """Of all writes and probes on this connection, so many are over."""
+    """Tell the peer how many writes and probes on this connection have finished."""
 
     count: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     is_taken: bool
@@ -104,7 +104,7 @@ class Sink(Protocol):
         """Where the next bytes belong; never empty before all have come."""
 
     def advance(self, num_bytes: int) -> None:
-        """So many bytes have come into the buffer."""
+        """Note that this many bytes have arrived in the buffer."""
 
     def finish(self) -> bool:
         """All have come; whether they were taken."""
@@ -227,7 +227,7 @@ def _decode_head(kind: Kind, encoded: bytes) -> Head | bytes:
 
 
 def cut_parts(parts: Sequence[memoryview | bytes], max_bytes: int) -> list[memoryview | bytes]:
-    """The same bytes in pieces of at most ``max_bytes``: large parts are cut, small ones joined.
+    """Divide bytes into pieces of at most ``max_bytes``: cut large parts, and join small ones.
 
     Each piece is encrypted by one call, into records that are full only if it is long.
     """

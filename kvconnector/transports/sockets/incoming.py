@@ -100,12 +100,12 @@ class Incoming:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Return host and port of the listening socket."""
         host, port = self.listener.getsockname()[:2]
         return str(host), int(port)
 
     def connections(self) -> list[Connection]:
-        """What is to be watched, and `progress` called for."""
+        """Return the connections to watch; `progress` handles their events."""
         return [incoming.connection for incoming in self._incoming]
 
     def progress(self) -> None:

@@ -35,7 +35,7 @@ class BlockMemory(Protocol):
 
 
 def memory_of(blocks: torch.Tensor) -> BlockMemory:
-    """Of a tensor `[num_blocks, num_layers, ...]`, contiguous."""
+    """Return access to the memory of a contiguous tensor `[num_blocks, num_layers, ...]`."""
     return StagedMemory(blocks) if blocks.is_cuda else HostMemory(blocks)
 
 

@@ -65,9 +65,9 @@ class Outgoing:
 
     Args:
         own_id: engine id of this process.
-        peer_id: of the peer.
-        at: its address.
-        shown: what it must show.
+        peer_id: engine id of the peer.
+        at: the peer's address.
+        shown: what the peer must show.
         identity: ours.
         clock: seconds that never go back.
         renew_bytes: after so many the connection is made anew, with new keys, as soon as it rests.
@@ -144,12 +144,12 @@ class Outgoing:
         return posted
 
     def connections(self) -> list[Connection]:
-        """What is to be watched, and `progress` called for."""
+        """Return the connections to watch; `progress` handles their events."""
         return [c for c in (self._connection, self._ended) if c is not None]
 
     @property
     def dialling(self) -> socket.socket | None:
-        """What is to be watched for being writable, and `progress` called for."""
+        """Return the socket to watch until it is writable; `progress` handles that."""
         return self._raw
 
     @property

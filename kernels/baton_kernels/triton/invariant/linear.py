@@ -108,7 +108,7 @@ def linear_kernel(
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    # Tokens and rows that there are not repeat the last: they are not stored.
+    # Places beyond the last token or row load the last one again; their results are not stored.
     x_at = x_ptr + tl.minimum(token, num_tokens - 1)[:, None].to(tl.int64) * x_stride
     x_at += depth[None, :]
     weight_at = weight_ptr + tl.minimum(row, out_features - 1)[None, :].to(tl.int64) * weight_stride

@@ -78,7 +78,7 @@ def _launcher(kernel_size: int, has_silu: bool, tile: int) -> Launcher:
 def load_inputs(
     x_ptr, in_gate_ptr, x_stride, in_gate_stride, token, channel, mask, dtype: tl.constexpr
 ):  # fmt: skip
-    """What is convolved, float32 ``[tokens, CHANNELS]``; zeros beyond the mask."""
+    """Return the convolution's inputs, float32 ``[tokens, CHANNELS]``; zeros beyond the mask."""
     inputs = tl.load(x_ptr + token[:, None] * x_stride + channel[None, :], mask=mask, other=0.0)
     inputs = inputs.to(tl.float32)
     if in_gate_ptr is not None:

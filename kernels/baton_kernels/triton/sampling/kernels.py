@@ -105,7 +105,7 @@ def partials_kernel(
     tokens_ptr, logits_stride, vocab_size, num_parts, num_groups,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of one part of one row: best logit, total weight, best score; best logit of each group.
+    """Find best logit, total weight, best score, and each group's best logit in a part of a row.
 
     | group | group | ... | group |   one part: BLOCK tokens; a group: GROUP tokens
     """
