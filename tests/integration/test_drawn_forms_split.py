@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from baton import Client, SamplingParams, Thinking
 from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from tests.fakes.asked_chats import Said
@@ -85,6 +84,18 @@ def post(deployment: LocalDeployment, body: dict[str, Any]) -> Said:
     )
 
 
+def stream(deployment: LocalDeployment, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the deltas of a streamed chat."""
+    url = f"http://{deployment.config.http_listen}/v1/chat/completions"
+    content = json.dumps({**body, "stream": True}).encode()
+    asked = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=300) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                choices = json.loads(line[6:])["choices"]
+                yield choices[0]["delta"] if choices else {}
+
+
 def post_all(deployment: LocalDeployment, asked: list[Asked]) -> list[Said]:
     bodies = [one.http_body("tiny") for one in asked]
     with ThreadPoolExecutor(len(bodies)) as threads:
@@ -122,25 +133,20 @@ def test_a_decode_node_that_dies_between_thought_and_answer_changes_no_answer(
     """(The last test of a family: one of two decode nodes is gone from here on.)"""
     asked = draws(forms, 50, budget=BUDGET)
     whole, before = alone(forms, asked), num_attempts(deployment)
-    given = SamplingParams(
-        max_tokens=BUDGET + 90,
-        seed=1,
-        thinking=Thinking(budget_tokens=BUDGET, must_open=True),
-    )
-    num_tokens = {"seen": 0}
+    watched = next(i for i, said in enumerate(whole) if said.reasoning and said.text)
+    killed = threading.Event()
 
-    def kill_at_the_closing_mark() -> None:
-        with Client(deployment.config.listen) as client:
-            for delta in client.stream(asked[0].chat.prompt, given):
-                num_tokens["seen"] += len(delta.token_ids)
-                if num_tokens["seen"] > BUDGET:
-                    deployment.child("d0").process.kill()
-                    return
+    def kill_behind_the_thought() -> None:
+        for delta in stream(deployment, asked[watched].http_body("tiny")):
+            if delta.get("content"):
+                deployment.child("d0").process.kill()
+                killed.set()
+                return
 
-    watcher = threading.Thread(target=kill_at_the_closing_mark)
+    watcher = threading.Thread(target=kill_behind_the_thought)
     watcher.start()
     split = post_all(deployment, asked)
     watcher.join()
-    assert num_tokens["seen"] > BUDGET
+    assert killed.is_set()
     assert differences(asked, split, whole) == []
     assert num_attempts(deployment) > before + len(asked)
