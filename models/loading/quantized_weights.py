@@ -452,9 +452,10 @@ def _keep_awq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers
 
 
 def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """One of ModelOpt's kinds, which its types tell; of inputs that are scaled first, so are these.
+    """Return the numbers of a weight in one of ModelOpt's kinds; the types tell which.
 
-    What inputs are multiplied with, column by column, the weight is.
+    Where inputs are scaled before the product (``pre_quant_scale``), the weight's columns are
+    scaled instead.
     """
     weight, scale = parts["weight"], parts["weight_scale"]
     if weight.dtype == torch.uint8 and scale.dtype == torch.uint8:
