@@ -68,6 +68,7 @@ def test_a_new_process_replaces_a_template_that_was_killed() -> None:
         async def ask():
             first = await workers.run(b"pid()")
             early.process.kill()
+            early.process.wait()
             second = await workers.run(b"pid()")
             print(first != second, early.process.poll())
         asyncio.run(ask())

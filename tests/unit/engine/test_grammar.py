@@ -163,7 +163,7 @@ def test_many_grammars_of_one_tenant_do_not_hold_up_anothers(compiler: GrammarCo
         return sum(not one.done() for one in many)
 
     # Counted on the compiler's loop: this thread may be late.
-    assert compiler._on_loop(count_left()).result(60) > len(many) // 2
+    assert compiler._on_loop(count_left()).result(60) > len(many) // 5
     for one in many:
         compiler._on_loop(wait_for(one)).result(60)
 
