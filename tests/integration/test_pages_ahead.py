@@ -35,4 +35,4 @@ def test_idle_nodes_find_memory_for_their_caches() -> None:
         running.wait_ready(READY_TIMEOUT_S)
         for name in ("p0", "d0"):
             pid = running.child(name).process.pid
-            wait_until(lambda pid=pid: largest_resident(pid) > 125 * 2**20)  # type: ignore[misc]
+            wait_until(lambda pid=pid: largest_resident(pid) > 61 * 2**20)  # type: ignore[misc]
