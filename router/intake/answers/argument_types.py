@@ -49,7 +49,10 @@ class ArgumentTypes:
         schema = self._schema_of(name)
         if schema is None or not self._accepts_any(schema, "-"):
             return False
-        takes_null, *others = (self._accepts_any(schema, other) for other in _SAMPLES)
+        # Listed values count by their types: a sample is hardly ever one of them.
+        takes_null, *others = (
+            self._accepts_any(schema, other, by_lists=False) for other in _SAMPLES
+        )
         if any(others):
             return False
         if not takes_null:

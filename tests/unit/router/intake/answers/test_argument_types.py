@@ -12,6 +12,8 @@ from router.intake.answers.argument_types import ArgumentTypes
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 BOOLEAN, NUMBER = {"type": "boolean"}, {"type": "number"}
 CASES: list[tuple[Any, str, Any]] = [
+    ({"anyOf": [{"type": "integer", "enum": [1, 10]}, {"type": "string"}]}, "1", 1),
+    ({"anyOf": [{"type": "integer", "enum": [1, 10]}, {"type": "string"}]}, "2", "2"),
     ({"anyOf": [STRING, NULL]}, "2024", "2024"),  # what pydantic makes of str | None
     ({"anyOf": [STRING, NULL]}, "null", None),
     ({"anyOf": [STRING, NULL]}, "None", None),  # as templates show it
