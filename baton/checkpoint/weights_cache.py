@@ -2,10 +2,10 @@
 
     | bytes of all tensors | index (JSON) | trailer |
 
-A file's name has the key of what it was packed from, and the boot in which somebody last looked at
-all of its bytes. Whoever finds a file of an earlier boot reads all of it first: a power cut may
-have kept its end from the disk. A file is renamed into place when it is whole, is never written
-again, and may be removed at any time: who has mapped it keeps it.
+A file's name has a key of its sources, and the boot in which a process last checked all of its
+bytes. A process that finds a file of an earlier boot checks all bytes first, because a power cut
+may have kept the end of the file from the disk. A file is renamed into place when it is whole, and
+is never written again. A file may be removed at any time: processes that mapped it keep its pages.
 Refuses to know: tensors, how weights are packed, GPUs.
 """
 
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "weights"
 DEFAULT_LIMIT_BYTES = 20 * 2**30
-LEAST_BYTES = 16 * 2**20  # smaller checkpoints are packed in less time than it takes to look
-ALIGNMENT = 64  # bytes, of a tensor's first one
+LEAST_BYTES = 16 * 2**20  # packing a smaller checkpoint is faster than looking for its file
+ALIGNMENT = 64  # bytes; each tensor begins at a multiple
 _SPARE_DISK_BYTES = 2**30  # left for others
 _MAX_AGE_S = 30 * 24 * 3600.0
-_MAX_NEW_AGE_S = 3600.0  # of a file that its writer has not finished
+_MAX_NEW_AGE_S = 3600.0  # an unfinished file of this age is removed: its writer is gone
 _LOCK_TIMEOUT_S = 100.0  # packing takes less; a node that waits longer packs for itself
 _LOCK_POLL_S = 0.02
 # A file that changes again within one tick of the kernel's clock keeps its times.
@@ -83,7 +83,7 @@ class WeightsCache:
     """The folder with the files of packed weights.
 
     Attributes:
-        limit_bytes: size of all files together; the ones that were used longest ago are removed.
+        limit_bytes: most bytes of all files together; the least recently used files are removed.
         least_bytes: size of the smallest checkpoint whose packed weights are kept.
     """
 
@@ -91,7 +91,7 @@ class WeightsCache:
     least_bytes: int = LEAST_BYTES
 
     def takes(self, checkpoint_bytes: int) -> bool:
-        """Say whether packed weights of such a checkpoint are kept."""
+        """Return whether packed weights of a checkpoint of this size are kept."""
         return self.least_bytes <= checkpoint_bytes and self.limit_bytes > 0
 
     @contextmanager
@@ -100,7 +100,7 @@ class WeightsCache:
 
         Args:
             sources: the checkpoint's files.
-            packing: all that decides what is made of them.
+            packing: text that names everything that decides how the files are packed.
 
         Raises WeightsCacheError where the folder cannot be used or the wait takes too long.
         """
@@ -133,7 +133,7 @@ class CacheEntry:
     identity: str  # of the sources, before any of them was read
 
     def open(self) -> PackedFile | None:
-        """Map the file; None: there is none, or it was damaged and is removed."""
+        """Map the file, or return None if it is missing or was damaged, and so removed."""
         boot = _boot()
         own = self._name(boot)
         for name in sorted(self._names(), key=lambda one: one != own):
@@ -153,18 +153,18 @@ class CacheEntry:
         """Write a file and put it in its place; remove old files beyond the cache's limit.
 
         Args:
-            tensors: the place in the file of each, in ascending order, and its bytes.
-            index: JSON that says what they are.
+            tensors: each tensor's place in the file, in ascending order, and its bytes.
+            index: JSON that describes the tensors.
 
         Raises WeightsCacheError where the file has no room or cannot be written, or where the
-        checkpoint is another one by now.
+        checkpoint has changed since it was read.
         """
         tensors = list(tensors)
         size = tensors[-1][0] + tensors[-1][1].nbytes if tensors else 0
         if size > self.limit_bytes:
             limit = self.limit_bytes / 2**30
             raise WeightsCacheError(f"they take {size / 2**30:.1f} GiB, --weights-cache {limit:g}")
-        # A name of its own: whoever removes a lock's file lets two processes pack.
+        # The name is unique, because two processes pack if somebody removes the lock's file.
         new = f"{self.key}-{secrets.token_hex(4)}{_NEW}"
         try:
             self._make_room(size)
@@ -201,7 +201,7 @@ class CacheEntry:
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def _make_room(self, size: int) -> None:
-        """Remove files that nobody has used for long, and as many more as the limit wants."""
+        """Remove files that are too old, and the least recently used ones beyond the limit."""
         now, files = time.time(), list[tuple[float, int, str]]()
         for name in os.listdir(self.descriptor):  # noqa: PTH208 (by its descriptor)
             with contextlib.suppress(OSError):  # another process removed it
@@ -222,9 +222,9 @@ class CacheEntry:
 
 
 def identify_files(paths: Sequence[Path]) -> str:
-    """Digest which files these are, as they are now.
+    """Digest the identity and state of files: device, inode, size and times.
 
-    Whoever writes to a file or replaces it changes its times, its number or its size.
+    Writing to a file or replacing it changes at least one of these.
 
     Raises WeightsCacheError where a file cannot be looked at, or changed a moment ago.
     """

@@ -36,7 +36,7 @@ Kept = Mapping[str, PackedWeight | Tensor]
 
 @functools.cache
 def machine_key() -> str:
-    """Digest what packed weights depend on beside the checkpoint: CPU, code and torch."""
+    """Digest everything but the checkpoint that decides packed weights: CPU, code and torch."""
     digest = hashlib.sha256()
     parts = (platform.machine(), *sorted(cpu_features()), torch.__version__)
     digest.update(repr(parts).encode())
@@ -55,7 +55,7 @@ def _python_sources() -> Iterator[Path]:
 def _c_sources() -> Sequence[Path]:
     try:
         return find_sources()
-    except BuildError:  # without them there are no kernels
+    except BuildError:  # without sources there are no kernels to pack for
         return ()
 
 

@@ -189,7 +189,7 @@ class PackingModel(Protocol):
     takes_float8: bool
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """Keep ``owner.weight`` as another process packed it; say whether there is such a one."""
+        """Use the weight that another process packed for ``owner``; return whether there is one."""
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """Keep ``owner.weight``, if it is to be kept packed; say whether nothing else needs it."""

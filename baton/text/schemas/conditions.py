@@ -23,7 +23,7 @@ _MAX_EXCLUDED_CHARS = 1_000
 _MAX_WAYS = 8
 _MAX_DEPTH = 8
 _MAX_SCHEMAS = 300  # within one condition; references may name one schema many times
-# A limit, its opposite, and the types of values that both are of.
+# A limiting keyword, its opposite, and the types of values that both limit.
 _NUMBERS, _TEXTS, _LISTS = ("integer", "number"), ("string",), ("array",)
 _OPPOSITES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "minimum": ("exclusiveMaximum", 0, _NUMBERS),
@@ -58,7 +58,7 @@ def without_conditions(schema: Schema, root: Schema, beside: Schema) -> Schema:
 
 
 def said_beside(schema: Schema, beside: Schema) -> Schema:
-    """Return what a schema, and another one of the same value, say of types and properties."""
+    """Return what two schemas of one value say together about types and properties."""
     found = {key: one[key] for one in (beside, schema) for key in _TELLING if key in one}
     properties = {**beside.get("properties", {}), **schema.get("properties", {})}
     return {**found, "properties": properties}
@@ -73,13 +73,13 @@ def _and(schema: Schema, ways: Sequence[Any]) -> Schema:
 
 
 def _all(*schemas: Any) -> Any:
-    """Write what fits all of some schemas."""
+    """Return one schema that a value fits if it fits all the given ones."""
     told = [one for one in schemas if one not in (True, {})]
     return {"allOf": told} if len(told) > 1 else told[0] if told else True
 
 
 def _without_dependencies(schema: Schema) -> Schema:
-    """Write out what a property that is present needs."""
+    """Return alternatives for what the presence of a property requires."""
     found, needs = dict(schema), list[tuple[str, Any]]()
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         needs += found.pop(keyword, {}).items()
@@ -94,7 +94,7 @@ def _if(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
     found = dict(schema)
     then, otherwise = found.pop("then", True), found.pop("else", True)
     if "if" not in found:
-        return found  # nothing holds without a condition
+        return found  # no alternative is unconditional
     condition = found.pop("if")
     ways = [_all(condition, then)]
     ways += [_all(one, otherwise) for one in opposites.of(condition, beside)]
@@ -112,7 +112,7 @@ def _not(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
 
 
 def _one_of(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
-    """Exclude all other alternatives in each one, where alternatives are of properties alone."""
+    """Make alternatives exclude each other, where they limit only properties."""
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or not 1 < len(ways) <= _MAX_WAYS:
         return schema
@@ -205,7 +205,7 @@ class _Opposites:
 
 
 def _typed(ways: Sequence[Schema], types: Sequence[str]) -> list[Any]:
-    """Have alternatives be of the types that a keyword is of: it lets all others pass."""
+    """Limit alternatives to the types that a keyword applies to; other types pass the keyword."""
     return [{"type": list(types), **way} for way in ways] if types else []
 
 
@@ -232,7 +232,7 @@ def _other_types(kind: Any, types: Sequence[str]) -> list[Any]:
 
 
 def _unlisted(values: Sequence[Any], beside: Mapping[str, Any]) -> list[Any]:
-    """Return alternatives of values that are none of some."""
+    """Return alternatives for all values but the given ones."""
     excluded = {_key(value) for value in values}
     if "const" in beside or "enum" in beside:
         listed = [beside["const"]] if "const" in beside else beside["enum"]
@@ -258,7 +258,7 @@ def _unlisted(values: Sequence[Any], beside: Mapping[str, Any]) -> list[Any]:
 
 
 def _key(value: Any) -> str:
-    """Return a text that is equal for values that JSON Schema takes for equal."""
+    """Return a text that is the same for values that JSON Schema calls equal."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)
@@ -277,14 +277,14 @@ def _other_integers(values: Sequence[int]) -> list[Schema]:
 
 
 def _other_texts(texts: Sequence[str]) -> str:
-    """Write a pattern of all texts but some."""
+    """Return a pattern that matches all texts but the given ones."""
     if sum(map(len, texts)) > _MAX_EXCLUDED_CHARS:
         raise _UnknownOppositeError
     return f"^{_behind(frozenset(texts))}$"
 
 
 def _behind(texts: frozenset[str]) -> str:
-    """Write a regex of what may follow, where a text must be none of some."""
+    """Return a regex for the rest of a text that must differ from all the given texts."""
     firsts = sorted({text[0] for text in texts if text})
     if not firsts:
         return "(?s:.+)"

@@ -17,7 +17,7 @@ from baton.text.schemas.references import ANNOTATIONS, Schema, is_of, resolved
 MAX_LISTED = 5  # values of a list whose items are all different
 _MAX_LISTS = 400  # all orders of all choices of five values are 326
 _MAX_CHARS = 20_000
-# Places at which an item may be that a list of no maximum length must contain.
+# In a list without a maximum length, a contained item is among this many first items.
 MAX_PLACES = 8
 
 
