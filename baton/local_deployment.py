@@ -31,7 +31,12 @@ from baton.access.tls_options import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.checkpoint.model_folder import find_model_folder
 from baton.kernel_library.state import KernelState, build_kernels, find_kernels
-from baton.processes.child_processes import PARENT_PIPE_VARIABLE, PYTHON_MODULE, fleet_environment
+from baton.processes.child_processes import (
+    PARENT_PIPE_VARIABLE,
+    PYTHON_MODULE,
+    THREAD_VARIABLES,
+    fleet_environment,
+)
 from baton.processes.held_folder import HeldFolder
 from baton.processes.last_words import num_oom_kills, why_ended
 from baton.processes.program_template import ProgramTemplate, TemplateError
@@ -442,7 +447,7 @@ class LocalDeployment:
             return Child(name, placed, log, arguments, cores, log_start=log_start)
         lends = "--core-locks" in arguments
         if cores is not None:
-            environment |= _thread_variables(len(cores), lends=lends)
+            environment["OMP_NUM_THREADS"] = str(len(cores))
         if not _chooses_audit_log(arguments):  # otherwise JSON lines would mix with the log
             environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
         with log.open("ab") as output:  # a restart appends to the log
@@ -474,7 +479,8 @@ class LocalDeployment:
 
     def _make_template(self, num_threads: int) -> ProgramTemplate:
         """Start the template of nodes that lend cores, each with this many threads."""
-        environment = self._environment() | _thread_variables(num_threads, lends=True)
+        environment = THREAD_VARIABLES | self._environment()
+        environment["OMP_NUM_THREADS"] = str(num_threads)
         return ProgramTemplate("baton.cli.app:main", NODE_MODULES, environment, [self._read_end])
 
     def _fork(
@@ -558,15 +564,6 @@ def _last_number(arguments: Sequence[str], option: str) -> int:
     parser.add_argument(option, default="1", dest="value")
     found: str = parser.parse_known_args(list(arguments))[0].value
     return max(1, int(found)) if found.isdecimal() else 1
-
-
-def _thread_variables(num_threads: int, *, lends: bool) -> dict[str, str]:
-    """Return the variables that a node's libraries read when they load."""
-    # NumPy's BLAS, which no step calls, would start threads and take 32 MiB for each.
-    found = {"OMP_NUM_THREADS": str(num_threads), "OPENBLAS_NUM_THREADS": "1"}
-    if lends:  # threads spin this long for work before they sleep: briefly on lent cores
-        found["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "50000")
-    return found
 
 
 def _options_of(tls: TlsOptions) -> list[str]:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from baton.local_deployment import NODE_MODULES
+from baton.processes.child_processes import THREAD_VARIABLES
 from baton.processes.program_template import ForkedProgram, ProgramTemplate, TemplateError
 
 PROGRAM = """
@@ -135,7 +136,7 @@ def test_nodes_modules_start_no_thread() -> None:
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
         "print(len(os.listdir('/proc/self/task')))"
     )
-    one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
+    environment = {**THREAD_VARIABLES, **os.environ, "OMP_NUM_THREADS": "2"}
     words = [sys.executable, "-c", program, *NODE_MODULES]
-    done = subprocess.run(words, env=one_thread, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
