@@ -266,8 +266,8 @@ def guesses_of(
         return after_step(result, requests, guessed)
 
     engine._speculation.after_step = note  # type: ignore[union-attr, method-assign]
-    engine._speculation.num_to_guess = (  # type: ignore[union-attr, method-assign]
-        lambda num_rows, can_guess: 0 if engine.num_steps % (pause + 1) else NUM_DRAFTS
+    engine._speculation.num_to_draft = (  # type: ignore[union-attr, method-assign]
+        lambda num_rows, can_draft: 0 if engine.num_steps % (pause + 1) else NUM_DRAFTS
     )
     llm.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
     return found
