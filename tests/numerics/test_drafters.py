@@ -123,7 +123,7 @@ def go_on(
     compute: Callable[[Tensor, Tensor], Tensor],
     choose: Callable[[Tensor], int],
 ) -> list[int]:
-    """Guess one token after the other, all positions computed for each."""
+    """Draft one token after the other, computing all positions for each."""
     text, drafts = list(token_ids), list[int]()
     for _ in range(num_drafts):
         found = compute(teacher.embed(text[1:]), states)
@@ -251,10 +251,10 @@ def eagle_3_folder(folder: Path, to: Path) -> Path:
 def guesses_of(
     llm: LLM, prompts: list[list[int]], num_tokens: int, pause: int
 ) -> list[tuple[list[int], tuple[int, ...]]]:
-    """What was guessed in the steps of some requests, and behind which text.
+    """Return all drafts of some requests' steps, each with the text before it.
 
     Args:
-        pause: steps in which nobody guesses, behind each in which somebody does.
+        pause: steps without drafts behind each step with drafts.
     """
     engine, found = llm.engine, []
     after_step = engine._speculation.after_step  # type: ignore[union-attr]
