@@ -149,10 +149,10 @@ class Engine:
         """Return the number of requests that wait for a step; parked ones are not counted."""
         return self._scheduler.num_waiting
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
         self._grammars.follow_thought(request)
-        self._scheduler.add(request)
+        self._scheduler.add_request(request)
         if request.awaits_grammar:
             self._grammars.submit(request)
 
@@ -344,7 +344,7 @@ class Engine:
         if scheduled.scheduled:
             self.last_scheduled = scheduled
             plan, hooks = self._scheduler.plan(scheduled, after_layer)
-            self._scheduler.begin(scheduled)
+            self._scheduler.begin_step(scheduled)
             self._in_flight = scheduled, self.executor.submit(plan, hooks)
             if before is not None:
                 result = self._end_in_flight(before)

@@ -257,7 +257,7 @@ class MaskMaker(Protocol):
     Only the engine's thread calls these methods.
     """
 
-    def begin(self, grammar: GrammarState) -> None:
+    def begin_mask(self, grammar: GrammarState) -> None:
         """Begin a grammar's mask; no other code may use the grammar until `has_mask`."""
 
     def wait(self) -> None:
@@ -270,7 +270,7 @@ class MaskMaker(Protocol):
 class MasksAtOnce:
     """Compute each mask in the caller, where no other request would have to wait."""
 
-    def begin(self, grammar: GrammarState) -> None:
+    def begin_mask(self, grammar: GrammarState) -> None:
         """Compute the mask now."""
         grammar.compute_mask()
 

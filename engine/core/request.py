@@ -204,7 +204,7 @@ class Request:
         asks = self.sampling_params.prompt_logprobs is not None
         return asks and self.num_output_tokens == 0
 
-    def begin(self, num_tokens: int) -> None:
+    def add_in_flight(self, num_tokens: int) -> None:
         """Count ``num_tokens`` tokens as in flight: a step that computes them was submitted."""
         self.num_tokens_in_flight += num_tokens
         end = self.num_computed_tokens + self.num_tokens_in_flight

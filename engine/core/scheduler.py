@@ -102,7 +102,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests come
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queue a request whose KV this engine computes; its siblings follow it."""
         self._register(request)
         self._room.queue(request)
@@ -232,10 +232,11 @@ class Scheduler:
     def schedule(self, num_beside_decodes: int = ALL) -> SchedulerOutput:
         """Choose what the next step computes, and allocate blocks for it.
 
-        May be called while a step runs (between `begin` and `update`). Each request that samples in
-        the running step is then counted with one more token. Requests that compute drafts in that
-        step, or will get drafts from it, are left for a later step. No request is preempted then,
-        as the running step writes into the blocks: where memory is short, nothing is scheduled.
+        May be called while a step runs (between `begin_step` and `update`). Each request that
+        samples in the running step is then counted with one more token. Requests that compute
+        drafts in that step, or will get drafts from it, are left for a later step. No request is
+        preempted then, as the running step writes into the blocks: where memory is short, nothing
+        is scheduled.
 
         Args:
             num_beside_decodes: most prompt tokens if a request decodes; a second limit beside the
@@ -286,7 +287,7 @@ class Scheduler:
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
     ) -> tuple[StepPlan, StepHooks]:
-        """Return a worker's plan of a step, and its hooks; call right before `begin`."""
+        """Return a worker's plan of a step, and its hooks; call right before `begin_step`."""
         plan = self._planner.plan(scheduled.scheduled, scheduled.num_drafts)
         if not plan.constrained:
             return plan, StepHooks(after_layer)
@@ -298,7 +299,7 @@ class Scheduler:
         }
         return plan, StepHooks(after_layer, partial(allowed_bits, grammars))
 
-    def begin(self, scheduled: SchedulerOutput) -> None:
+    def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Count a step's tokens as in flight, as the step is about to be launched.
 
         At most two steps are in flight; each ends with `update`.
@@ -306,7 +307,7 @@ class Scheduler:
         assert self._num_steps_in_flight < 2
         self._num_steps_in_flight += 1
         for item in scheduled.scheduled:
-            item.request.begin(item.num_scheduled_tokens)
+            item.request.add_in_flight(item.num_scheduled_tokens)
 
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
         """Write the oldest step's result into its requests and end those that are done."""
@@ -383,7 +384,7 @@ class Scheduler:
         else:
             ended = request.append(sampled[0])
         if ended is None and request.grammar is not None and not request.grammar.has_mask:
-            self._masks.begin(request.grammar)
+            self._masks.begin_mask(request.grammar)
         return ended
 
     def check(self) -> None:
@@ -490,7 +491,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         self._room.give_rank(request)
         if request.grammar is not None and not request.grammar.has_mask:
-            self._masks.begin(request.grammar)
+            self._masks.begin_mask(request.grammar)
 
     def _may_run(self, request: Request, num_tokens: int) -> bool:
         """Return whether a request may compute these tokens now; False if it needs a mask first."""
@@ -511,7 +512,7 @@ class Scheduler:
         """Advance a grammar by tokens of the output, and begin the mask of the next token."""
         is_right = all(grammar.accept(token_id) for token_id in token_ids) and not grammar.problem
         if is_right and not grammar.has_mask:
-            self._masks.begin(grammar)
+            self._masks.begin_mask(grammar)
         return is_right
 
     def _fail_by_grammar(self, request: Request) -> None:

@@ -157,7 +157,7 @@ class Speculation:
             drafted: drafts that a worker made in the step.
         """
         if self.in_steps:
-            self._proposer.take(drafted)
+            self._proposer.store_drafts(drafted)
             if not drafted and not self._proposed:
                 self._num_rows = len(result.outputs) - len(result.finished)
                 return {}
