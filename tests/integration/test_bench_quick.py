@@ -51,7 +51,7 @@ def test_a_system_is_started_measured_and_stopped() -> None:
     [
         (("--target", "grpc://HERE"), "error: UNAVAILABLE: "),
         (("--target", "http://HERE"), "error: "),
-        (("--target", "ftp://HERE"), "error: --target: must be SCHEME://ADDRESS"),
+        (("--target", "ftp://HERE"), "error: unknown scheme of a target 'ftp'"),
         (("--target", "grpc://HERE", "--model", "x"), "error: --target: measures a running system"),
         (("--model", "no/such/folder"), "error: "),
     ],

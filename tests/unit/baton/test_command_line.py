@@ -178,7 +178,7 @@ def test_an_error_of_an_operators_command_names_its_option_too() -> None:
     """It said ``router: ...``."""
     code, _, errors = baton("admin", "nodes", "--router", "127.0.0.1:1")
     assert code == 1
-    assert errors == "error: --router: 127.0.0.1:1 cannot be reached (UNAVAILABLE)\n"
+    assert errors == "error: --router: 127.0.0.1:1 cannot be reached (is it up?)\n"
     code, _, errors = baton("admin", "nodes", "--tls-ca", "no such file")
     assert (code, errors.count("\n")) == (2, 1)
     assert errors.startswith("error: --tls-ca: ")

@@ -69,7 +69,7 @@ async def test_it_says_why_it_is_not_ready_and_is_whole_without_nodes(scene: Htt
 async def test_a_page_without_requests_has_a_command_that_works(scene: HttpScene) -> None:
     found = re.search(r"<pre><code>(.*?)</code></pre>", await page(scene), re.DOTALL)
     assert found is not None
-    words = shlex.split(html.unescape(found[1]))
+    words = shlex.split(html.unescape(found[1]).replace("\\\n", " "))
     assert words[:2] == ["curl", f"{scene.url}/v1/chat/completions"]
     assert words[2:4] == ["-H", "Content-Type: application/json"]
     body = json.loads(words[words.index("-d") + 1])
