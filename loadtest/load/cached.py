@@ -48,7 +48,7 @@ class CacheReport:
             return "prompt tokens cached: the server does not say"
         return (
             f"prompt tokens cached: {self.cached_share:.1%} "
-            f"(this load shares {self.shared_share:.1%} of them by its own making)"
+            f"(this load shares {self.shared_share:.1%} by its making)"
         )
 
     def warning(self) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.api.bounded_files import MAX_DATA_BYTES, parse_json, read_text, refuse_devices
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, reason_of
 
 BLOCK_TOKENS = 512
 _MOST = 1e15
@@ -77,7 +77,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
     except OSError as error:
         raise ConfigError(f"trace: {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"trace: {path} cannot be read: {error}") from error
+        raise ConfigError(f"trace: {path} cannot be read: {reason_of(error)}") from error
     next_id = -1
     for number, line in enumerate(lines, start=1):
         if not line.strip():

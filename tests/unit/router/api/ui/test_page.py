@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
+import json
 import re
+import shlex
 
 import pytest
 from yarl import URL
@@ -60,6 +63,28 @@ async def test_it_says_why_it_is_not_ready_and_is_whole_without_nodes(scene: Htt
     assert "no prefill node has joined the router" in shown
     assert "No node has joined." in shown
     assert "No request has come yet." in shown
+
+
+@on_http()
+async def test_a_page_without_requests_has_a_command_that_works(scene: HttpScene) -> None:
+    found = re.search(r"<pre><code>(.*?)</code></pre>", await page(scene), re.DOTALL)
+    assert found is not None
+    words = shlex.split(html.unescape(found[1]).replace("\\\n", " "))
+    assert words[:2] == ["curl", f"{scene.url}/v1/chat/completions"]
+    assert words[2:4] == ["-H", "Content-Type: application/json"]
+    body = json.loads(words[words.index("-d") + 1])
+    async with scene.session.get(f"{scene.url}/v1/models") as response:
+        models = await response.json()
+    assert body["model"] == models["data"][0]["id"]
+    assert body["messages"][0]["role"] == "user"
+
+
+@on_http(access=Access(admin_token="right", node_token="node"))
+async def test_the_command_brings_a_key_where_the_reader_had_to(scene: HttpScene) -> None:
+    async with scene.session.get(scene.url + "/ui", headers=basic("right")) as response:
+        shown = html.unescape(await response.text())
+    assert '-H "Authorization: Bearer $BATON_API_KEY"' in shown
+    assert "right" not in shown
 
 
 @on_http()
