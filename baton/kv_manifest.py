@@ -43,7 +43,7 @@ _Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class KVKind(enum.StrEnum):
-    """What a group's units hold, which decides how long they are kept."""
+    """Content of a group's units, which decides how long they are kept."""
 
     PAGED = "paged"  # keys and values of a block's tokens; all blocks are kept
     WINDOW = "window"  # likewise, but blocks that left the window are freed

@@ -260,7 +260,7 @@ def release() -> str:
 
 
 def made_of() -> dict[str, str]:
-    """What the figures follow from: Triton, and the kernels without what is only said in them."""
+    """Return the versions that the figures depend on: Triton's, and a digest of kernels' code."""
     import triton
 
     digest = hashlib.sha256()
@@ -270,7 +270,7 @@ def made_of() -> dict[str, str]:
 
 
 def code_of(source: str) -> str:
-    """A module without comments, docstrings and layout; equal for equal code."""
+    """Return a module without comments, docstrings and layout; equal for equal code."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:

@@ -344,7 +344,7 @@ DASHBOARDS = {
 
 
 def make(uid: str) -> str:
-    """One dashboard as JSON."""
+    """Return one dashboard as JSON."""
     title, rows = DASHBOARDS[uid]
     made = (
         dashboard.Dashboard(title)
@@ -395,7 +395,7 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """All queries, each with the title of its panel."""
+    """Yield all queries, each with the title of its panel."""
     for title, rows in DASHBOARDS.values():
         for panels in rows.values():
             for panel in panels:

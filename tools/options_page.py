@@ -30,7 +30,7 @@ _NODES = ("prefill", "decode")
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the page's text."""
     options = {name: by_name(PROGRAMS.load(name)) for name in PROGRAMS.names()}
     prefill, decode = (options[name] for name in _NODES)
     both = {name for name in prefill if _row(prefill[name]) == _row(decode.get(name))}
@@ -90,7 +90,7 @@ def _default(option: Option) -> str:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Check or write the page; return the exit code."""
     text = page()
     if "--write" in sys.argv:
         PAGE.write_text(text, encoding="utf-8")

@@ -61,7 +61,7 @@ MODELOPT = {
 
 
 def digest(weight: Tensor) -> str:
-    """The SHA-256 of a weight as float32; zeros have no sign."""
+    """Return the SHA-256 of a weight as float32; zeros have no sign."""
     numbers = (weight.float() + 0.0).contiguous()
     return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
 

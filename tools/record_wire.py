@@ -79,7 +79,7 @@ def _value(field: FieldDescriptor, seed: int, depth: int) -> Any:
 
 
 def top_messages() -> list[tuple[str, Message]]:
-    """Everything that a call or a link carries, a message per member of a oneof, with a name."""
+    """Make a named sample of each message of calls and links, one per member of a oneof."""
     from baton.v1 import admin_pb2, inference_pb2, node_pb2
 
     found: dict[str, Message] = {}
@@ -98,7 +98,7 @@ def top_messages() -> list[tuple[str, Message]]:
 
 
 def _commands() -> dict[str, Message]:
-    """What a node is to do: made of values that make sense, as nodes check them."""
+    """Make samples of commands to nodes from plausible values, as nodes check them."""
     from baton.api.sampling_params import SamplingParams
     from baton.link import wire
     from baton.link.words import DecodeCommand, PrefillCommand

@@ -33,7 +33,7 @@ _FILE_MODE = 0o600
 
 
 class AuditKind(StrEnum):
-    """What an audited event was."""
+    """Kind of an audited event."""
 
     JOINED = "joined"
     LEFT = "left"

@@ -13,7 +13,7 @@ NODE_KINDS = ("prefill", "decode", "sim")  # the kinds of nodes in certificates
 
 
 class Role(StrEnum):
-    """What a caller may do; a principal can have any number of roles.
+    """Permission of a caller; a principal can have any number of roles.
 
     INFER: send prompts, and ask about the model and the caller's own requests.
     LOOK: read everything that operators can see.

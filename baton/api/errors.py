@@ -126,7 +126,7 @@ class NotFoundError(BatonError):
 
 
 class OverloadedError(BatonError):
-    """There is no capacity for the request now; the same request may succeed later."""
+    """No capacity for the request now; the request may succeed later."""
 
     retryable = True
     retry_delay_s = 1.0

@@ -66,7 +66,7 @@ class OpenedLibrary:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What the library is built from; `name` is its file's name."""
+    """Sources and compiler of the library; `name` is its file's name."""
 
     sources: Sequence[Path]
     compiler: Sequence[str]

@@ -327,7 +327,7 @@ class DrainCommand:
 
 @dataclass(frozen=True, slots=True)
 class DrainSeen:
-    """This router places no more requests on the draining node. Handled by the link."""
+    """Tell a draining node that this router places no more requests there. For the link."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,9 @@ def snippets() -> list[tuple[str, str]]:
     pages = [(ROOT / name).read_text(encoding="utf-8") for name in PAGES]
     blocks = re.findall(r"^```(python|sh)\n(.*?)^```", "".join(pages), re.MULTILINE | re.DOTALL)
     found = [
-        (kind, text) for kind, text in blocks if not text.startswith(("make", "pip", "uv", ".venv/bin/"))
+        (kind, text)
+        for kind, text in blocks
+        if not text.startswith(("make", "pip", "uv", ".venv/bin/"))
     ]
     assert {kind for kind, _ in found} == {"python", "sh"}
     return found

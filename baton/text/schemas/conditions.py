@@ -38,7 +38,7 @@ _OPPOSITES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 class _UnknownOppositeError(Exception):
-    """What a schema excludes cannot be written out."""
+    """No way to write out what a schema excludes."""
 
 
 def without_conditions(schema: Schema, root: Schema, beside: Schema) -> Schema:
