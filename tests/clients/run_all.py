@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from baton.checkpoint.gguf.folder import folder_of_gguf
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from examples.demo import NAME, PACKAGE, SHA256, fetch_model
 from tests.clients.environments import installed_version, interpreter

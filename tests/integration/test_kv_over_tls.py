@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from baton import Client, SamplingParams
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from engine import LLM
 from tests.fakes.waiting import wait_until

@@ -83,6 +83,23 @@ def test_a_tenth_of_the_lines_may_change(root: Path) -> None:
     assert list(house.findings(root)) == []
 
 
+def test_many_files_beside_each_other_are_reported(root: Path) -> None:
+    for number in range(house.MANY_FILES - 1):  # beside r.py
+        (root / "baton" / "cli" / f"r{number}.py").write_text('"""One."""\n')
+    assert list(house.crowded(root)) == []
+    (root / "baton" / "cli" / "more.py").write_text('"""One more."""\n')
+    assert list(house.crowded(root)) == ["baton/cli has 15 files beside each other, more than 14"]
+
+
+def test_files_that_the_day_imports_are_found(root: Path) -> None:
+    (root / "baton" / "cli" / "other.py").write_text('"""Other."""\n')
+    reader = root / "baton" / "cli" / "r.py"
+    imports = "import ast\nfrom baton.cli.other import x\nfrom pathlib import Path\n"
+    reader.write_text('"""Reads."""\n' + imports + "class Reader:\n    x = 1\n")
+    house._tree.cache_clear()
+    assert house.imported_by_day(root) == {root / "baton" / "cli" / "other.py"}
+
+
 def test_a_page_without_the_place_is_left_as_it_is(root: Path) -> None:
     (root / house.MAP).write_text("no place here\n")
     with pytest.raises(ValueError, match="has no place"):

@@ -30,10 +30,10 @@ from baton.access.tls import read_tls
 from baton.access.tls_options import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.checkpoint.model_folder import find_model_folder
+from baton.deployment.last_words import num_oom_kills, why_ended
 from baton.kernel_library.state import KernelState, build_kernels, find_kernels
 from baton.processes.child_processes import PARENT_PIPE_VARIABLE, PYTHON_MODULE, fleet_environment
 from baton.processes.held_folder import HeldFolder
-from baton.processes.last_words import num_oom_kills, why_ended
 from baton.processes.ray_processes import RayCluster
 from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
