@@ -97,23 +97,20 @@ class LoadOptions:
             more: further fields of the plan.
         """
         names = {one.name for one in dataclasses.fields(LoadPlan)}
-        same = {
+        fields: dict[str, Any] = {
             one.name: getattr(self, one.name)
             for one in dataclasses.fields(self)
             if one.name in names
         }
-        return LoadPlan(
-            **same
-            | {
-                "load": load,
-                "input_lengths": parse_lengths("input_tokens", self.input_tokens),
-                "output_lengths": parse_lengths("output_tokens", self.output_tokens),
-                "seed": fresh_seed() if self.seed is None else self.seed,
-                "max_lag_s": self.max_lag_ms / 1e3,
-                "slo": Slo.parse(self.slo),
-            }
-            | more
-        )
+        fields |= {
+            "load": load,
+            "input_lengths": parse_lengths("input_tokens", self.input_tokens),
+            "output_lengths": parse_lengths("output_tokens", self.output_tokens),
+            "seed": fresh_seed() if self.seed is None else self.seed,
+            "max_lag_s": self.max_lag_ms / 1e3,
+            "slo": Slo.parse(self.slo),
+        }
+        return LoadPlan(**fields | more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

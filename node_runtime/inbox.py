@@ -80,9 +80,10 @@ class Inbox(Generic[Job]):
         """Give all commands to the node, in order of arrival."""
         while self._commands:
             received_at, command = self._commands.popleft()
+            if isinstance(command, self._job):
+                node.start_job(command, received_at)
+                continue
             match command:
-                case self._job():
-                    node.start_job(command, received_at)
                 case CancelCommand():
                     node.cancel_job(command.request_id, command.epoch)
                 case PeerUpdate(removed=True):

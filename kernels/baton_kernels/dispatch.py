@@ -40,8 +40,8 @@ def native_ops() -> NativeOps | None:
 
 def ops_for(tensor: Tensor) -> Ops:
     """Return the ops, as attributes, for tensors on the device of this one."""
-    if tensor.is_cpu:
-        return native_ops() or reference
+    if tensor.is_cpu and (native := native_ops()) is not None:
+        return native
     if tensor.is_cuda:
         return _triton_ops()
     return reference

@@ -53,13 +53,15 @@ def run(options: RunOptions) -> None:
             admin_token=options.admin_token,
             can_inject=any(one.act == "inject" for one in faults),
         )
-        auditor = Auditor(options.admin, options.admin_token, options.target.tls)
+        auditor = None
+        if options.admin:
+            auditor = Auditor(options.admin, options.admin_token, options.target.tls)
         job = Job(
             plan=plan,
             up=up if options.up else None,
             faults=faults,
             pids=parse_pids(options.pid),
-            auditor=auditor if options.admin else None,
+            auditor=auditor,
             options=options.target,
             outputs=Outputs(
                 json=path_of(options.json),
