@@ -232,4 +232,4 @@ class ModelRunner:
         """Return, by row, the distributions that this step's drafts were drawn from."""
         if self._drafting is None:
             return None
-        return self._drafting.chooser.take(self._drafting_steps[0])
+        return self._drafting.chooser.pop_distributions(self._drafting_steps[0])

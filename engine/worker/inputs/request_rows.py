@@ -95,7 +95,7 @@ class RequestRows:
         return SamplingInput(
             request_ids,
             parameters,
-            self._random_words.take(rows, parameters["seed"], places),
+            self._random_words.words_at(rows, parameters["seed"], places),
             {
                 index: self._snapshot(as_list[index], int(columns.sampled_at[index]))
                 for index in changes_logits.nonzero()[0].tolist()
@@ -112,7 +112,7 @@ class RequestRows:
         return SamplingInput(
             before.request_ids,
             parameters,
-            self._random_words.take(rows, parameters["seed"], places),
+            self._random_words.words_at(rows, parameters["seed"], places),
             {
                 index: self._snapshot(int(rows[index]), int(sampled_at[index]))
                 for index in before.adjusted
