@@ -57,7 +57,7 @@ class LoadOptions:
     prefix_tokens: int = same_option(LoadPlan, "prefix_tokens")
     seed: int | None = option(
         None,
-        least=-(2**63),
+        least=0,
         help="The same seed makes the same requests, which a server may have cached. Without a "
         "seed, each run has fresh prompts, and its report tells their seed.",
     )
