@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.api.errors import ConfigError
-from baton.local_deployment import LocalDeployment, LocalDeploymentConfig
+from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.child_processes import fleet_environment
 from baton.processes.free_address import free_address
 from baton.processes.worker_processes import WorkerProcesses, WorkLimits
