@@ -148,6 +148,7 @@ check: setup .venv-proto/.ready .venv-audit/.ready ## lint, types, import rules,
 	$(BIN)/python tools/check_layout.py
 	$(BIN)/python -m tools.house --check
 	$(BIN)/python -m tools.options_page --check
+	$(BIN)/python -m tools.sentences
 	$(BIN)/python -m tools.dashboards
 	tools/generate_stubs.sh .venv-proto/bin/python --check
 	$(BIN)/python tools/supply_chain.py .venv-audit/bin dist/sbom.cdx.json
