@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baton_kernels as ops
-from baton.kv_layers import LayerKV, PagedKV, as_replicated
+from baton.kv.layers import LayerKV, PagedKV, as_replicated
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import DecodeTapes

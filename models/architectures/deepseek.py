@@ -5,7 +5,7 @@ Refuses to know: how a decoder computes.
 
 from __future__ import annotations
 
-from baton.kv_layers import LatentKV
+from baton.kv.layers import LatentKV
 from models.architectures.decoder import DecoderForCausalLM, DecoderOptions
 from models.config import ModelConfig
 from models.layers.latent_attention import LatentAttention

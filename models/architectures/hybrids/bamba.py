@@ -9,7 +9,7 @@ import re
 
 from torch import nn
 
-from baton.kv_layers import LayerKV, PagedKV, StateArray, StateKV
+from baton.kv.layers import LayerKV, PagedKV, StateArray, StateKV
 from models.architectures.decoder import DecoderForCausalLM, DecoderOptions
 from models.config import ModelConfig
 from models.layers.attention import Attention, AttentionOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from baton.kv_layers import LayerKV, PagedKV, StateArray, StateKV
+from baton.kv.layers import LayerKV, PagedKV, StateArray, StateKV
 from models.architectures.decoder import DecoderForCausalLM, DecoderOptions
 from models.base import ForwardContext, Rotations
 from models.config import ModelConfig
