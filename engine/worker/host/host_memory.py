@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,8 @@ def peak_growth(call: Callable[[], None], proc: Path = _PROC) -> int:
         (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
     except OSError:
         call()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     else:
         call()
         peak = _named_numbers(proc / "self" / "status").get("VmHWM", 0) * 1024

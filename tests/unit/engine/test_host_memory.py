@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import resource
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,3 +97,14 @@ def test_the_peak_of_a_call_is_its_own_and_not_one_before_it() -> None:
 
 def test_where_the_mark_cannot_be_reset_the_peak_is_an_upper_bound(tmp_path: Path) -> None:
     assert peak_growth(lambda: grow(64 * MIB), tmp_path) > 64 * MIB
+
+
+@pytest.mark.parametrize(("system", "num_bytes"), [("linux", 2**30), ("darwin", 2**20)])
+def test_the_peak_counts_in_the_units_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, num_bytes: int
+) -> None:
+    """Read the process's peak where there is no procfs: macOS counts bytes, others KiB."""
+    monkeypatch.setattr(sys, "platform", system)
+    usage = SimpleNamespace(ru_maxrss=2**20)
+    monkeypatch.setattr(resource, "getrusage", lambda who: usage)
+    assert peak_growth(lambda: None, tmp_path / "nowhere") == num_bytes
